@@ -23,6 +23,7 @@ import datasets
 import torch
 import torch.nn.functional as F
 from transformers import (
+    AutoModel,
     AutoProcessor,
     CLIPModel,
     LlamaConfig,
@@ -38,7 +39,6 @@ from transformers import (
 import small_clip
 from frugalvit import (
     SparseFormerLlavaForConditionalGeneration,
-    SparseFormerVisionModelWithProjection,
     count_macs,
     match_channels_,
     matching_processor,
@@ -216,7 +216,7 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
     if student is None:
         vision = CLIPModel.from_pretrained(clip).vision_model
     else:
-        vision = SparseFormerVisionModelWithProjection.from_pretrained(student).base_model
+        vision = AutoModel.from_pretrained(student).base_model
     return {
         "zero-shot accuracy": zero_shot_accuracy(towers, classifier, images, batch_size=256)["accuracy"],
         **{
@@ -235,7 +235,7 @@ def patches_told(arguments, clip: Path, student: Path | None) -> float:
     teacher = CLIPModel.from_pretrained(clip).vision_model.eval()
     if student is None:
         return 1.0
-    model = SparseFormerVisionModelWithProjection.from_pretrained(student).base_model.eval()
+    model = AutoModel.from_pretrained(student).base_model.eval()
     processor = AutoProcessor.from_pretrained(clip).image_processor
 
     def states(images: datasets.Dataset) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import ViTImageProcessor
 
-from frugalvit import BootstrapArguments, BootstrapTrainer, SparseFormerBackbone
+from frugalvit import BootstrapArguments, BootstrapTrainer, PatchSparseFormerBackbone, SparseFormerBackbone
 from frugalvit.common.contender import Vision
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import choose_device, load_vision_model
@@ -196,7 +196,7 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         yield from students(f"{kind}, before training", [student], TOKENS)
     for kind in arguments.bootstrap:
         folders = bootstrap_students(arguments, kind, image_format)
-        found = [SparseFormerBackbone.from_pretrained(folder).to(device).eval() for folder in folders]
+        found = [PatchSparseFormerBackbone.from_pretrained(folder).to(device).eval() for folder in folders]
         name = f"{kind.replace('-', ' with ', 1).replace('-', ' ')}, bootstrapped"
         yield from students(name, found, TOKENS)
 

@@ -195,9 +195,6 @@ class AttentionStartConfig(FrugalViTConfig):
             or `"default"`, as all linear layers start and as the paper leaves them.
     """
 
-    # The field's name before it told of impulses.
-    attribute_map = {"value_init": "impulse_value_init"}
-
     initialization: str = "default"
     impulse_solver: str = "closed_form"
     impulse_kernel_size: int = 3

@@ -13,20 +13,6 @@ from .configuration_sparseformer_base import SparseFormerBaseConfig, one_or_pair
 PLACEMENTS = ("grid", "content")
 PLACEMENT_RULES = ("detail", "contrast", "entropy", "learned")
 
-# Fields that folders have from before this configuration was one of its own.
-_FORMER_FIELDS = (
-    *("num_sampling_points", "num_mixed_points", "stem_channels", "focusing_hidden_size", "num_focusing_iterations"),
-    *("generation", "roi_encoding", "focusing_num_attention_heads", "focusing_intermediate_size"),
-    *("focusing_hidden_act", "focusing_layer_norm_eps", "shared_token_embedding", "stage_embedding"),
-    *("transition_layer_norm", "mixing_bias", "mixing_hidden_size", "num_roi_delta_layers"),
-    *("clip_sampling_gradients", "focusing_steps", "final_focusing_steps", "num_glance_layers", "num_pyramid_levels"),
-)
-
-
-def is_patch_config(values: dict) -> bool:
-    """Whether a configuration with these values is a `PatchSparseFormerConfig`."""
-    return values.get("model_type") == "patch_sparseformer" or values.get("patch_size") is not None
-
 
 def stretch_of_cells(grid: tuple[int, int], image_size: tuple[int, int]) -> float:
     """Return how far the cells of a grid are from squares: the absolute log of their aspect ratio.
@@ -136,34 +122,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     placement_random_share: float | int = 0.0
     sampling_padding_mode: str = "border"
 
-    @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """As in Transformers, also of folders from before this class was one of its own."""
-        found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        key = cls.base_config_key
-        if key in found:
-            return {**found, key: cls._without_former_fields(found[key])}, kwargs
-        return cls._without_former_fields(found), kwargs
-
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """As in Transformers, also of fields from before this class was one of its own."""
-        return super().from_dict(cls._without_former_fields(config_dict), **kwargs)
-
-    @classmethod
-    def _without_former_fields(cls, values: dict) -> dict:
-        kind = values.get("model_type", cls.model_type)
-        if kind != cls.model_type and not is_patch_config(values):
-            raise ValueError(f"These are the fields of a {kind}, expected those of a {cls.model_type}.")
-        kept = {name: value for name, value in values.items() if name not in _FORMER_FIELDS}
-        if kind != cls.model_type and (classes := values.get("architectures")):
-            kept["architectures"] = [f"Patch{name}" for name in classes]
-        return kept | {"model_type": cls.model_type}
-
     def __post_init__(self, **kwargs):
-        # Of students that glanced at the image first, which trees have replaced; their folders cannot be computed.
-        if kwargs.pop("glance_grid", None):
-            raise ValueError("`glance_grid` is gone; tokens that choose where to look have `placement='content'`.")
         self.patch_size = one_or_pair(self.patch_size)
         if self.feature_stride is None:
             self.feature_stride = self.patch_size

@@ -1,10 +1,8 @@
 """SparseFormer configuration: both generations, every variant of the papers by name."""
 
-from dataclasses import fields
-
 from huggingface_hub.dataclasses import strict
 
-from .configuration_patch_sparseformer import PatchSparseFormerConfig, is_patch_config
+from .configuration_patch_sparseformer import PatchSparseFormerConfig
 from .configuration_sparseformer_base import (
     CLIP_MEAN,
     CLIP_STD,
@@ -15,11 +13,8 @@ from .configuration_sparseformer_base import (
 )
 
 
-# The papers' orders of operations, and those of the focusing layer in folders from before they had names.
-GENERATIONS = {
-    "bootstrapped": ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment"),
-    "v1": ("attention", "roi_adjustment", "sampling", "mlp"),
-}
+# Orders of operations of the focusing layer.
+GENERATIONS = ("bootstrapped", "v1")
 
 
 @strict
@@ -31,8 +26,7 @@ class SparseFormerConfig(SparseFormerBaseConfig):
     A SparseFormer is a stem, a focusing stage and a cortex. The focusing stage is one layer of width
     `focusing_hidden_size`, executed `num_focusing_iterations` times, and one at full width, executed once. The fields
     below say where the two generations differ; those of the cortex are `SparseFormerBaseConfig`'s. A student whose
-    tokens embed patches as its teacher does has a `PatchSparseFormerConfig`: with a `patch_size`, this class makes
-    that, and so does `from_pretrained` of its folder.
+    tokens embed patches as its teacher does has a `PatchSparseFormerConfig`.
 
     Args:
         num_sampling_points (`int`, *optional*, defaults to 16): Points that a token samples in its RoI, at least 2.
@@ -99,33 +93,7 @@ class SparseFormerConfig(SparseFormerBaseConfig):
     sampling_padding_mode: str = "border"
     clip_sampling_gradients: bool = False
 
-    def __new__(cls, *args, **fields):
-        # Before `PatchSparseFormerConfig` was one of its own, this class was both.
-        if is_patch_config(fields):
-            return PatchSparseFormerConfig.from_dict(fields)
-        return super().__new__(cls)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in Transformers. Returns the configuration that is there, also a `PatchSparseFormerConfig`."""
-        found, others = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
-        found = found.get(cls.base_config_key, found)
-        if is_patch_config(found):
-            return PatchSparseFormerConfig.from_dict(found, **others)
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-
     def __post_init__(self, **kwargs):
-        # Folders from before this class was one of its own have these fields, with values that say nothing.
-        for name, default in self._patch_fields().items():
-            if name in kwargs and kwargs[name] == default:
-                del kwargs[name]
-        if steps := kwargs.pop("focusing_steps", None):
-            known = [name for name, of_generation in GENERATIONS.items() if of_generation == tuple(steps)]
-            if not known:
-                raise ValueError(f"`focusing_steps` is {steps}, expected one of {[*GENERATIONS.values()]}.")
-            self.generation = known[0]
-        for name in ("final_focusing_steps", "glance_grid", "num_glance_layers", "num_pyramid_levels"):
-            kwargs.pop(name, None)
         if self.num_mixed_points is None:
             self.num_mixed_points = max(self.num_sampling_points, 32)
         if self.focusing_num_attention_heads is None:
@@ -133,13 +101,6 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         if self.focusing_intermediate_size is None:
             self.focusing_intermediate_size = 4 * self.focusing_hidden_size
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def _patch_fields(cls) -> dict:
-        """Fields that `PatchSparseFormerConfig` alone has, with their defaults when both were one class."""
-        own = {field.name for field in fields(cls)}
-        others = {field.name: field.default for field in fields(PatchSparseFormerConfig) if field.name not in own}
-        return others | {"patch_size": None}
 
     @property
     def map_channels(self) -> int:
@@ -153,9 +114,9 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     def validate_patches(self):
         """No token embeds patches."""
-        for name in self._patch_fields():
+        for name in ("patch_size", "token_grid", "placement"):
             if name in vars(self):
-                raise ValueError(f"`{name}` is for tokens that embed patches: give it with `patch_size`.")
+                raise ValueError(f"`{name}` is a field of PatchSparseFormerConfig; a SparseFormerConfig has none.")
 
     def validate_focusing_counts(self):
         """Counts and sizes of the focusing stage are positive."""
@@ -198,7 +159,7 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         self._check_choices(
             sampling_padding_mode=("border", "zeros"),
             roi_encoding=("reference", "paper"),
-            generation=tuple(GENERATIONS),
+            generation=GENERATIONS,
             num_roi_delta_layers=(1, 2),
         )
         if self.focusing_layer_norm_eps is not None:
@@ -293,13 +254,15 @@ def read_vision_config(value: SparseFormerBaseConfig | dict) -> SparseFormerBase
     """Return the `vision_config` of a model whose vision tower is a SparseFormer.
 
     Args:
-        value (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`): The configuration or its fields.
+        value (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`):
+            The configuration, or its fields, of which `model_type` is `"sparseformer"` if not given.
 
     Raises:
         ValueError: if it is that of another model.
     """
     if isinstance(value, dict):
-        return SparseFormerConfig(**value)
+        embeds_patches = value.get("model_type") == PatchSparseFormerConfig.model_type
+        return (PatchSparseFormerConfig if embeds_patches else SparseFormerConfig).from_dict(value)
     if not is_sparseformer(value):
         raise ValueError(f"`vision_config` is a {type(value).__name__}, expected a SparseFormerConfig.")
     return value

@@ -197,6 +197,18 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
     resize_size: int | None = None
     resample: int = 2
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in Transformers.
+
+        Raises:
+            ValueError: if the fields are those of another model, for example of the other kind of SparseFormer.
+        """
+        found = config_dict.get("model_type", cls.model_type)
+        if found != cls.model_type:
+            raise ValueError(f"This is the configuration of a {found}, expected that of a {cls.model_type}.")
+        return super().from_dict(config_dict, **kwargs)
+
     def __post_init__(self, **kwargs):
         if self.num_attention_heads is None:
             self.num_attention_heads = max(self.hidden_size // 64, 1)

@@ -48,7 +48,7 @@ class ViTContextBroadcastConfig(AttentionStartConfig, PatchTransformerConfig):
     """
 
     model_type = "vit_context_broadcast"
-    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"} | AttentionStartConfig.attribute_map
+    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
 
     image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int | list[int] | tuple[int, int] = 16

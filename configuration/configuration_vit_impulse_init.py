@@ -63,7 +63,7 @@ class ViTImpulseInitConfig(AttentionStartConfig, PatchTransformerConfig):
     """
 
     model_type = "vit_impulse_init"
-    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"} | AttentionStartConfig.attribute_map
+    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
 
     image_size: int | list[int] | tuple[int, int] = 32
     patch_size: int | list[int] | tuple[int, int] = 2

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .configuration.configuration_sparseformer_clip import *
     from .configuration.configuration_sparseformer_llava import *
     from .configuration.configuration_sparseformer_paligemma import *
+    from .configuration.configuration_sparseformer_vlm import *
     from .configuration.configuration_vit_context_broadcast import *
     from .configuration.configuration_vit_impulse_init import *
     from .evaluation.embeddings import extract_features as extract_features
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .modeling.modeling_sparseformer_llava import *
     from .modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor as SparseFormerLlavaProcessor
     from .modeling.modeling_sparseformer_paligemma import *
+    from .modeling.modeling_sparseformer_vlm import *
     from .modeling.modeling_vit_context_broadcast import *
     from .modeling.modeling_vit_impulse_init import *
     from .modeling.open_clip_adapter import OpenClipVisual as OpenClipVisual

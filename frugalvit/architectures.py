@@ -13,9 +13,7 @@ import frugalvit
 from .common.exported import ExportedModule
 from .common.loading import check_folder, load_pretrained, one_error, split_revision
 from .common.views import vision_config_of
-from .modeling import modeling_sparseformer_vlm
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
-from .modeling.modeling_sparseformer_vlm import TOWERS, part_name
 from .registry import configuration_classes
 
 
@@ -67,8 +65,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
     """The image side of a CLIP or a LLaVA; other models as they are."""
     if vision_config_of(model.config) is not model.config:
-        parts = model if part_name(model, TOWERS) else model.model
-        return getattr(parts, part_name(parts, TOWERS))
+        return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
     return model
 
 
@@ -81,8 +78,7 @@ def model_class(config) -> type[PreTrainedModel]:
     architecture = next(iter(config.architectures or ()), None) if isinstance(config.architectures, list) else None
     architecture = architecture if isinstance(architecture, str) else "none"
     # Ours first: the newest Transformers may have a class of the same name.
-    modules = (frugalvit, transformers, modeling_sparseformer_vlm)
-    found = next(filter(None, (getattr(module, architecture, None) for module in modules)), None)
+    found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
     return found

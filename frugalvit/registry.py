@@ -23,6 +23,7 @@ FAMILIES = (
     "sparseformer_clip",
     "sparseformer_llava",
     "sparseformer_paligemma",
+    "sparseformer_vlm",
     "vit_context_broadcast",
     "vit_impulse_init",
 )
@@ -130,7 +131,6 @@ def register() -> None:
     `register_when_asked` does it family by family, when an Auto class is asked for one.
     """
     register_configurations()
-    register_grids()
     for family in FAMILIES:
         register_processors(family)
         register_models(family)
@@ -148,18 +148,6 @@ def register_configurations() -> None:
         found += [getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS]
     for config_class in found:
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-
-
-@_once
-def register_grids() -> None:
-    """The configurations of Transformers' models that count on a grid, with a SparseFormer as their tower."""
-    import transformers
-    from transformers.utils import is_torch_available
-
-    if is_torch_available():
-        module = importlib.import_module("frugalvit.modeling.modeling_sparseformer_vlm")
-        for config_class in (getattr(module, f"SparseFormer{name}Config") for name in module.VLMS):
-            transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
 @_once
@@ -226,9 +214,6 @@ def _for_model_type(mapping, model_type: str | None) -> None:
     # Transformers' own are found without us.
     if model_type is None or model_type not in mapping._mapping:
         register_configurations()
-        # They import the models.
-        if model_type is None or model_type.startswith("sparseformer_"):
-            register_grids()
 
 
 def _for_configuration(register_family: Callable[[str], None], config_class: type | None) -> None:

@@ -13,8 +13,8 @@ from .common.data import load_images, sample
 from .common.files import whole_folder
 from .common.loading import load_llava, load_vision_model
 from .common.reading import Reader
+from .configuration.configuration_sparseformer_vlm import image_grid
 from .evaluation.images import image_batches
-from .modeling.modeling_sparseformer_vlm import grid_of
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
 
 
@@ -33,8 +33,8 @@ def make_parser() -> CommandParser:
         "--image-grid",
         type=positive,
         metavar="ROWS",
-        help="rows, and columns, of the grid of models that count on one (LLaVA-NeXT and OneVision, Idefics3, "
-        "SmolVLM, Gemma 3, InternVL; default: as before): fewer make fewer image tokens",
+        help="rows, and columns, of the grid of a Gemma 3 or a LLaVA-OneVision (default: as before): fewer make fewer "
+        "image tokens",
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)"
@@ -74,7 +74,7 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
     how = arguments.quantize, arguments.device_map
     llava, old_processor = load_llava(arguments.model, "cpu", dtype, *how, grids=True)
-    before = grid_of(llava.config)
+    before = image_grid(llava.config)
     model = swap_vision_tower(llava, tower, arguments.image_grid)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
@@ -93,10 +93,10 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     processor.save_pretrained(folder)
     quantized = f", its language model in {arguments.quantize}" if arguments.quantize else ""
     if hasattr(model.config, "tower_config"):
-        tokens, grid = model.config.tower_config.default_num_tokens, model.config.image_grid
+        tokens, grid = model.config.tower_config.default_num_tokens, image_grid(model.config)
         counts = (
             f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language "
-            f"model reads {model.config.tile_seq_length} tokens"
+            f"model reads {model.config.tokens_per_grid} tokens"
         )
         hint = ""
     else:

@@ -303,18 +303,9 @@ class ContextBroadcastMixin(AlteredModel):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        kind, positions, pattern, data_format, listed, scale_init, blend = (
-            getattr(config, name, None) for name in _FIELDS
-        )
-        if listed is None:
-            # Earlier versions did not list the places.
-            places = find_places(self, kind, check_positions(positions), pattern, data_format)
-        else:
-            places = [
-                Place(_locate(self, name), side, width, _locate(self, block)) for name, side, width, block in listed
-            ]
-        # Earlier versions did not have the last two fields.
-        place_modules(places, kind, data_format, scale_init or 0.0, bool(blend))
+        kind, _, _, data_format, listed, scale_init, blend = (getattr(config, name) for name in _FIELDS)
+        places = [Place(_locate(self, name), side, width, _locate(self, block)) for name, side, width, block in listed]
+        place_modules(places, kind, data_format, scale_init, blend)
 
     @torch.no_grad()
     def _init_weights(self, module):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer import GENERATIONS, VARIANTS, SparseFormerConfig
+from ..configuration.configuration_sparseformer import VARIANTS, SparseFormerConfig
 from .modeling_sparseformer import (
     SparseFormerForImageClassification,
     SparseFormerPreTrainedModel,
@@ -33,6 +33,11 @@ def _both(theirs: str, ours: str) -> dict[str, str]:
     return {f"{theirs}.weight": f"{ours}.weight", f"{theirs}.bias": f"{ours}.bias"}
 
 
+# Steps of the iterated focusing layer of each generation.
+FOCUSING_STEPS = {
+    "bootstrapped": ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment"),
+    "v1": ("attention", "roi_adjustment", "sampling", "mlp"),
+}
 # Their names in a unit -> our names in a layer, for each step. Queries, keys and values are one tensor there.
 STEP_NAMES = {
     "sampling": {
@@ -320,7 +325,7 @@ def _names(config: SparseFormerConfig, transition: bool) -> dict[str, str]:
         if config.transition_layer_norm:
             names |= _both("layers.1.1", "sparseformer.transition_layernorm")
 
-    focusing = GENERATIONS[config.generation]
+    focusing = FOCUSING_STEPS[config.generation]
     layers = [("focusing_layer", focusing)]
     cortex = [("attention", "mlp")] * config.num_hidden_layers
     if config.final_focusing_is_block:

@@ -6,9 +6,9 @@ folder or hub id of a SparseFormer. Nothing here imports that code base.
 
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModel
 
-from ..configuration.configuration_sparseformer import SparseFormerConfig
-from .modeling_sparseformer import SparseFormerModel
+from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
 from .modeling_sparseformer_llava import clip_image_processor
 
 
@@ -28,7 +28,7 @@ class SparseFormerVisionTower(nn.Module):
         self.vision_tower_name = vision_tower
         self.select_layer = args.mm_vision_select_layer
         self.select_feature = getattr(args, "mm_vision_select_feature", "patch")
-        self.cfg_only = SparseFormerConfig.from_pretrained(vision_tower)
+        self.cfg_only = AutoConfig.from_pretrained(vision_tower)
         if self.select_feature not in ("patch", "cls_patch"):
             raise ValueError(f"mm_vision_select_feature is {self.select_feature!r}, expected 'patch' or 'cls_patch'.")
         if not delay_load or getattr(args, "unfreeze_mm_vision_tower", False):
@@ -39,7 +39,7 @@ class SparseFormerVisionTower(nn.Module):
         if self.is_loaded:
             return
         self.image_processor = clip_image_processor(self.cfg_only)
-        self.vision_tower = SparseFormerModel.from_pretrained(self.vision_tower_name, device_map=device_map)
+        self.vision_tower = AutoModel.from_pretrained(self.vision_tower_name, device_map=device_map).base_model
         self.vision_tower.requires_grad_(False)
         self.is_loaded = True
 
@@ -69,7 +69,7 @@ class SparseFormerVisionTower(nn.Module):
         return self.vision_tower.device
 
     @property
-    def config(self) -> SparseFormerConfig:
+    def config(self) -> SparseFormerBaseConfig:
         return self.vision_tower.config if self.is_loaded else self.cfg_only
 
     @property

@@ -660,7 +660,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
         if isinstance(config, SparseFormerBaseConfig) and pretrained_model_name_or_path is not None:
             num_latent_tokens = config.num_latent_tokens if num_latent_tokens is None else num_latent_tokens
             others = {name: value for name, value in kwargs.items() if name != "config"}
-            stored, _ = SparseFormerConfig.from_pretrained(
+            stored, _ = cls.config_class.from_pretrained(
                 pretrained_model_name_or_path, return_unused_kwargs=True, **others
             )
             kwargs["config"] = copy.deepcopy(config)

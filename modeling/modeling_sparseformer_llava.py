@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast, LlavaModelOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from ..configuration.configuration_base import pair
@@ -29,12 +30,6 @@ from ..configuration.configuration_sparseformer import SparseFormerConfig
 from ..configuration.configuration_sparseformer_llava import SparseFormerLlavaConfig
 from .hub import HubModel, image_processor_config
 from .image_tokens import SparseFormerTowerMixin
-
-
-def _given(**arguments) -> dict:
-    """Return the arguments that are not None. Older versions of Transformers do not know all of them; their
-    `past_key_values`, which is `cache` from 5.24 on, passes through `kwargs`."""
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
@@ -102,38 +97,23 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
         input_ids: torch.LongTensor | None = None,
         pixel_values: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
         vision_feature_layer: int | list[int] | None = None,
         vision_feature_select_strategy: str | None = None,
         num_image_tokens: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlavaModelOutputWithPast:
         """As of `LlavaModel`, with `num_image_tokens` as of `get_image_features`."""
+        kwargs |= {"attention_mask": attention_mask, "return_dict": True}
         selection = {
             "vision_feature_layer": vision_feature_layer,
             "vision_feature_select_strategy": vision_feature_select_strategy,
         }
-        kwargs |= {"position_ids": position_ids, "return_dict": True, **_given(cache=cache)}
         if pixel_values is None or num_image_tokens is None:
-            return super().forward(
-                input_ids, pixel_values, attention_mask, inputs_embeds=inputs_embeds, **selection, **kwargs
-            )
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)
+            return super().forward(input_ids, pixel_values, **selection, **kwargs)
         image_outputs = self.get_image_features(
             pixel_values, num_image_tokens=num_image_tokens, return_dict=True, **selection
         )
-        features = torch.cat(image_outputs.pooler_output).to(inputs_embeds.device, inputs_embeds.dtype)
-        places = self.get_placeholder_mask(input_ids, inputs_embeds, features)
-        inputs_embeds = inputs_embeds.masked_scatter(places, features)
-        outputs = super().forward(attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        if hasattr(outputs, "image_outputs"):
-            outputs.image_outputs = image_outputs
-        else:  # Before Transformers 5.24.
-            outputs.image_hidden_states = features
-        return outputs
+        return super().forward(input_ids, **kwargs | {"mm_encoder_outputs": {"image": image_outputs}})
 
 
 class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGeneration):
@@ -162,6 +142,7 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
         config = self.config
         config.image_seq_length = config.count_image_tokens(config.vision_config.default_num_tokens)
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -185,23 +166,21 @@ class SparseFormerLlavaForConditionalGeneration(HubModel, LlavaForConditionalGen
             num_image_tokens (`torch.LongTensor` of shape `(images,)`, or `int`, *optional*):
                 Latent tokens of each image or of all, which `SparseFormerLlavaProcessor` returns where its call
                 chooses them; by default `config.vision_config.default_num_tokens`.
-
-        Raises:
-            ValueError: if the prompts have more or fewer image tokens than the model makes of the images.
         """
         return super().forward(
             input_ids=input_ids,
             pixel_values=pixel_values,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             vision_feature_layer=vision_feature_layer,
             vision_feature_select_strategy=vision_feature_select_strategy,
             labels=labels,
             logits_to_keep=logits_to_keep,
             image_sizes=image_sizes,
+            mm_encoder_outputs=mm_encoder_outputs,
             num_image_tokens=num_image_tokens,
-            **_given(cache=cache, mm_encoder_outputs=mm_encoder_outputs),
             **kwargs,
         )
 

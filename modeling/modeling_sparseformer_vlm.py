@@ -1,103 +1,66 @@
-"""Models of Transformers that read images as rows and columns of patches, with a SparseFormer as their vision tower.
+"""Gemma 3 and LLaVA-OneVision whose vision tower is a SparseFormer.
 
-What follows their tower counts on a grid: it cuts it into rows, pools neighbours or puts them side by side. Here few
-tokens compute, and each cell of the grid has what the tokens that look at it hold, so nothing behind it changes.
-
-`SparseFormerGemma3ForConditionalGeneration` and the like are subclasses of Transformers' classes, made when they are
-first asked for. Their folders ship this file, so that they load where frugalvit is not installed.
+What follows their tower counts on rows and columns of patches: it pools neighbours, or ends each row with a token. Few
+tokens compute, and each cell of the grid has the states of the tokens that look at it.
 """
 
 import torch
-import transformers
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import (
+    AutoModel,
+    Gemma3ForConditionalGeneration,
+    Gemma3Model,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionModel,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
-from ..configuration.configuration_sparseformer import SparseFormerConfig, check_feature_layers, read_vision_config
 from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
-from .dense import FeatureMaps, shares_of_tokens, spread
-from .hub import AlteredConfigMixin, AlteredModel
+from ..configuration.configuration_sparseformer_vlm import SparseFormerGemma3Config, SparseFormerLlavaOnevisionConfig
+from .dense import shares_of_tokens, spread
+from .hub import HubModel
 from .modeling_patch_sparseformer import PatchSparseFormerModel
 from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
 
 
-# What Transformers' classes are called without `Config`, `Model` and `ForConditionalGeneration`.
-VLMS = ("Gemma3", "Idefics3", "InternVL", "LlavaNext", "LlavaOnevision", "SmolVLM")
-# What they call their vision tower and what follows it.
-TOWERS = ("vision_tower", "vision_model")
-CONNECTORS = ("multi_modal_projector", "connector")
-_PREFIX = "SparseFormer"
-
-
 class SparseFormerGridTower(SparseFormerModel):
-    """A SparseFormer whose states lie on a grid, as those of the vision transformer whose place it takes: few tokens
+    """A SparseFormer whose states lie on a grid, as those of the vision transformer that it replaces: few tokens
     compute, and each cell has the state of the token whose RoI covers it, or the mean of several (`shares_of_tokens`).
     With a token for each patch, it gives what its teacher does, before any training.
 
     Args:
         config (`SparseFormerBaseConfig`): `feature_stride` is the size of a cell.
-        num_front_tokens (`int`, *optional*, defaults to 0):
-            Tokens before those of cells: class and register tokens as far as there are any, then the mean token.
     """
 
     # Those of a tower that is loaded alone are the model's own; vLLM would leave them out.
     _keys_to_ignore_on_load_unexpected = None
 
-    def __init__(self, config: SparseFormerBaseConfig, num_front_tokens: int = 0):
-        super().__init__(config)
-        self.num_front_tokens = num_front_tokens
-        self.feature_maps = FeatureMaps(config)
-
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: torch.Tensor,
-        patch_attention_mask: torch.BoolTensor | None = None,
-        output_rois: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
+        self, pixel_values: torch.Tensor, output_rois: bool = False, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerModelOutput:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            patch_attention_mask (`torch.BoolTensor`, *optional*):
-                Which patches there are, of Idefics3 and SmolVLM: all, as their processors resize images to squares.
-            output_rois, kwargs: As of `SparseFormerModel.forward`.
-
-        Returns:
-            `SparseFormerModelOutput`: `last_hidden_state` and `hidden_states` are `(batch, front + cells,
-            hidden_size)`, cells row by row; `attentions` are those of the tokens.
-
-        Raises:
-            ValueError: if a part of an image is masked, or an image is smaller than a cell.
-        """
-        if patch_attention_mask is not None and not patch_attention_mask.all():
-            raise ValueError(
-                "Parts of an image are masked, which a SparseFormer cannot leave out; resize images to the tower's "
-                "size instead of padding them."
-            )
+        """As of `SparseFormerModel`; `last_hidden_state` and `hidden_states` are `(batch, cells, hidden_size)`, row by
+        row."""
         outputs = super().forward(pixel_values, output_rois=True, return_dict=True, **kwargs)
-        shares = shares_of_tokens(outputs.rois[-1], *self.feature_maps.size_of(pixel_values))
-        outputs.last_hidden_state = self.on_grid(outputs.last_hidden_state, shares)
+        (height, width), (cell_height, cell_width) = pixel_values.shape[-2:], pair(self.config.feature_stride)
+        shares = shares_of_tokens(outputs.rois[-1], height // cell_height, width // cell_width)
+
+        def on_grid(states: torch.Tensor) -> torch.Tensor:
+            return spread(states[:, self.config.num_prefix_tokens :], shares).flatten(2).mT
+
+        outputs.last_hidden_state = on_grid(outputs.last_hidden_state)
         if outputs.hidden_states is not None:
-            # Of layers that were not asked for there is None.
+            # Layers that were not asked for are None.
             outputs.hidden_states = tuple(
-                None if states is None else self.on_grid(states, shares) for states in outputs.hidden_states
+                None if states is None else on_grid(states) for states in outputs.hidden_states
             )
         if not output_rois:
             outputs.rois = outputs.sampling_points = None
         return outputs
-
-    def on_grid(self, states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """States of tokens, `(batch, prefix + tokens, hidden_size)`, as `(batch, front + cells, hidden_size)`, given
-        the share of each token in each cell, `(batch, tokens, rows, columns)`."""
-        prefix, tokens = states.tensor_split([self.config.num_prefix_tokens], dim=1)
-        front = prefix[:, : self.num_front_tokens]
-        mean = states.mean(dim=1, keepdim=True).expand(-1, self.num_front_tokens - front.shape[1], -1)
-        return torch.cat([front, mean, spread(tokens, shares).flatten(2).mT], dim=1)
 
 
 class PatchSparseFormerGridTower(SparseFormerGridTower, PatchSparseFormerModel):
@@ -106,113 +69,93 @@ class PatchSparseFormerGridTower(SparseFormerGridTower, PatchSparseFormerModel):
     config: PatchSparseFormerConfig
 
 
-class GridTowerConfigMixin(AlteredConfigMixin):
-    """A configuration of Transformers with a SparseFormer as its vision tower.
-
-    `vision_config` is that of the tower that was there before, on which all else counts, but for its `patch_size`: it
-    is the size of a cell of the grid.
-
-    Args:
-        tower_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The vision tower.
-        tower_front_tokens (`int`, *optional*, defaults to 0): Tokens before those of cells, as the tower had before.
-    """
-
-    def __post_init__(self, tower_config=None, tower_front_tokens: int = 0, **kwargs):
-        self.tower_config = read_vision_config({} if tower_config is None else tower_config)
-        self.tower_front_tokens = tower_front_tokens
-        super().__post_init__(**kwargs)
-
-    @property
-    def image_grid(self) -> int:
-        """Rows, and columns, of the grid."""
-        return grid_of(self)
-
-    @property
-    def tile_seq_length(self) -> int:
-        """Tokens that the language model reads of a grid, where it cuts images into several of each."""
-        return (self.image_grid // cells_of_token(self)) ** 2
+def make_grid_tower(config: SparseFormerBaseConfig) -> SparseFormerGridTower:
+    """Return a tower with fresh weights."""
+    tower_class = PatchSparseFormerGridTower if config.embeds_patches else SparseFormerGridTower
+    return tower_class._from_config(config)
 
 
-def grid_of(config: PreTrainedConfig) -> int:
-    """Rows, and columns, of the grid that such a model, with its own tower or another, counts on."""
-    vision = config.vision_config
-    return pair(vision.image_size)[0] // pair(vision.patch_size)[0]
+class SparseFormerGemma3Model(Gemma3Model):
+    """`Gemma3Model` with a SparseFormer as its vision tower."""
 
+    config: SparseFormerGemma3Config
 
-def cells_of_token(config: PreTrainedConfig) -> int:
-    """Rows, and columns, of cells that such a model puts into a token."""
-    if (tokens := getattr(config, "mm_tokens_per_image", None)) is not None:
-        return grid_of(config) // int(tokens**0.5)
-    return getattr(config, "scale_factor", None) or round(1 / getattr(config, "downsample_ratio", 1))
-
-
-def part_name(model: nn.Module, names: tuple[str, ...]) -> str | None:
-    """Return the name that a model gives its tower (`TOWERS`) or the part after it (`CONNECTORS`)."""
-    return next((name for name in names if name in model._modules), None)
-
-
-class GridTowerMixin(AlteredModel):
-    """A model of Transformers with a SparseFormer as its vision tower; `swap_vision_tower` puts one together."""
-
-    def __init__(self, config):
-        config.tower_config.validate()
-        check_feature_layers(getattr(config, "vision_feature_layer", -1), config.tower_config)
+    def __init__(self, config: SparseFormerGemma3Config):
         super().__init__(config)
-        parts = self.base_model
-        setattr(parts, part_name(parts, TOWERS), make_tower(config))
+        self.vision_tower = make_grid_tower(config.tower_config)
         self.post_init()
 
-    @property
-    def grid_tower(self) -> SparseFormerGridTower:
-        """The vision tower, by whatever name."""
-        return getattr(self.base_model, part_name(self.base_model, TOWERS))
+
+class SparseFormerGemma3ForConditionalGeneration(HubModel, Gemma3ForConditionalGeneration):
+    """Gemma 3 with a SparseFormer as its vision tower; `swap_vision_tower` puts one together."""
+
+    config: SparseFormerGemma3Config
+    auto_classes = {
+        "AutoModel": "SparseFormerGemma3Model",
+        "AutoModelForImageTextToText": "SparseFormerGemma3ForConditionalGeneration",
+    }
+    _keep_in_fp32_modules_strict = ["initial_rois"]
+
+    def __init__(self, config: SparseFormerGemma3Config):
+        config.validate()
+        # Its own constructor would make a `Gemma3Model` first.
+        super(Gemma3ForConditionalGeneration, self).__init__(config)
+        self.model = SparseFormerGemma3Model(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Choose the vision tower's latent tokens of all calls, as of a SparseFormer alone. The grid, and so the
-        number of image tokens, stays as it is."""
-        self.grid_tower.set_num_tokens(num_tokens)
+        """Choose the vision tower's latent tokens of all calls, as of a SparseFormer alone. The grid stays."""
+        self.model.vision_tower.set_num_tokens(num_tokens)
+
+    def image_processor_config(self):
+        """None: the processor is saved beside the model."""
 
 
-def make_tower(config: PreTrainedConfig) -> SparseFormerGridTower:
-    """The tower of such a model, with fresh weights."""
-    return SparseFormerGridTower._from_config(config.tower_config, num_front_tokens=config.tower_front_tokens)
+class SparseFormerLlavaOnevisionModel(LlavaOnevisionModel):
+    """`LlavaOnevisionModel` with a SparseFormer as its vision tower."""
+
+    config: SparseFormerLlavaOnevisionConfig
+
+    def __init__(self, config: SparseFormerLlavaOnevisionConfig):
+        super().__init__(config)
+        self.vision_tower = make_grid_tower(config.tower_config)
+        self.post_init()
 
 
-def grid_class(host: type) -> type | None:
-    """The class for a class of Transformers with another tower, if there is one."""
-    name = f"{_PREFIX}{host.__name__}"
-    return __getattr__(name) if _host_of(name) is host else None
+class SparseFormerLlavaOnevisionForConditionalGeneration(HubModel, LlavaOnevisionForConditionalGeneration):
+    """LLaVA-OneVision with a SparseFormer as its vision tower; `swap_vision_tower` puts one together."""
+
+    config: SparseFormerLlavaOnevisionConfig
+    auto_classes = {
+        "AutoModel": "SparseFormerLlavaOnevisionModel",
+        "AutoModelForImageTextToText": "SparseFormerLlavaOnevisionForConditionalGeneration",
+    }
+    _keep_in_fp32_modules_strict = ["initial_rois"]
+
+    def __init__(self, config: SparseFormerLlavaOnevisionConfig):
+        config.validate()
+        # Its own constructor would make a `LlavaOnevisionModel` first.
+        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)
+        self.model = SparseFormerLlavaOnevisionModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    def set_num_tokens(self, num_tokens: int | None):
+        """Choose the vision tower's latent tokens of all calls, as of a SparseFormer alone. The grid stays."""
+        self.model.vision_tower.set_num_tokens(num_tokens)
+
+    def image_processor_config(self):
+        """None: the processor is saved beside the model."""
 
 
-def _host_of(name: str) -> type | None:
-    """The class of Transformers that a class of that name is made of."""
-    family, _, host = name.partition(_PREFIX)
-    known = {f"{vlm}{suffix}" for vlm in VLMS for suffix in ("Config", "Model", "ForConditionalGeneration")}
-    return getattr(transformers, host) if not family and host in known else None
+AutoModel.register(SparseFormerGemma3Config, SparseFormerGemma3Model, exist_ok=True)
+AutoModel.register(SparseFormerLlavaOnevisionConfig, SparseFormerLlavaOnevisionModel, exist_ok=True)
 
 
-def __getattr__(name: str):
-    """Classes for Transformers' models, made when first asked for: `SparseFormerGemma3Config`,
-    `SparseFormerGemma3Model`, `SparseFormerGemma3ForConditionalGeneration` and so on."""
-    host = _host_of(name)
-    if host is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    body = {"__module__": __name__, "__doc__": f"`{host.__name__}` with a SparseFormer as its vision tower."}
-    if issubclass(host, PreTrainedConfig):
-        body |= {
-            "model_type": f"sparseformer_{host.model_type}",
-            "sub_configs": {**host.sub_configs, "tower_config": SparseFormerConfig},
-        }
-        made = type(name, (GridTowerConfigMixin, host), body)
-    else:
-        config_name = f"{_PREFIX}{host.config_class.__name__}"
-        family = config_name.removesuffix("Config")
-        body |= {
-            "config_class": globals().get(config_name) or __getattr__(config_name),
-            "auto_classes": {
-                "AutoModel": f"{family}Model",
-                "AutoModelForImageTextToText": f"{family}ForConditionalGeneration",
-            },
-        }
-        made = type(name, (GridTowerMixin, host), body)
-    return globals().setdefault(name, made)
+__all__ = [
+    "SparseFormerGemma3Config",
+    "SparseFormerGemma3ForConditionalGeneration",
+    "SparseFormerLlavaOnevisionConfig",
+    "SparseFormerLlavaOnevisionForConditionalGeneration",
+]

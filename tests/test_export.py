@@ -192,7 +192,7 @@ def write_report(folder: Path, name: str, parts: dict[str, Part]):
 
 def test_a_backbones_program_computes_its_maps(folder, photograph, tmp_path, monkeypatch, capsys):
     """The program computes all feature maps, and the lines of its card run."""
-    model = frugalvit.SparseFormerBackbone.from_pretrained(folder, out_indices=[0, 1])
+    model = frugalvit.PatchSparseFormerBackbone.from_pretrained(folder, out_indices=[0, 1])
     model.save_pretrained(tmp_path / "backbone")
     output = tmp_path / "program"
     assert main(["export", str(tmp_path / "backbone"), "--format", "onnx", "--output", str(output), *FEW]) == 0
@@ -226,7 +226,7 @@ def test_images_have_the_size_that_the_processor_makes(folder, tmp_path):
 @pytest.mark.parametrize("name, factor", [("onnx", 1e20), ("openvino", float("nan"))])
 def test_broken_models_pass_no_gate(name, factor, folder, tmp_path, capsys):
     """Their 8 bits are nothing that anyone would want, and nothing is written."""
-    model = frugalvit.SparseFormerForImageClassification.from_pretrained(folder)
+    model = frugalvit.PatchSparseFormerForImageClassification.from_pretrained(folder)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(factor)
@@ -489,7 +489,7 @@ def test_a_damaged_folder_is_one_error(name, write, photograph, tmp_path, capsys
 
 def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
     """Sentences about the classes are what its texts are compared on."""
-    vision = frugalvit.SparseFormerConfig.from_pretrained(folder)
+    vision = frugalvit.PatchSparseFormerConfig.from_pretrained(folder)
     words = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "a", "photo", "of", "airplane", "cat"]
     text = {"vocab_size": len(words), "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     text |= {"intermediate_size": 32, "max_position_embeddings": 8, "eos_token_id": 3, "projection_dim": 8}
@@ -525,7 +525,7 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
 
 
 def test_embeddings_of_exported_models_are_judged(folder, write, tmp_path, capsys):
-    config = frugalvit.SparseFormerConfig.from_pretrained(folder, projection_dim=8)
+    config = frugalvit.PatchSparseFormerConfig.from_pretrained(folder, projection_dim=8)
     torch.manual_seed(0)
     frugalvit.SparseFormerVisionModelWithProjection(config).save_pretrained(tmp_path / "model")
     assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *FEW, "--format", "onnx"]) == 0
@@ -558,7 +558,7 @@ def test_what_a_llavas_language_model_reads():
 
 def test_segmentation(folder, tmp_path):
     torch.manual_seed(0)
-    config = frugalvit.SparseFormerConfig.from_pretrained(folder)
+    config = frugalvit.PatchSparseFormerConfig.from_pretrained(folder)
     model = frugalvit.SparseFormerForSemanticSegmentation(config).eval()
     parts = parts_of(model)
     programs.export_parts(parts, model.config, "onnx", "float32", tmp_path)

@@ -34,7 +34,6 @@ from ..common.loading import load_llava, load_vision_model
 from ..common.names import without_place
 from ..common.splits import load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
-from ..modeling.image_tokens import projected_tokens
 from ..modeling.layers import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from ..modeling.swap import input_device, matching_processor, swap_vision_tower
@@ -214,7 +213,7 @@ class AlignLlavaTrainer(ImageTrainer):
         outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=asked + 1, **inputs)
         labels = labels[:, -asked:]
         answered = labels != NO_ANSWER
-        features = projected_tokens(outputs)
+        features = torch.cat(list(outputs.image_outputs.pooler_output))
         seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
         said, tokens = select(outputs.logits[:, :-1], answered).float(), labels[answered].to(device)
         # The projector may be on another device than what is returned.

@@ -22,7 +22,6 @@ from ..common.masks import MaskReader, SegmentationEvalView, SegmentationView, l
 from ..common.metrics import evaluate_segmenter
 from ..common.views import ImageFormat
 from ..configuration.configuration_sparseformer_base import is_sparseformer
-from ..modeling.modeling_sparseformer import SparseFormerForSemanticSegmentation
 from ..modeling.segmentation import semantic_segmentation_loss
 from .components.arguments import run_as_program
 from .components.cards import count_measured, name_images, say_license
@@ -192,10 +191,9 @@ def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
             config.image_size, config.resize_size = [height, width], None
         elif arguments.num_latent_tokens:
             raise ValueError(f"--num-latent-tokens is for SparseFormers, {arguments.model} is a {config.model_type}.")
-        model_class = SparseFormerForSemanticSegmentation if sparse else AutoModelForSemanticSegmentation
         remote = {"trust_remote_code": arguments.trust_remote_code}
         options = {"num_latent_tokens": arguments.num_latent_tokens} if sparse else remote
-        model = load_checkpoint(model_class, arguments.model, config, KIND, **options)
+        model = load_checkpoint(AutoModelForSemanticSegmentation, arguments.model, config, KIND, **options)
         given = load_image_processor(arguments.model, arguments.trust_remote_code, KIND)
         if getattr(given, "do_flip_channel_order", False):
             raise ValueError(f"{arguments.model} takes blue before green before red, which `segment` does not.")

@@ -12,6 +12,7 @@ import transformers
 from PIL import Image
 from torch import nn
 from transformers import (
+    MODEL_FOR_BACKBONE_MAPPING,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
@@ -20,7 +21,9 @@ from transformers import (
     AutoModelForImageClassification,
     AutoProcessor,
     BitsAndBytesConfig,
+    Gemma3ForConditionalGeneration,
     LlavaForConditionalGeneration,
+    LlavaOnevisionForConditionalGeneration,
     PaliGemmaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,13 +35,14 @@ from transformers.utils import is_bitsandbytes_available, logging
 from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
 from ..modeling.hosts.timm import TIMM
-from ..modeling.modeling_sparseformer_vlm import CONNECTORS, TOWERS, VLMS, grid_class, part_name
 from ..modeling.open_clip_adapter import open_clip_image_processor
 from .choices import OPEN_CLIP
 from .exported import ExportedModule, is_exported
 from .resources import locate_model
 
 
+# VLMs with a grid of patches, whose processors may cut images into tiles.
+GRID_VLMS = {"gemma3": Gemma3ForConditionalGeneration, "llava_onevision": LlavaOnevisionForConditionalGeneration}
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
 _UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
@@ -103,7 +107,7 @@ def load_image_classifier(
     def choose_class(config: PreTrainedConfig) -> type:
         names = config.architectures or ()
         is_backbone = or_backbone and any(str(name).endswith("SparseFormerBackbone") for name in names)
-        return modeling_sparseformer.SparseFormerBackbone if is_backbone else AutoModelForImageClassification
+        return MODEL_FOR_BACKBONE_MAPPING[type(config)] if is_backbone else AutoModelForImageClassification
 
     kind = f"an image classifier{' or a SparseFormer backbone' * or_backbone}"
     if is_exported(name):
@@ -167,13 +171,13 @@ def load_vision_model(
     model, image_processor = load_with_image_processor(
         name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
     )
-    parts = getattr(model, "model", None)
-    if parts is None or (name := part_name(parts, TOWERS)) is None:
+    tower = getattr(getattr(model, "model", None), "vision_tower", None)
+    if tower is None:
         return model, image_processor
-    if grid_class(type(model)) is not None:
+    if model.config.model_type in GRID_VLMS:
         image_processor = _tile_processor(image_processor, model.config.vision_config)
     # A LLaVA's vision tower.
-    return getattr(parts, name), image_processor
+    return tower, image_processor
 
 
 def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProcessor:
@@ -220,8 +224,7 @@ def load_llava(
     processor; other arguments and errors as of `load_pretrained`."""
     classes = {"llava": LlavaForConditionalGeneration, "paligemma": PaliGemmaForConditionalGeneration}
     if grids:
-        hosts = [getattr(transformers, f"{name}ForConditionalGeneration") for name in VLMS]
-        classes |= {host.config_class.model_type: host for host in hosts}
+        classes |= GRID_VLMS
 
     def choose_class(config: PreTrainedConfig) -> type:
         if config.model_type not in classes:
@@ -354,7 +357,7 @@ def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
         load_in_8bit=bits == "8bit",
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_type="nf4",
-        llm_int8_skip_modules=[*(f".*{name}" for name in (*TOWERS, *CONNECTORS)), "lm_head"],
+        llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
     )
 
 

@@ -35,8 +35,8 @@ _ATTENTION_NORMS = ("layernorm_before", "layer_norm1", "norm1", "rms_norm1")
 _MLP_NORMS = ("layernorm_after", "layer_norm2", "norm2", "rms_norm2")
 _ATTENTIONS = ("attention", "self_attn")
 _MLPS = ("mlp", "ffn")
-_UPS = ("fc1", "up_proj", "weights_in", "dense1")
-_DOWNS = ("fc2", "down_proj", "weights_out", "dense2")
+_UPS = ("fc1", "up_proj", "dense1")
+_DOWNS = ("fc2", "down_proj", "dense2")
 _QUERY_KEY_VALUE = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
 _OUTPUTS = ("o_proj", "out_proj", "projection_layer")
 _ACTIVATIONS = ("activation", "activation_fn", "act_fn", "intermediate_act_fn")
@@ -216,19 +216,15 @@ def read_block(module: nn.Module) -> Block:
 
 
 def _read_attention(module: nn.Module) -> Attention:
-    # In Transformers 5.17, DINOv2 has a module for the projections and one for what follows.
-    inner = _find(module, ("attention",)) or module
-    output = _find(module, _OUTPUTS) or _find(_find(module, ("output",)), ("dense",))
-    linears = [_find(inner, names) for names in _QUERY_KEY_VALUE]
+    output, linears = _find(module, _OUTPUTS), [_find(module, names) for names in _QUERY_KEY_VALUE]
     if output is None or not all(isinstance(linear, nn.Linear) for linear in linears):
         raise Obstacle(f"its attention is a {type(module).__name__}, which has no projections to read")
     norms = [given(getattr(module, name, None)) for name in ("q_norm", "k_norm", "output_norm")]
     require_all_known(module, [*linears, output, *norms])
     projections = [Projection.of(linear) for linear in (*linears, output)]
-    head_dim = inner.head_dim if hasattr(inner, "head_dim") else inner.attention_head_size
-    if any(norm is not None and len(norm.weight) != head_dim for norm in norms[:2]):
+    if any(norm is not None and len(norm.weight) != module.head_dim for norm in norms[:2]):
         raise Obstacle("it normalizes the queries and keys of all heads together")
-    attention = Attention(*projections, linears[0].out_features // head_dim, *norms)
+    attention = Attention(*projections, linears[0].out_features // module.head_dim, *norms)
     require_equal_width(attention)
     return attention
 
@@ -239,12 +235,6 @@ def _read_mlp(module: nn.Module) -> MLP:
         raise Obstacle(f"its MLP is a {type(module).__name__}, whose layers are not known")
     norm = given(getattr(module, "norm", None))
     require_all_known(module, [up, down, gate, norm])
-    if up.out_features == 2 * down.in_features:
-        # DINOv2's SwiGLU in Transformers before 5.23.
-        biases = (None, None) if up.bias is None else up.bias.chunk(2)
-        halves = zip(up.weight.chunk(2), biases, strict=True)
-        gate, up = (Projection(*half) for half in halves)
-        return MLP(up, Projection.of(down), "silu", gate, norm)
     activation = activation_name(_find(module, _ACTIVATIONS))
     gate = None if gate is None else Projection.of(gate)
     return MLP(Projection.of(up), Projection.of(down), activation, gate, norm)

@@ -18,6 +18,7 @@ from vision_transformers import KINDS, of_transformers
 from frugalvit import (
     PatchSparseFormerBackbone,
     PatchSparseFormerConfig,
+    PatchSparseFormerForSemanticSegmentation,
     SparseFormerBackbone,
     SparseFormerConfig,
     SparseFormerForImageClassification,
@@ -29,16 +30,17 @@ from frugalvit.modeling.pyramid import grid_rois
 
 
 FIELDS = {
-    **{"image_size": 64, "patch_size": 8, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 4},
+    **{"image_size": 64, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 4},
     **{"num_attention_heads": 2, "num_labels": 3},
 }
+PATCHES = FIELDS | {"patch_size": 8}
 
 
-def make(model_class=SparseFormerBackbone, seed: int = 0, **fields):
+def make(model_class=SparseFormerBackbone, seed: int = 0, patches: bool = True, **fields):
     """A small model in evaluation mode whose weights are no longer initial."""
     torch.manual_seed(seed)
-    # Without a `patch_size`, the papers' own.
-    model = model_class(SparseFormerConfig(**FIELDS | fields)).eval()
+    config = PatchSparseFormerConfig(**PATCHES | fields) if patches else SparseFormerConfig(**FIELDS | fields)
+    model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith("initial_rois"):
@@ -129,7 +131,7 @@ class TestMaps:
             expected = states[index][:, 1:].mT.unflatten(-1, (8, 8))
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
-    @pytest.mark.parametrize("fields", [{}, {"placement": "content"}, {"patch_size": None}], ids=str)
+    @pytest.mark.parametrize("fields", [{}, {"placement": "content"}, {"patches": False}], ids=str)
     @pytest.mark.parametrize("size", [(64, 64), (40, 72), (47, 35), (8, 8)])
     @torch.no_grad()
     def test_images_of_any_size_have_maps_at_the_teachers_grid(self, fields, size):
@@ -174,7 +176,7 @@ class TestMaps:
         assert outputs.feature_maps[0].shape == (2, 65, 32)
 
     def test_gradients_reach_every_block_but_not_the_rois(self):
-        model = make(upsampler_hidden_size=4, patch_size=None).train()
+        model = make(upsampler_hidden_size=4, patches=False).train()
         model(images()).feature_maps[0].sum().backward()
         assert all(
             any(p.grad is not None and p.grad.any() for p in layer.parameters()) for layer in model.sparseformer.layers
@@ -222,7 +224,7 @@ class TestUpsampler:
     def test_learns_what_tokens_do_not_tell(self):
         """The target is the mean pixel of each cell."""
         torch.manual_seed(0)
-        model = SparseFormerBackbone(PatchSparseFormerConfig(**FIELDS | {"upsampler_hidden_size": 8}))
+        model = SparseFormerBackbone(PatchSparseFormerConfig(**PATCHES | {"upsampler_hidden_size": 8}))
         model.sparseformer.requires_grad_(False)
         pixel_values = images().repeat_interleave(2, -1)[..., :64]
         target = nn.functional.avg_pool2d(pixel_values, 8).mean(1, keepdim=True).expand(-1, 32, -1, -1)
@@ -242,7 +244,7 @@ class TestLoading:
     def test_a_classifiers_folder_is_one_of_a_backbone(self, tmp_path):
         classifier = make(SparseFormerForImageClassification)
         classifier.save_pretrained(tmp_path)
-        backbone, report = SparseFormerBackbone.from_pretrained(
+        backbone, report = PatchSparseFormerBackbone.from_pretrained(
             tmp_path, out_features=["stage2", "stage4"], upsampler_hidden_size=4, output_loading_info=True
         )
         assert not report["unexpected_keys"] and all("upsamplers" in key for key in report["missing_keys"])
@@ -255,9 +257,11 @@ class TestLoading:
         for parameter in backbone.feature_maps.parameters():
             nn.init.normal_(parameter)
         backbone.save_pretrained(tmp_path / "backbone")
-        again = SparseFormerBackbone.from_pretrained(tmp_path / "backbone")
+        again = PatchSparseFormerBackbone.from_pretrained(tmp_path / "backbone")
         assert again.out_features == ["stage2", "stage4"]
-        segmenter = SparseFormerForSemanticSegmentation.from_pretrained(tmp_path / "backbone", decoder_type="linear")
+        segmenter = PatchSparseFormerForSemanticSegmentation.from_pretrained(
+            tmp_path / "backbone", decoder_type="linear"
+        )
         expected = backbone(images()).feature_maps
         torch.testing.assert_close(again(images()).feature_maps, expected)
         decoded = segmenter.decode_head(expected)
@@ -265,10 +269,10 @@ class TestLoading:
         assert decoded.shape == (2, 3, 8, 8)
 
     def test_configurations_name_layers_where_they_are_not_the_last(self):
-        assert not {"out_features", "out_indices"} & {*PatchSparseFormerConfig(**FIELDS).to_dict()}
-        config = PatchSparseFormerConfig(**FIELDS | {"out_indices": [0, -2]})
+        assert not {"out_features", "out_indices"} & {*PatchSparseFormerConfig(**PATCHES).to_dict()}
+        config = PatchSparseFormerConfig(**PATCHES | {"out_indices": [0, -2]})
         assert config.out_features == ["stem", "stage3"]
-        assert SparseFormerConfig.from_dict(config.to_dict()).out_indices == config.out_indices
+        assert PatchSparseFormerConfig.from_dict(config.to_dict()).out_indices == config.out_indices
         assert isinstance(transformers.AutoBackbone.from_config(config), SparseFormerBackbone)
 
     @torch.no_grad()
@@ -297,7 +301,7 @@ class TestLoading:
 class TestLinearDecoder:
     def test_learns(self):
         torch.manual_seed(0)
-        model = SparseFormerForSemanticSegmentation(PatchSparseFormerConfig(**FIELDS | {"decoder_type": "linear"}))
+        model = SparseFormerForSemanticSegmentation(PatchSparseFormerConfig(**PATCHES | {"decoder_type": "linear"}))
         labels = torch.zeros(2, 64, 64, dtype=torch.long)
         labels[:, 32:, :32] = 2
         outputs = model(images(), labels=labels, output_token_maps=True)
@@ -365,7 +369,7 @@ def test_heads_of_transformers_are_trained_saved_and_loaded_with_it(name, tmp_pa
     fields, backbone_fields, labels, output = HEADS[name]
     head_class = getattr(transformers, name)
     torch.manual_seed(0)
-    backbone_config = PatchSparseFormerConfig(**FIELDS | backbone_fields)
+    backbone_config = PatchSparseFormerConfig(**PATCHES | backbone_fields)
     head = head_class(head_class.config_class(backbone_config=backbone_config, **fields)).train()
     assert type(load_backbone(head.config)) is PatchSparseFormerBackbone
     optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-3), []
@@ -444,7 +448,7 @@ class TestSwap:
 )
 def test_layers_and_sizes_that_do_not_exist(fields, message):
     with pytest.raises((StrictDataclassError, ValueError), match=message):
-        PatchSparseFormerConfig(**FIELDS | fields)
+        PatchSparseFormerConfig(**PATCHES | fields)
 
 
 def test_layers_chosen_later_have_to_exist():

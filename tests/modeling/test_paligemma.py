@@ -79,8 +79,6 @@ def test_the_processor_inserts_as_many_tokens_as_the_tower_gives(swapped, tmp_pa
     model.set_num_tokens(4)
     with pytest.raises(ValueError, match="inserts 7 .* makes 4 .* `matching_processor`"):
         check_image_tokens(processor, model)
-    with pytest.raises(ValueError, match=rf"have 7 .* \(id {IMAGE}\), .* makes 4 .* `matching_proc"):
-        model(**inputs)
     inputs = ask(matching_processor(processor, model))
     assert int((inputs["input_ids"] == IMAGE).sum()) == 4 == model.config.text_config.num_image_tokens
     assert model(**inputs).logits.isfinite().all()
@@ -133,7 +131,7 @@ def test_what_does_not_fit_is_refused(paligemma):
         swap_vision_tower(paligemma.model.language_model, make_tower(paligemma))
     narrow = make_tower(make_llava())
     narrow.config.hidden_size = 32
-    with pytest.raises(ValueError, match="takes 64 channels, .* gives 32 .*bootstrap it"):
+    with pytest.raises(ValueError, match="takes 64 channels, .* gives 32; bootstrap it"):
         swap_vision_tower(paligemma, narrow)
 
 

@@ -70,9 +70,3 @@ def test_images_are_segmented_by_patches():
     outputs = SparseFormerForSemanticSegmentation(config)(torch.randn(2, 3, 30, 34), output_token_maps=True)
     assert outputs.logits.shape == (2, 3, 8, 9)
     torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 9))
-
-
-def test_folders_of_students_that_had_no_glance_load():
-    gone = {"glance_grid": None, "num_glance_layers": 3, "num_pyramid_levels": 1}
-    saved = PatchSparseFormerConfig(**TINY).to_dict() | gone
-    assert PatchSparseFormerConfig.from_dict(saved).to_dict() == PatchSparseFormerConfig(**TINY).to_dict()

@@ -19,7 +19,6 @@ from frugalvit import (
     SparseFormerVisionModelWithProjection,
     count_macs,
 )
-from frugalvit.configuration.configuration_sparseformer import GENERATIONS
 from kinds import SPARSEFORMERS
 
 
@@ -253,20 +252,6 @@ class TestLoading:
 
 
 class TestBadInput:
-    @pytest.mark.parametrize(
-        ("variant", "final"), [("v1-tiny", GENERATIONS["v1"]), ("augreg-base-49-224", ["sampling"])]
-    )
-    def test_steps_of_older_folders(self, variant, final):
-        config = SparseFormerConfig.from_variant(variant)
-        older = config.to_dict()
-        steps = GENERATIONS[older.pop("generation")]
-        older |= {"focusing_steps": [*steps], "final_focusing_steps": [*final]}
-        assert SparseFormerConfig.from_dict(older).to_dict() == config.to_dict()
-
-    def test_steps_of_no_generation(self):
-        with pytest.raises(ValueError, match=r"`focusing_steps` is \['sampling', 'mlp'\], expected one of"):
-            SparseFormerConfig(focusing_steps=["sampling", "mlp"])
-
     def test_projection_width(self, make_config):
         config = make_config("bootstrapped", projection_dim=None)
         with pytest.raises(ValueError, match="`projection_dim` .* is None"):

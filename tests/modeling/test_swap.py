@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_refused():
     wide = frugalvit.SparseFormerVisionModel(
         frugalvit.SparseFormerConfig(num_latent_tokens=4, hidden_size=128, num_hidden_layers=2)
     )
-    with pytest.raises(ValueError, match=r"takes 64 channels, .* 128 \(1 x 128\)"):
+    with pytest.raises(ValueError, match="takes 64 channels, .* 128; bootstrap it"):
         swap_vision_tower(llava, wide)
     with pytest.raises(Exception, match="this SparseFormer has none; choose"):
         swap_vision_tower(llava, make_tower(llava, use_cls_token=False, pooling="mean"))
@@ -130,7 +130,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_register_tokens": 2}
     dinov2 = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(image_size=32, patch_size=4, mlp_ratio=2, **sizes))
     tower = SparseFormerVisionModel.from_teacher(dinov2.eval(), 7, **SMALL)
-    with pytest.raises(ValueError, match="takes 64 channels, .* 48 .* frugalvit align-llava"):
+    with pytest.raises(ValueError, match="takes 64 channels, .* 48; .* frugalvit align-llava"):
         swap_vision_tower(llava, tower)
     model = swap_vision_tower(llava, tower, new_first_layer=True)
     projector, old = model.model.multi_modal_projector, llava.model.multi_modal_projector

@@ -7,18 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from processes import compute_without_frugalvit
-from transformers import (
-    AutoModel,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    InternVLVisionConfig,
-    InternVLVisionModel,
-)
-from vlms import IMAGE, ROWS, SIZE, TILED, VISION, VLM, VLMS
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
+from vlms import IMAGE, ROWS, SIZE, VLM, VLMS
 
+import frugalvit
 from drawn import noise
-from frugalvit import SparseFormerBackbone, match_channels_, matching_processor, read_anatomy, swap_vision_tower
+from frugalvit import SparseFormerBackbone, match_channels_, matching_processor, swap_vision_tower
 from frugalvit.cli import main
 from frugalvit.common.exported import parts_of
 from frugalvit.common.loading import load_vision_model
@@ -38,8 +34,6 @@ def ask(processor, vlm: VLM, size=(75, 40)) -> dict:
 
 @pytest.fixture
 def processor(vlm):
-    if vlm.name == "SmolVLM":
-        pytest.importorskip("num2words")
     return vlm.make_processor()
 
 
@@ -68,18 +62,14 @@ def test_with_a_token_for_each_patch_it_answers_as_before(vlm, processor):
 @torch.no_grad()
 def test_few_tokens_give_what_the_backbone_gives_each_cell(vlm):
     tower, model = vlm.make_tower(), swapped(vlm)
-    new = model.grid_tower
+    new = model.model.vision_tower
     pixel_values = torch.randn(2, 3, SIZE, SIZE)
     backbone = SparseFormerBackbone(tower.config).eval()
     backbone.sparseformer.load_state_dict(tower.state_dict())
-    front = new.num_front_tokens
-    assert front == tower.config.use_cls_token
-    outputs, expected = new(pixel_values, output_hidden_states=True), tower(pixel_values, output_hidden_states=True)
+    outputs = new(pixel_values, output_hidden_states=True)
     cells = backbone(pixel_values).feature_maps[-1].flatten(2).mT
-    torch.testing.assert_close(outputs.last_hidden_state[:, front:], cells)
-    assert outputs.hidden_states[-2].shape == (2, front + ROWS**2, 32)
-    assert torch.equal(outputs.last_hidden_state[:, :front], expected.last_hidden_state[:, :front])
-    # As many for the language model, which is shared, as before.
+    torch.testing.assert_close(outputs.last_hidden_state, cells)
+    assert outputs.hidden_states[-2].shape == (2, ROWS**2, 32)
     assert next(vlm.model.lm_head.parameters()) is next(model.lm_head.parameters())
     model.set_num_tokens(4)
     assert new(pixel_values, output_rois=True).rois[-1].shape == (2, 4, 4)
@@ -92,7 +82,7 @@ def test_the_processor_inserts_as_many_tokens_as_the_grid_makes(image_grid, vlm,
     model = swapped(vlm, image_grid)
     made = matching_processor(processor, model)
     tokens = ((image_grid or ROWS) // vlm.cells) ** 2
-    assert model.config.tile_seq_length == tokens
+    assert model.config.tokens_per_grid == tokens
     made.save_pretrained(tmp_path)
     for each in (made, AutoProcessor.from_pretrained(tmp_path), matching_processor(made, model)):
         inputs = ask(each, vlm)
@@ -101,7 +91,7 @@ def test_the_processor_inserts_as_many_tokens_as_the_grid_makes(image_grid, vlm,
     before = ask(processor, vlm)
     # Tiles are cut as before; of several, a new line follows each row.
     assert inputs["pixel_values"].shape == before["pixel_values"].shape
-    if vlm.prompt == "<start>" or vlm.cells == 2:
+    if vlm.cells == 2:
         assert inserted * (ROWS // vlm.cells) ** 2 == int((before["input_ids"] == IMAGE).sum()) * tokens
     # What was given stays as it was.
     assert vlm.model(**before).logits.isfinite().all()
@@ -115,7 +105,7 @@ def test_a_saved_model_loads_with_and_without_the_package(image_grid, vlm, proce
     processor = matching_processor(processor, model)
     processor.save_pretrained(folder)
     loaded, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert type(loaded) is type(model) and type(loaded).__name__ == f"SparseFormer{vlm.name}ForConditionalGeneration"
+    assert type(loaded) is type(model) is getattr(frugalvit, f"SparseFormer{vlm.name}ForConditionalGeneration")
     assert not any(report.values())
     # vLLM builds the model without its head, and leaves out what that ignores.
     base = AutoModel.from_config(model.config)
@@ -141,7 +131,7 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     teacher, image_processor = load_vision_model(folder)
     pixel_values = torch.randn(1, 3, SIZE, SIZE)
     torch.testing.assert_close(
-        teacher(pixel_values=pixel_values).last_hidden_state, vlm.tower(pixel_values=pixel_values).last_hidden_state
+        teacher(pixel_values).last_hidden_state, vlm.model.model.vision_tower(pixel_values).last_hidden_state
     )
     image_format = ImageFormat.from_processor(image_processor)
     assert image_format.size == (SIZE, SIZE)
@@ -175,7 +165,7 @@ def test_a_model_that_is_shared_out_is_swapped_as_one_that_is_not(tmp_path):
 
 
 def test_layers_are_counted_from_the_end_of_the_tower():
-    vlm = VLMS["LLaVA-NeXT"]
+    vlm = VLMS["LLaVA-OneVision"]
     vlm = dataclasses.replace(vlm, fields=vlm.fields | {"vision_feature_layer": 2})
     # Two of three blocks are inherited.
     model = swapped(vlm)
@@ -184,7 +174,7 @@ def test_layers_are_counted_from_the_end_of_the_tower():
     assert model(**ask(made, vlm)).logits.isfinite().all()
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_what_does_not_fit_is_refused():
     vlm = VLMS["Gemma 3"]
     tower, model = vlm.make_tower(), swapped(vlm)
     with pytest.raises(ValueError, match=r"`image_grid` is 3, .* Gemma3.* takes: 2, 4, 6, 8\."):
@@ -192,22 +182,11 @@ def test_what_does_not_fit_is_refused(tmp_path):
     wide = make_tower(make_llava())
     with pytest.raises(ValueError, match="Gemma3.* has 32 channels, .* 64; bootstrap it"):
         swap_vision_tower(vlm.model, wide)
-    with pytest.raises(ValueError, match="Got a SparseFormerGemma3For.*, expected a Llava"):
+    with pytest.raises(ValueError, match="Got a SparseFormerGemma3For.*, expected a Llava-"):
         swap_vision_tower(model, tower)
     with pytest.raises(ValueError, match="Channels are matched in the projector of a LLaVA"):
         match_channels_(model, vlm.model, [])
-    mask = torch.ones(1, 8, 8, dtype=torch.bool)
-    pixel_values = torch.zeros(1, 3, SIZE, SIZE)
-    model.grid_tower(pixel_values, patch_attention_mask=mask)
-    mask[0, 0] = False
-    with pytest.raises(ValueError, match="Parts of an image are masked"):
-        model.grid_tower(pixel_values, patch_attention_mask=mask)
-    with pytest.raises(ValueError, match="3 x 32 pixels, expected at least 4 x 4"):
-        model.grid_tower(pixel_values[:, :, :3])
-    deep = dataclasses.replace(VLMS["LLaVA-NeXT"], fields=TILED | {"vision_feature_layer": -4})
-    with pytest.raises(ValueError, match=r"asks for -4, the SparseFormer has 3 .* -3 to 2\."):
+    vlm = VLMS["LLaVA-OneVision"]
+    deep = dataclasses.replace(vlm, fields=vlm.fields | {"vision_feature_layer": -4})
+    with pytest.raises(StrictDataclassError, match=r"asks for -4, the SparseFormer has 3 .* -3 to 2\."):
         swapped(deep)
-    # A 6-billion InternVL's tower.
-    vision = InternVLVisionConfig(image_size=SIZE, patch_size=4, use_qk_norm=True, **VISION)
-    with pytest.raises(ValueError, match="normalizes the queries and keys of all heads"):
-        read_anatomy(InternVLVisionModel(vision)).require_plain("replace")

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from frugalvit import (
-    SparseFormerBackbone,
+    PatchSparseFormerBackbone,
     SparseFormerConfig,
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
@@ -516,7 +516,7 @@ def test_upsamplers_learn_with_the_tokens_and_go_on(teacher, tmp_path, monkeypat
     }
     plain, upsampled = (found["epochs"][-1]["train_loss"] for found in losses.values())
     assert upsampled < plain
-    student = SparseFormerBackbone.from_pretrained(tmp_path / "out")
+    student = PatchSparseFormerBackbone.from_pretrained(tmp_path / "out")
     assert type(student).__name__ in student.config.architectures
     [trained] = student.feature_maps.upsamplers.values()
     assert trained.out_proj.weight.any()
@@ -529,7 +529,7 @@ def test_upsamplers_learn_with_the_tokens_and_go_on(teacher, tmp_path, monkeypat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     options = ("--student", "someone/student@v1", "--epochs", "1")
     run(teacher, tmp_path / "on", *maps, *options, "--recipe", "inherited", "--config-overrides", "", epochs=None)
-    [gone_on] = SparseFormerBackbone.from_pretrained(tmp_path / "on").feature_maps.upsamplers.values()
+    [gone_on] = PatchSparseFormerBackbone.from_pretrained(tmp_path / "on").feature_maps.upsamplers.values()
     assert gone_on.out_proj.weight.any() and not torch.equal(gone_on.out_proj.weight, trained.out_proj.weight)
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from drawn import encode, scene, write_scenes
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, SparseFormerForSemanticSegmentation
 from frugalvit.cli import main
 from frugalvit.common.masks import MaskError
 from frugalvit.training import segment
@@ -111,7 +111,7 @@ class TestRecipe:
         assert "pipeline_tag: image-segmentation" in card and "AutoModelForSemanticSegmentation" in card
 
     def test_learning_rates_fall_towards_the_image(self, start):
-        model = segment.SparseFormerForSemanticSegmentation.from_pretrained(start)
+        model = SparseFormerForSemanticSegmentation.from_pretrained(start)
         factors = segment.learning_rate_factors(model, 10.0, 0.5)
         of_name = {name: factors[parameter] for name, parameter in model.named_parameters()}
         assert of_name["decode_head.query.weight"] == 10

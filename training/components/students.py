@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from transformers import MODEL_FOR_BACKBONE_MAPPING
 
 from ...common.loading import load_vision_model, split_revision
 from ...common.views import ImageFormat
@@ -90,7 +91,8 @@ def build_student(
         # Of a backbone, what was loaded is the base model.
         if upsampler or any(name.endswith("Backbone") for name in student.config.architectures or ()):
             name, revision = split_revision(options.student)
-            student = SparseFormerBackbone.from_pretrained(name, dtype=torch.float32, **revision, **upsampler)
+            backbone_class = MODEL_FOR_BACKBONE_MAPPING[type(student.config)]
+            student = backbone_class.from_pretrained(name, dtype=torch.float32, **revision, **upsampler)
         projects = isinstance(student, SparseFormerVisionModelWithProjection)
         width = student.config.projection_dim if projects else student.config.pooled_size
         teacher_width = teacher.embedding_size
