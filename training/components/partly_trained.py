@@ -6,8 +6,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from ...modeling.swap import Swapped, check_projector_is_held
+from ...modeling.swap import check_projector_is_held
 
 
 class Learner(nn.Module):
@@ -24,7 +25,7 @@ class Learner(nn.Module):
         ValueError: if the projector is offloaded.
     """
 
-    def __init__(self, llava: Swapped):
+    def __init__(self, llava: PreTrainedModel):
         super().__init__()
         check_projector_is_held(llava)
         self.dtype = llava.dtype
