@@ -16,14 +16,7 @@ from transformers import PreTrainedModel
 
 from .architectures import has_rois, load_model
 from .common.classes import match_labels
-from .common.command_line import (
-    CommandParser,
-    add_dataset_arguments,
-    add_model_argument,
-    positive,
-    probability,
-    require_model,
-)
+from .common.command_line import CommandParser, add_dataset_arguments, positive, probability
 from .common.data import load_images, sample, split_names
 from .common.exported import (
     FORMATS,
@@ -72,7 +65,7 @@ def make_parser() -> CommandParser:
         "whose lines run without PyTorch and frugalvit. Before that, its outputs are compared with the original's on "
         "images that calibration has not seen. predict, evaluate and demo take such folders.",
     )
-    add_model_argument(parser, "model folder or hub id, owner/name@revision too")
+    parser.add_argument("--model", required=True, help="model folder or hub id, owner/name@revision too")
     parser.add_argument("--output", metavar="OUT", required=True, help="folder to write; must not exist or be empty")
     parser.add_argument("--format", choices=tuple(FORMATS), default="onnx", help="runtime (default: %(default)s)")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="onnx has no bfloat16")
@@ -115,15 +108,8 @@ def count_or_all(text: str) -> int | str:
     return text if text == ALL else positive(text)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    require_model(parser, arguments)
-    return arguments
-
-
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
+    arguments = make_parser().parse_args(argv)
     # Cheap checks come before the model is loaded.
     check_format(arguments.format, arguments.precision)
     if arguments.page:

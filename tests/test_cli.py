@@ -142,22 +142,6 @@ def test_recipes_group_their_options(capsys):
     assert [help.index(title) for title in titles] == sorted(help.index(title) for title in titles)
 
 
-def test_a_model_is_named_by_an_option_or_by_its_place(capsys):
-    parser = command_line.CommandParser()
-    command_line.add_model_argument(parser, "the model")
-
-    def parse(*given: str) -> str:
-        command_line.require_model(parser, arguments := parser.parse_args(given))
-        return arguments.model
-
-    assert parse("--model", "m") == parse("m") == "m"
-    for wrong in ([], ["m", "--model", "n"]):
-        with pytest.raises(SystemExit):
-            parse(*wrong)
-    errors = capsys.readouterr().err.splitlines()
-    assert "required: --model" in errors[0] and "there is no argument 'm'; the model is 'n'" in errors[1]
-
-
 @pytest.mark.parametrize(
     "given",
     ["--output out --batch-size 2", "--output_dir out --batch_size 2", "--output-dir=out --batch_size=2"],

@@ -18,7 +18,7 @@ from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, Sp
 from frugalvit.cli import main
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.image_files import find_images, read_images
+from frugalvit.common.image_files import decode_file, find_files, find_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import draw_predictions, predict
 from tiny import save_vit
@@ -228,10 +228,10 @@ def test_parquet(columns, model_folder, images, tmp_path, capsys):
     """The images that training takes from such files."""
     files = [images / name for name in ("a.png", "b.jpg")]
     pq.write_table(pa.table(columns(files)), tmp_path / "images.parquet")
-    for (name, image), (_, expected) in zip(
-        read_images([tmp_path / "images.parquet"]), read_images(files), strict=True
-    ):
-        assert image.tobytes() == expected.tobytes() and name.startswith(f"{tmp_path / 'images.parquet'}[")
+    for (name, record), file in zip(find_files([tmp_path / "images.parquet"]), files, strict=True):
+        image = decode_file(record, name)
+        assert image.tobytes() == decode_file(file, "").tobytes()
+        assert name.startswith(f"{tmp_path / 'images.parquet'}[")
     trained = load_images(str(tmp_path / "images.parquet"))
     assert decode_image(trained[1]["image"], 1).tobytes() == image.tobytes()
 

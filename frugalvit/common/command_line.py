@@ -139,26 +139,6 @@ def add_exact_argument(parser: argparse.ArgumentParser):
     )
 
 
-def add_model_argument(parser: argparse.ArgumentParser, help: str, metavar: str = "MODEL"):
-    """Add the one model of a command, `--model`; `require_model` checks that it is there.
-
-    As in earlier versions, it may be given by its place, too.
-    """
-    parser.add_argument("--model", metavar=metavar, help=help)
-    parser.add_argument("by_place", nargs="?", metavar=metavar, help=argparse.SUPPRESS)
-
-
-def require_model(parser: CommandParser, arguments: argparse.Namespace):
-    """Set `model` of the arguments, by name or by place; end the process with an error if it is missing or given
-    twice."""
-    by_place = vars(arguments).pop("by_place")
-    if arguments.model is None and by_place is None:
-        parser.error("the following arguments are required: --model")
-    if arguments.model is not None and by_place is not None:
-        parser.error(f"there is no argument {by_place!r}; the model is {arguments.model!r}")
-    arguments.model = by_place if arguments.model is None else arguments.model
-
-
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-tokens",

@@ -1,6 +1,7 @@
 """Questions about images and answers to them: prompts as a LLaVA or a PaliGemma wants them, and LLaVA's own files of
 conversations."""
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import datasets
 from transformers import PaliGemmaProcessor
 
-from .files import read_json, read_json_lines
+from .files import read_json, read_text
 from .prompts import PALIGEMMA_PROMPT, PROMPT
 from .splits import HELD_BACK_SHARE, MOST_HELD_BACK
 
@@ -49,10 +50,14 @@ def read_conversations(
     file = Path(file).expanduser()
     folder = file.parent if image_folder is None else Path(image_folder).expanduser()
     try:
-        lines = file.suffix.lower() == ".jsonl"
-        records = read_json_lines(file) if lines else read_json(file, list[dict])
+        if file.suffix.lower() == ".jsonl":
+            records = [json.loads(line) for line in read_text(file).splitlines() if line.strip()]
+        else:
+            records = read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"Cannot read conversations from {str(file)!r}: {error}") from error
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise ValueError(f"{str(file)!r} holds no list of records, expected LLaVA's conversations.")
     images, conversations = [], []
     for number, record in enumerate(records):
         where = f"Record {number} of {str(file)!r}"

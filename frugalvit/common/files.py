@@ -11,8 +11,6 @@ from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub.dataclasses import type_validator
-
 
 # Files of a model folder, besides source files and the card's pictures, and of one that `frugalvit export` wrote.
 MODEL_FILES = (
@@ -78,48 +76,17 @@ def read_text(path: str | os.PathLike) -> str:
     return Path(path).read_text(encoding="utf-8")
 
 
-def read_json(path: str | os.PathLike, expected: type | dict = dict):
+def read_json(path: str | os.PathLike):
     """Read a JSON file.
-
-    Args:
-        path (`str` or `os.PathLike`): The file.
-        expected (type or mapping, *optional*): The type of the content, such as `list[str]`, or the types of an
-            object's fields by name; other fields are allowed.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no JSON, or has another shape.
+        ValueError: if it is no JSON.
     """
-    return _parse(read_text(path), repr(str(path)), expected)
-
-
-def read_json_lines(path: str | os.PathLike, expected: type | dict = dict) -> list:
-    """Read a file with JSON in each line as a list, without empty lines; see `read_json`."""
-    lines = enumerate(read_text(path).splitlines(), 1)
-    return [_parse(line, f"line {number} of {str(path)!r}", expected) for number, line in lines if line.strip()]
-
-
-def _parse(text: str, where: str, expected: type | dict):
     try:
-        content = json.loads(text)
+        return json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON ({error}).") from error
-    if problem := misshapen(content, expected):
-        raise ValueError(f"{where} has another content than expected: {problem}.")
-    return content
-
-
-def misshapen(content, expected: type | dict, name: str = "it") -> str | None:
-    """Return why the content of a JSON file has another shape than expected, see `read_json`, or None."""
-    if isinstance(expected, dict) and isinstance(content, dict):
-        problems = (misshapen(content.get(field), kind, field) for field, kind in expected.items())
-        return next(filter(None, problems), None)
-    kind = dict if isinstance(expected, dict) else expected
-    try:
-        type_validator(name, content, kind)
-    except TypeError:
-        return f"{name} is a {type(content).__name__}, expected {kind.__name__ if type(kind) is type else kind}"
-    return None
+        raise ValueError(f"{str(path)!r} is no JSON ({error}).") from error
 
 
 def write_text(path: str | os.PathLike, text: str):
@@ -185,14 +152,14 @@ def _check_free(output: Path, overwrite: bool):
             f"The output folder {str(output)!r} has no config.json, so it is no model folder and is not "
             "overwritten; choose another one."
         )
-    if others := strangers(output):
+    if others := unexpected_files(output):
         raise ValueError(
             f"The output folder {str(output)!r} has more than a model in it ({', '.join(others[:3])}"
             f"{', …' if len(others) > 3 else ''}) and is not overwritten, so that nothing is lost; choose another."
         )
 
 
-def strangers(folder: Path) -> list[str]:
+def unexpected_files(folder: Path) -> list[str]:
     """Names of files and folders in a folder that are no part of a model: notes, checkpoints, results, others."""
     card = folder / "README.md"
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""

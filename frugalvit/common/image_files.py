@@ -14,7 +14,6 @@ from tqdm import tqdm
 from .columns import features_of, find_image_column
 from .decoding import read_image, read_record
 from .folders import image_files, parquet_files, say_unread
-from .reading import read_ahead
 from .tables import printable
 
 
@@ -54,26 +53,16 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
     return found
 
 
-def read_images(
-    paths: Sequence[Path], skip_corrupt: bool = False, image_column: str | None = None
-) -> Iterator[tuple[str, Image.Image]]:
-    """Yield names and RGB images, see `to_rgb`, of image files and of parquet files with an image column.
+def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
+    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`.
 
     Args:
         paths (sequence of `Path`): The files.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read, and print so.
         image_column (`str`, *optional*): Column of parquet files, if names and types do not tell.
 
     Raises:
-        ValueError: if a file is no image or is corrupt, or a parquet file has no column of images, or several.
+        ValueError: if a parquet file is corrupt, or has no column of images, or several.
     """
-    files = find_files(paths, image_column)
-    yield from readable(read_ahead(lambda file: decode_file(file[1], file[0]), files, 1), skip_corrupt)
-
-
-def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`;
-    arguments and errors as of `read_images`."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):

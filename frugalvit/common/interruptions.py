@@ -1,55 +1,15 @@
-"""Ctrl-C, SIGTERM and a terminal that closes: half-written files are removed, and trained weights are saved."""
+"""Ctrl-C, SIGTERM and a terminal that closes: trained weights are saved first."""
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 
-# Signals that end a command, and what is said of them. Windows has no SIGHUP.
-SIGNALS = {
-    getattr(signal, name): text
-    for name, text in {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "its terminal was closed"}.items()
-    if hasattr(signal, name)
-}
+# Signals that end a training. Windows has no SIGHUP.
+SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
 NOTED = "\nThe step under way is finished and saved first. Once more ends it at once.\n"
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[list[int]]:
-    """Within, each of `SIGNALS` raises an exception, `KeyboardInterrupt` or `SystemExit` with 128 and the signal's
-    number, so that files that are half written are removed. Signals that the process ignores (`nohup`) stay ignored.
-
-    Yields:
-        `list[int]`: The signals that were received: some libraries turn an interruption into an error of their own.
-    """
-    received, before = [], {}
-
-    def end(number: int, _):
-        received.append(number)
-        leave_terminal(number)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                before[number] = signal.signal(number, end)
-    try:
-        yield received
-    finally:
-        while before:
-            signal.signal(*before.popitem())
-
-
-def ending_of(error: BaseException, received: list[int]) -> int | None:
-    """The signal behind an error, None if there was none; `received` is the list that `ended_by_signals` yields."""
-    if isinstance(error, KeyboardInterrupt):
-        return signal.SIGINT
-    if isinstance(error, SystemExit):
-        return next((number for number in SIGNALS if error.code == 128 + number), None)
-    return received[-1] if received else None
 
 
 def leave_terminal(number: int):
@@ -101,5 +61,5 @@ class Interruption:
 def leave_interruptions_to_the_main_process(_: int = 0):
     """Ignore Ctrl-C in a process that decodes images: it reaches that, too, and the main process still needs its
     images."""
-    for number in SIGNALS.keys() - {signal.SIGTERM}:
+    for number in SIGNALS - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)

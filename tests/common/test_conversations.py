@@ -47,8 +47,8 @@ def test_reads_what_is_said_about_images(write, name):
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ({}, r"Cannot read conversations from .* is not list\[dict\]"),
-        ([1], r"Cannot read conversations from .* is not list\[dict\]"),
+        ({}, r"holds no list of records"),
+        ([1], r"holds no list of records"),
         ([{"image": "b.png"}], "Record 0 .* has the image 'b.png', which is not in"),
         ([{"image": 3}], "Record 0 .* has the image 3"),
         ([{"conversations": said("a", "b")}], "has no conversation about an image"),

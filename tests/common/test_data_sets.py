@@ -18,7 +18,7 @@ from drawn import draw, draw_classes, encode, save
 from frugalvit.common.data import load_images, load_table, split_names
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.folders import find_parts
-from frugalvit.common.image_files import find_images, read_images
+from frugalvit.common.image_files import find_files, find_images
 from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.masks import load_masked_images, load_masked_splits
 from frugalvit.common.splits import default_split, hold_back, load_splits
@@ -609,7 +609,7 @@ def test_names_that_are_not_utf8_are_named(name, tmp_path):
         load_images(str(tmp_path))
     assert str(error.value).isascii()
     # Where names are not kept with the pixels, they may be any.
-    assert len(list(read_images(find_images([str(tmp_path)])))) == 5
+    assert len(list(find_files(find_images([str(tmp_path)])))) == 5
 
 
 def test_accents_are_written_in_one_way(tmp_path):

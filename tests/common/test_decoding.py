@@ -17,7 +17,7 @@ from frugalvit.common.decoding import (
     is_unread_picture,
     read_image,
 )
-from frugalvit.common.image_files import read_images
+from frugalvit.common.image_files import decode_file
 from frugalvit.common.masks import MaskReader
 
 
@@ -57,9 +57,8 @@ def test_is_read_the_same_everywhere(image, ending, expected, options, tmp_path)
     file = tmp_path / f"image.{ending}"
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, **options)
     expected = expected if expected.ndim == 3 else expected[..., None].repeat(3, axis=2)
-    [(_, predicted)] = read_images([file])
     for read in (
-        predicted,
+        decode_file(file, str(file)),
         read_image(file),
         decode_image({"path": str(file), "bytes": None}, 0),
         decode_image({"path": None, "bytes": file.read_bytes()}, 0),
@@ -137,7 +136,7 @@ def test_postscript_never_reaches_another_program(name, data, tmp_path, monkeypa
     for read in (
         lambda: read_image(file),
         lambda: read_image(io.BytesIO(data)),
-        lambda: next(read_images([file])),
+        lambda: decode_file(file, str(file)),
         lambda: decode_image({"path": str(file), "bytes": None}, 0),
         lambda: decode_image({"path": None, "bytes": data}, 0),
         lambda: MaskReader(4)({"path": None, "bytes": data}, 0, (20, 20)),

@@ -1,6 +1,5 @@
 """Files and folders that appear whole or not at all, and take the place of nothing else."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,7 +11,6 @@ from safetensors.torch import save_file
 from frugalvit.common.files import (
     check_file_path,
     read_json,
-    read_json_lines,
     whole_file,
     whole_folder,
     write_text,
@@ -137,30 +135,8 @@ def test_what_came_meanwhile_is_not_replaced(tmp_path):
     assert os.listdir(tmp_path / "model") == ["mine"]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ('{"name": "x", "sizes": [1, 2]}', None),
-        ('{"name": "x", "sizes": [], "note": "y", "more": 5}', None),
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "it is a list, expected dict"),
-        ('{"name": "x"}', "sizes is a NoneType"),
-        ('{"name": 5, "sizes": []}', "name is a int, expected str"),
-        ('{"name": "x", "sizes": [1, "2"]}', "sizes is a list, expected list"),
-        ('{"name": "x", "sizes": [], "note": []}', "note is a list"),
-    ],
-)
-def test_json_of_another_shape_is_said(text, problem, tmp_path):
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_what_is_no_json_is_said(text, tmp_path):
     (tmp_path / "file.json").write_text(text)
-    (tmp_path / "file.jsonl").write_text(f"{text}\n\n{text}\n")
-    fields = {"name": str, "sizes": list[int], "note": str | None}
-    if problem is None:
-        content = json.loads(text)
-        assert read_json(tmp_path / "file.json", fields) == content
-        assert read_json_lines(tmp_path / "file.jsonl", fields) == [content, content]
-        return
-    with pytest.raises(ValueError, match=problem):
-        read_json(tmp_path / "file.json", fields)
-    with pytest.raises(ValueError, match=f"line 1 of .*{problem}"):
-        read_json_lines(tmp_path / "file.jsonl", fields)
+    with pytest.raises(ValueError, match="file.json' is no JSON"):
+        read_json(tmp_path / "file.json")

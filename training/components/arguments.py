@@ -21,7 +21,6 @@ from transformers import HfArgumentParser
 from ...common.choices import NO_EVALUATION, SUBSET
 from ...common.command_line import HelpFormatter, OneSpelling, spelled
 from ...common.files import read_text
-from ...common.interruptions import SIGNALS, ended_by_signals, ending_of
 from ...common.tables import printable
 
 
@@ -340,18 +339,13 @@ def reason(error: BaseException) -> str | None:
 
 def run_as_program(main: Callable, prog: str):
     """Run `main()` as a process of its own: an error that the user can mend is one line, not a traceback."""
-    received = []
     try:
-        with ended_by_signals() as received:
-            code = main()
-        sys.exit(code)
-    except BaseException as error:
-        number = ending_of(error, received)
-        shown = os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
-        if shown or (number is None and (isinstance(error, SystemExit) or not (message := reason(error)))):
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print(f"\n{prog}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := reason(error)):
             raise
-    if number is not None:
-        print(f"{prog}: {SIGNALS[number]}", file=sys.stderr)
-        sys.exit(128 + number)
     # After the handler nothing holds progress bars, and the message has a line of its own.
     sys.exit(f"{prog}: error: {message}")
