@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 
+from .common.interruptions import end_on_sigterm
 from .common.threads import bound_spinning
 from .version import __version__
 
@@ -80,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     bound_spinning()
+    end_on_sigterm()
     try:
         code = importlib.import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()

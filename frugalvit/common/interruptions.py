@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that closes: trained weights are saved first."""
+"""Ctrl-C, SIGTERM and a terminal that closes: half-written files are removed, and trained weights are saved."""
 
 import os
 import signal
@@ -10,6 +10,12 @@ from contextlib import suppress
 # Signals that end a training. Windows has no SIGHUP.
 SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
 NOTED = "\nThe step under way is finished and saved first. Once more ends it at once.\n"
+
+
+def end_on_sigterm():
+    """Let SIGTERM end this process by SystemExit, so that half-written files are removed."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def leave_terminal(number: int):

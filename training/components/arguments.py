@@ -21,6 +21,7 @@ from transformers import HfArgumentParser
 from ...common.choices import NO_EVALUATION, SUBSET
 from ...common.command_line import HelpFormatter, OneSpelling, spelled
 from ...common.files import read_text
+from ...common.interruptions import end_on_sigterm
 from ...common.tables import printable
 
 
@@ -339,6 +340,7 @@ def reason(error: BaseException) -> str | None:
 
 def run_as_program(main: Callable, prog: str):
     """Run `main()` as a process of its own: an error that the user can mend is one line, not a traceback."""
+    end_on_sigterm()
     try:
         sys.exit(main())
     except KeyboardInterrupt:
