@@ -251,7 +251,7 @@ def test_images(
 def outputs_for(
     arguments, call: Callable, image_format: ImageFormat, view: str = VIEWS[0]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a function of normalized images gives for all test images, float32 on the CPU, and their labels."""
+    """Compute a function of normalized images for all test images, float32 on the CPU; return their labels, too."""
     backgrounds = getattr(arguments, "backgrounds", None)
     pixels, labels = test_images(arguments.test, image_format, view, backgrounds)
     device, found = choose_device(), []

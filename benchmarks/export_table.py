@@ -92,9 +92,8 @@ def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:
         train, test = arguments.caltech
         data = ["--calibration-data", train, "--dataset", test, "--limit", "300"]
     # What is refused by default is in the table, too.
-    export.main(
-        [str(source), "--output", str(folder), "--format", runtime, "--precision", precision, "--force", *data]
-    )
+    program = ["--format", runtime, "--precision", precision, "--output", str(folder)]
+    export.main(["--model", str(source), *program, "--force", *data])
     return folder
 
 

@@ -75,7 +75,7 @@ def write(folder, tmp_path_factory):
     @functools.cache
     def export_it(*arguments: str) -> Path:
         output = tmp_path_factory.mktemp("exported") / "out"
-        assert main(["export", str(folder), "--output", str(output), *FEW, *arguments]) == 0
+        assert main(["export", "--model", str(folder), "--output", str(output), *FEW, *arguments]) == 0
         return output
 
     return export_it
@@ -98,14 +98,15 @@ def elastic(tmp_path_factory):
 
     @functools.cache
     def save(kind: str) -> Path:
-        config = frugalvit.SparseFormerConfig(
+        family = "SparseFormer" if kind == "first" else "PatchSparseFormer"
+        config = getattr(frugalvit, f"{family}Config")(
             **{"image_size": 32, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 1},
             **{"num_attention_heads": 2, "intermediate_size": 64, "num_labels": 10, **ELASTIC[kind]},
         )
         config.id2label = dict(enumerate(class_names(load_images(SUBSET, "test"))))
         torch.manual_seed(0)
         # So far from the start that each number of tokens says something else.
-        model = randomize(frugalvit.SparseFormerForImageClassification(config), 0.3)
+        model = randomize(getattr(frugalvit, f"{family}ForImageClassification")(config), 0.3)
         model.save_pretrained(folder := tmp_path_factory.mktemp("elastic") / kind)
         return folder
 
@@ -195,7 +196,9 @@ def test_a_backbones_program_computes_its_maps(folder, photograph, tmp_path, mon
     model = frugalvit.PatchSparseFormerBackbone.from_pretrained(folder, out_indices=[0, 1])
     model.save_pretrained(tmp_path / "backbone")
     output = tmp_path / "program"
-    assert main(["export", str(tmp_path / "backbone"), "--format", "onnx", "--output", str(output), *FEW]) == 0
+    assert (
+        main(["export", "--model", str(tmp_path / "backbone"), "--format", "onnx", "--output", str(output), *FEW]) == 0
+    )
     part = Part(model.eval(), "model")
     found, expected = ExportedModule(output)(**part.example(3)), part(**part.example(3))
     torch.testing.assert_close(found["feature_maps"], expected["feature_maps"], atol=1e-4, rtol=1e-4)
@@ -217,7 +220,10 @@ def test_images_have_the_size_that_the_processor_makes(folder, tmp_path):
     model.save_pretrained(tmp_path / "dinov2")
     ViTImageProcessor(size={"height": 32, "width": 48}).save_pretrained(tmp_path / "dinov2")
     output = tmp_path / "program"
-    assert main(["export", str(tmp_path / "dinov2"), "--format", "openvino", "--output", str(output), *FEW]) == 0
+    assert (
+        main(["export", "--model", str(tmp_path / "dinov2"), "--format", "openvino", "--output", str(output), *FEW])
+        == 0
+    )
     exported = ExportedModule(output)
     assert exported.config.image_size == [32, 48]
     assert exported(torch.zeros(2, 3, 32, 48)).logits.shape == (2, 10)
@@ -232,7 +238,7 @@ def test_broken_models_pass_no_gate(name, factor, folder, tmp_path, capsys):
             parameter.mul_(factor)
     model.save_pretrained(tmp_path / "broken")
     arguments = ["--format", name, "--precision", "int8", "--output", str(tmp_path / "out"), *FEW]
-    assert main(["export", str(tmp_path / "broken"), *arguments]) == 1
+    assert main(["export", "--model", str(tmp_path / "broken"), *arguments]) == 1
     assert "frugalvit export: error: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
@@ -309,7 +315,7 @@ def test_a_folder_holds_nothing_of_this_machine(write, folder):
 def test_the_gate(folder, tmp_path, capsys):
     """A program that falls short is not written, unless `--force` asks for it; then the card says so."""
     output = tmp_path / "out"
-    command = ["export", str(folder), "--output", str(output), *FEW, "--min-cosine", "1"]
+    command = ["export", "--model", str(folder), "--output", str(output), *FEW, "--min-cosine", "1"]
     assert main([*command, "--precision", "int8"]) == 1
     message = capsys.readouterr().err
     assert re.search(r"mean cosine 0\.9\d+ of model on 16 inputs, expected at least 1", message)
@@ -349,7 +355,7 @@ def test_images_to_compare_on_are_not_calibrated_with(folder, tmp_path):
         Image.new("RGB", (40, 40), (20 * index, 0, 0)).save(tmp_path / f"{index}.png")
     arguments = ["--dataset", str(tmp_path), "--limit", "5", "--calibration-images", "9", "--precision", "int8"]
     held_back, calibration = export.choose_images(
-        export.parse([str(folder), "--output", str(tmp_path / "out"), *arguments])
+        export.make_parser().parse_args(["--model", str(folder), "--output", str(tmp_path / "out"), *arguments])
     )
     paths = [{image["path"] for image in images["image"]} for images in (held_back, calibration)]
     assert [len(each) for each in paths] == [5, 7]
@@ -393,7 +399,7 @@ def test_the_number_of_tokens_of_a_program_is_chosen(elastic, photograph, tmp_pa
     """By the commands, the lines of the card and applications; the gate stands before each number."""
     source, output = elastic("grid"), tmp_path / "out"
     arguments = ["--num-tokens", "16", "4", "--format", "onnx", "--precision", "int8", "--force", *FEW]
-    assert main(["export", str(source), "--output", str(output), *arguments]) == 0
+    assert main(["export", "--model", str(source), "--output", str(output), *arguments]) == 0
     assert len(re.findall(r"^model.onnx +(?:4|16) ", capsys.readouterr().out, re.MULTILINE)) == 2
     measured = json.loads((output / "report.json").read_text())["parts"]["model"]["measured"]
     assert [each["num_tokens"] for each in measured] == [4, 16] and {each["compared"] for each in measured} == {16}
@@ -462,7 +468,7 @@ def test_what_programs_cannot_do(command, message, write, photograph, capsys):
     ],
 )
 def test_bad_input(arguments, message, folder, tmp_path, capsys):
-    assert main(["export", str(folder), "--output", str(tmp_path / "out"), *FEW, *arguments]) == 1
+    assert main(["export", "--model", str(folder), "--output", str(tmp_path / "out"), *FEW, *arguments]) == 1
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -472,7 +478,7 @@ def test_what_is_not_installed_is_named(monkeypatch, folder, tmp_path, capsys):
     monkeypatch.setattr(
         programs.importlib.util, "find_spec", lambda name: None if name in ("openvino", "nncf") else find(name)
     )
-    command = ["export", str(folder), "--output", str(tmp_path / "out"), "--format", "openvino"]
+    command = ["export", "--model", str(folder), "--output", str(tmp_path / "out"), "--format", "openvino"]
     assert main(command) == 1
     assert "openvino needs openvino: pip install 'frugalvit[export]'" in capsys.readouterr().err
     assert main([*command, "--precision", "int8"]) == 1
@@ -497,9 +503,9 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
     source = tmp_path / "clip"
     randomize(frugalvit.SparseFormerCLIPModel(config)).save_pretrained(source)
     word_tokenizer(words, model_max_length=8).save_pretrained(source)
-    assert main(["export", str(source), "--output", str(tmp_path / "out"), "--page"]) == 1
+    assert main(["export", "--model", str(source), "--output", str(tmp_path / "out"), "--page"]) == 1
     assert "--page shows labels, which a SparseFormerCLIPModel has not" in capsys.readouterr().err
-    assert main(["export", str(source), "--output", str(tmp_path / "out"), *FEW, "--json"]) == 0
+    assert main(["export", "--model", str(source), "--output", str(tmp_path / "out"), *FEW, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     compared = {name: part["measured"][0]["compared"] for name, part in report["parts"].items()}
     assert compared == {"vision_model": 16, "text_model": 10}
@@ -528,7 +534,12 @@ def test_embeddings_of_exported_models_are_judged(folder, write, tmp_path, capsy
     config = frugalvit.PatchSparseFormerConfig.from_pretrained(folder, projection_dim=8)
     torch.manual_seed(0)
     frugalvit.SparseFormerVisionModelWithProjection(config).save_pretrained(tmp_path / "model")
-    assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *FEW, "--format", "onnx"]) == 0
+    assert (
+        main(
+            ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *FEW, "--format", "onnx"]
+        )
+        == 0
+    )
     capsys.readouterr()
     few = ["--train-split", "train[:100]", "--limit", "60", "--json"]
     measured = []
@@ -602,7 +613,7 @@ def test_the_page_labels_in_a_browser(elastic, photograph, tmp_path):
     if not (chromium and npm):
         pytest.skip("needs Chromium, and npm for the browser's runtime")
     output = tmp_path / "out"
-    if main(["export", str(elastic("tree")), "--output", str(output), *FEW, "--page"]):
+    if main(["export", "--model", str(elastic("tree")), "--output", str(output), *FEW, "--page"]):
         pytest.skip("npm fetched no runtime")
     assert all((output / name).is_file() for name in RUNTIME_FILES)
     page = (output / "index.html").read_text()
