@@ -10,13 +10,12 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from .architectures import has_rois
-from .common.choices import SUBSET
 from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.data import load_images
 from .common.decoding import decode_image, read_image
 from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
-from .common.resources import checkpoint_path, shipped_checkpoints
+from .common.resources import checkpoint_path, shipped_checkpoints, shipped_images
 from .predict import draw_predictions, predict
 
 
@@ -77,7 +76,9 @@ def shipped_classifiers() -> list[Path]:
 def write_examples(folder: Path) -> list[str]:
     """Write embedded test images into a folder and return their paths."""
     paths = [str(folder / f"{index}.png") for index in range(8)]
-    for index, record in enumerate(load_images(SUBSET, f"test[:{len(paths)}]")):
+    # One file, as a Space does not bring the training images.
+    images = str(shipped_images("cifar10") / "test.parquet")
+    for index, record in enumerate(load_images(images, f"train[:{len(paths)}]")):
         decode_image(record["image"], index).save(paths[index])
     return paths
 
