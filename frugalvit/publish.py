@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .architectures import load_model
 from .common.command_line import CommandParser
 from .common.exported import ExportedModule, is_exported, read_report
-from .common.files import MODEL_FILES, forget_code, read_json, whole_folder
+from .common.files import EXPORT_FILES, MODEL_FILES, forget_code, read_json, whole_folder
 from .common.loading import load_image_processor
 from .common.resources import locate_model
 from .modeling.hub import HubModel, auto_class, model_card
@@ -103,7 +103,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         if model is not None:
             save_compact(model, folder)
-        copy_companions(source, folder, MODEL_FILES if model is None else COMPANIONS)
+        copy_companions(source, folder, (*MODEL_FILES, *EXPORT_FILES) if model is None else COMPANIONS)
         card = write_card(arguments, model, folder)
         if model is None:
             for name in read_report(folder)["parts"]:

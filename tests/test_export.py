@@ -439,7 +439,10 @@ def test_the_number_of_tokens_of_a_program_is_chosen(elastic, photograph, tmp_pa
     "command, message",
     [
         (["predict", "PHOTO", "--model", "OUT", "--num-tokens", "2"], "only the one that it was exported with"),
-        (["predict", "PHOTO", "--model", "OUT", "--confidence", "0.5"], "looks at some images again"),
+        (
+            ["predict", "PHOTO", "--model", "OUT", "--confidence", "0.5"],
+            "A confidence is for classifiers that are SparseFormers",
+        ),
         (["predict", "PHOTO", "--model", "OUT", "--rois", "rois.png"], "has no RoIs to draw"),
         (["predict", "PHOTO", "--model", "OUT", "--device", "meta"], "runs on the CPU here"),
         (["evaluate", "classification", "--model", "OUT", "--attack", "fgsm"], "needs a gradient"),

@@ -14,12 +14,36 @@ from pathlib import Path
 
 # Files of a model folder, besides source files and the card's pictures, and of one that `frugalvit export` wrote.
 MODEL_FILES = (
-    "config.json generation_config.json README.md model.safetensors model-*-of-*.safetensors "
-    "model.safetensors.index.json preprocessor_config.json processor_config.json video_preprocessor_config.json "
-    "chat_template.* tokenizer*.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
-    "modules.json sentence_bert_config.json"
+    "config.json",
+    "generation_config.json",
+    "README.md",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.*",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "modules.json",
+    "sentence_bert_config.json",
 )
-EXPORT_FILES = "export.json report.json *.onnx *.onnx.data openvino_*.xml openvino_*.bin index.html ort*.mjs ort*.wasm"
+EXPORT_FILES = (
+    "export.json",
+    "report.json",
+    "*.onnx",
+    "*.onnx.data",
+    "openvino_*.xml",
+    "openvino_*.bin",
+    "index.html",
+    "ort*.mjs",
+    "ort*.wasm",
+)
 
 
 def check_file_path(path: str | os.PathLike) -> Path:
@@ -165,7 +189,7 @@ def unexpected_files(folder: Path) -> list[str]:
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))
     sources = {path.name for room in rooms for path in Path(str(room)).rglob("*.py")}
-    patterns = f"{MODEL_FILES} {EXPORT_FILES if (folder / 'report.json').is_file() else ''}".split()
+    patterns = (*MODEL_FILES, *(EXPORT_FILES if (folder / "report.json").is_file() else ()))
 
     def belongs(path: Path) -> bool:
         if path.is_symlink() or not path.is_file():
