@@ -39,20 +39,6 @@ def folder(tmp_path):
     return save_vit(tmp_path / "model", patch_size=16, **SIZES)
 
 
-def test_weights_that_may_not_be_read_are_not_said_to_be_missing(folder, monkeypatch):
-    """safetensors says so."""
-    opened = Path.open
-
-    def refusing(self, *arguments, **options):
-        if self.suffix == ".safetensors":
-            raise PermissionError(13, "Permission denied", str(self))
-        return opened(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", refusing)
-    with pytest.raises(PermissionError, match="Permission denied: .*model.safetensors"):
-        load_image_classifier(str(folder))
-
-
 def refused(load, folder):
     started = time.perf_counter()
     with pytest.raises((ValueError, OSError)) as error:
@@ -113,15 +99,6 @@ def test_folders_that_are_no_models(change, folder):
         if "architectures=" in change and name != "info" or PROCESSOR in change and name == "info":
             continue  # not read
         refused(load, folder)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    ["patch_size=0", "hidden_act=no_such", "hidden_size=text"],
-)
-def test_new_models_that_cannot_be(overrides):
-    with pytest.raises(ValueError):
-        load_or_create(ModelArguments(model_type="vit", config_overrides=overrides), LearningArguments(), ["a", "b"])
 
 
 @pytest.mark.parametrize(
