@@ -48,12 +48,8 @@ def test_reads_what_is_said_about_images(write, name):
     ("records", "message"),
     [
         ({}, r"Cannot read conversations from .* is not list\[dict\]"),
-        ([1], r"Cannot read conversations from .* is not list\[dict\]"),
         ([{"image": "b.png"}], "Record 0 .* has the image 'b.png', which is not in"),
-        ([{"image": 3}], "Record 0 .* has the image 3"),
         ([{"conversations": said("a", "b")}], "has no conversation about an image"),
-        ([{"image": "a.png"}], r"Record 0 .* in turns, got \[\]"),
-        ([{"image": "a.png", "conversations": said("a")}], r"in turns, got \['human'\]"),
         ([{"image": "a.png", "conversations": said("a", "b")[::-1]}], r"in turns, got \['gpt', 'human'\]"),
         ([{"image": "a.png", "conversations": ["a", "b"]}], r"in turns, got \[None, None\]"),
         ([{"image": "a.png", "conversations": said("a", None)}], "says None, expected a text"),
