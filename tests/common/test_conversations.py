@@ -47,7 +47,7 @@ def test_reads_what_is_said_about_images(write, name):
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ({}, r"Cannot read conversations from .* is not list\[dict\]"),
+        ({}, r"Cannot read conversations from .* is a dict, expected list\[dict\]"),
         ([{"image": "b.png"}], "Record 0 .* has the image 'b.png', which is not in"),
         ([{"conversations": said("a", "b")}], "has no conversation about an image"),
         ([{"image": "a.png", "conversations": said("a", "b")[::-1]}], r"in turns, got \['gpt', 'human'\]"),
