@@ -73,8 +73,3 @@ def test_windows_of_an_image_count_as_one():
 def test_stable_rank():
     assert stable_rank(torch.eye(5)).item() == pytest.approx(5)
     assert stable_rank(torch.ones(2, 4, 3)).tolist() == pytest.approx([1, 1])
-
-
-def test_no_images():
-    with pytest.raises(ValueError, match="Got no images"):
-        measure_attention(vit(), [])

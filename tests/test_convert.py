@@ -60,19 +60,8 @@ def run(checkpoint, output, *arguments) -> int:
 class TestInference:
     @pytest.mark.parametrize(
         "name",
-        [
-            "v1-tiny",
-            "v1-small",
-            "v1-base",
-            "augreg-base-49-224",
-            "augreg-base-80-320",
-            "augreg-base-49-224-untruncated",
-            "augreg-large-49-224",
-            "augreg-large-196-384",
-            "clip-base-49-224",
-            "clip-large-128-224",
-            "clip-large-144-336",
-        ],
+        ["v1-tiny", "v1-base", "augreg-base-80-320", "augreg-base-49-224-untruncated", "augreg-large-196-384"]
+        + ["clip-base-49-224", "clip-large-144-336"],
     )
     def test_variants_of_the_papers(self, name):
         """A checkpoint of the size of a variant has the variant's configuration, to the last field."""
@@ -81,22 +70,13 @@ class TestInference:
             state_dict = to_showlab(showlab_model_class(expected)(expected))
         config = config_from_showlab(state_dict, image_size=expected.image_size)
         assert config.to_dict() == expected.to_dict()
-        assert (
-            infer_showlab_variant(state_dict)
-            == {
-                "v1": "v1",
-                "augreg": "bootstrapped",
-                "clip": "bootstrapped-clip",
-            }[name.split("-")[0]]
-        )
+        kinds = {"v1": "v1", "augreg": "bootstrapped", "clip": "bootstrapped-clip"}
+        assert infer_showlab_variant(state_dict) == kinds[name.split("-")[0]]
 
     @pytest.mark.parametrize(
         ("name", "fields"),
         [
-            (
-                "v1-tiny",
-                {"num_labels": 5, "focusing_hidden_size": 192, "num_latent_tokens": 5, "shared_token_embedding": True},
-            ),
+            ("v1-tiny", {"num_labels": 5, "focusing_hidden_size": 192, "shared_token_embedding": True}),
             ("v1-tiny", {"num_hidden_layers": 1, "mixing_hidden_size": 24, "intermediate_size": 64}),
             ("v1-tiny", {"mixing_bias": False, "num_roi_delta_layers": 2, "transition_layer_norm": False}),
             ("augreg-base-49-224", {"num_focusing_iterations": 2, "num_sampling_points": 40, "num_mixed_points": 40}),
@@ -107,13 +87,8 @@ class TestInference:
     )
     @torch.no_grad()
     def test_other_sizes(self, name, fields):
-        sizes = {
-            "num_latent_tokens": 6,
-            "focusing_hidden_size": 64,
-            "hidden_size": 128,
-            "num_hidden_layers": 2,
-            "stem_channels": 8,
-        }
+        sizes = {"num_latent_tokens": 6, "focusing_hidden_size": 64, "hidden_size": 128, "stem_channels": 8}
+        sizes["num_hidden_layers"] = 2
         expected = SparseFormerConfig.from_variant(name, **{**sizes, **fields})
         model = showlab_model_class(expected)(expected).eval()
         state_dict = to_showlab(model)
@@ -162,11 +137,6 @@ class TestInference:
         config = config_from_showlab(state_dict, iterations=1)
         assert (config.hidden_act, config.focusing_hidden_act) == ("quick_gelu", "quick_gelu")
 
-    def test_fields_can_be_set(self):
-        config = config_from_showlab(checkpoint_of("v1"), drop_path_rate=0.05, image_mean=(0.1, 0.2, 0.3))
-        assert config.drop_path_rate == 0.05
-        assert config.image_mean == (0.1, 0.2, 0.3)
-
 
 class TestFiles:
     @pytest.mark.parametrize("key", [None, "model", "state_dict"])
@@ -187,16 +157,16 @@ class TestFiles:
 
 class TestCommand:
     @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-    @pytest.mark.parametrize("given", [True, False], ids=["given", "inferred"])
     @pytest.mark.parametrize("variant", ["v1", "bootstrapped"])
     @torch.no_grad()
-    def test_classifiers(self, tmp_path, capsys, variant, given, suffix):
+    def test_classifiers(self, tmp_path, capsys, variant, suffix):
+        """The variant is given, or inferred from a checkpoint of PyTorch."""
         source = FIXTURES[variant]
         if suffix == ".pth":
             source = tmp_path / "checkpoint.pth"
             torch.save({"model": checkpoint_of(variant)}, source)
         out = tmp_path / "deep" / "out"
-        assert run(source, out, *(["--variant", variant] if given else [])) == 0
+        assert run(source, out, *([] if suffix == ".pth" else ["--variant", variant])) == 0
 
         printed = capsys.readouterr().out
         assert f"variant      {variant}\n" in printed
@@ -240,22 +210,15 @@ class TestCommand:
         assert processor["size"] == {"shortest_edge": 256}
         assert processor["crop_size"] == {"height": 224, "width": 224}
         assert (processor["image_mean"], processor["image_std"]) == (mean, std)
-        image = torch.randint(256, (3, 300, 400), dtype=torch.uint8)
-        pixels = AutoImageProcessor.from_pretrained(tmp_path / "out")(image, return_tensors="pt").pixel_values
-        assert pixels.shape == (1, 3, 224, 224)
 
-    @pytest.mark.parametrize(
-        ("arguments", "size"),
-        [(["64"], 64), (["64", "64"], 64), (["48", "96"], [48, 96])],
-        ids=lambda value: str(value),
-    )
+    @pytest.mark.parametrize(("arguments", "size"), [(["64"], [64, 64]), (["48", "96"], [48, 96])])
     def test_image_size(self, tmp_path, arguments, size):
         assert run(FIXTURES["v1"], tmp_path / "out", "--image-size", *arguments) == 0
         config = AutoConfig.from_pretrained(tmp_path / "out")
-        assert config.image_size == size if isinstance(size, int) else list(config.image_size) == size
+        assert config.image_size == (size if size[0] != size[1] else size[0])
         image = torch.randint(256, (3, 70, 200), dtype=torch.uint8)
         pixels = AutoImageProcessor.from_pretrained(tmp_path / "out")(image, return_tensors="pt").pixel_values
-        assert list(pixels.shape[2:]) == ([size, size] if isinstance(size, int) else size)
+        assert list(pixels.shape[2:]) == size
 
     def test_imagenet_labels(self, tmp_path):
         state_dict = checkpoint_of("v1")
@@ -267,30 +230,13 @@ class TestCommand:
         assert config.id2label[0] == "tench, Tinca tinca"
         assert config.label2id["toilet tissue, toilet paper, bathroom tissue"] == 999
 
-    def test_an_empty_folder_is_filled(self, tmp_path):
-        assert run(FIXTURES["v1"], tmp_path) == 0
-        assert {path.name for path in tmp_path.iterdir()} >= COMPLETE
-
-    def test_overwrite(self, tmp_path):
+    def test_overwrite(self, tmp_path, capsys):
         out = tmp_path / "out"
         assert run(FIXTURES["v1"], out) == 0
-        (out / "old.txt").write_text("old")
         assert run(FIXTURES["bootstrapped"], out) == 1
-        assert (out / "old.txt").exists()
-        # What it did not write itself stays, too.
-        assert run(FIXTURES["bootstrapped"], out, "--overwrite") == 1
-        (out / "old.txt").unlink()
+        assert "exists and is not empty; choose another one or pass --overwrite" in capsys.readouterr().err
         assert run(FIXTURES["bootstrapped"], out, "--overwrite") == 0
         assert AutoConfig.from_pretrained(out).use_cls_token
-        assert not (out / "old.txt").exists()
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def dropped(variant, *names):
-    state_dict = checkpoint_of(variant)
-    for name in names:
-        del state_dict[name]
-    return state_dict
 
 
 def changed(variant, **tensors):
@@ -299,20 +245,10 @@ def changed(variant, **tensors):
 
 REFUSED = {
     # name: (checkpoint, arguments, parts of the message)
-    "v1 as bootstrapped": (
-        checkpoint_of("v1"),
-        ["--variant", "bootstrapped"],
-        ["not of variant 'bootstrapped'", "cls_embedding.weight", "It fits 'v1': give that variant"],
-    ),
     "bootstrapped as v1": (
         checkpoint_of("bootstrapped"),
         ["--variant", "v1"],
         ["not of variant 'v1'", "17 missing", "10 unexpected", "It fits 'bootstrapped'"],
-    ),
-    "one name missing": (
-        dropped("v1", "layers.2.mlp.fc1.weight"),
-        [],
-        ["does not fit variant 'v1'", "1 missing (layers.2.mlp.fc1.weight)", "Check that the file is complete"],
     ),
     "a layer missing": (
         {name: tensor for name, tensor in checkpoint_of("bootstrapped").items() if "layers.3." not in name},
@@ -344,11 +280,6 @@ REFUSED = {
         [],
         ["v1's training code", "_converted.pth"],
     ),
-    "other iterations than stage embeddings": (
-        checkpoint_of("bootstrapped"),
-        ["--iterations", "3"],
-        ["3 iterations were asked for", "stage embeddings for 4"],
-    ),
     "no iterations": (checkpoint_of("v1"), ["--iterations", "0"], ["`num_focusing_iterations` is 0"]),
     "a tiny image": (checkpoint_of("v1"), ["--image-size", "2"], ["`image_size` is 2", "at least 4"]),
 }
@@ -364,7 +295,6 @@ class TestRefusals:
         ("name", "content", "parts"),
         [
             ("absent.pth", None, ["There is no checkpoint file", "absent.pth"]),
-            ("empty.pth", b"", ["no readable checkpoint"]),
             ("text.safetensors", b"<!DOCTYPE html><html>", ["no readable checkpoint", "download it again"]),
         ],
     )
@@ -377,11 +307,10 @@ class TestRefusals:
         ("content", "parts"),
         [
             ([1, 2, 3], ["holds a list, expected names and tensors"]),
-            ({}, ["holds no state dict: nothing in it"]),
             ({"epoch": 3, "lr": 0.1}, ["holds no state dict: epoch, lr in it where tensors were expected"]),
             ({"model": Path("x")}, ["Python objects besides tensors", "save its state dict alone"]),
         ],
-        ids=["list", "empty", "numbers", "objects"],
+        ids=["list", "numbers", "objects"],
     )
     def test_other_contents(self, tmp_path, capsys, content, parts):
         torch.save(content, tmp_path / "checkpoint.pth")
@@ -402,22 +331,6 @@ class TestRefusals:
         assert "invalid choice: 'v2'" in capsys.readouterr().err
         with pytest.raises(ValueError, match="'v2'; expected one of v1, bootstrapped"):
             config_from_showlab(checkpoint_of("v1"), "v2")
-
-    def test_three_image_sizes(self, tmp_path, capsys):
-        with pytest.raises(SystemExit):
-            run(FIXTURES["v1"], tmp_path / "out", "--image-size", 1, 2, 3)
-        assert "got 3 numbers, expected a side or height and width" in capsys.readouterr().err
-
-    def test_output_with_something_in_it(self, tmp_path, capsys):
-        (tmp_path / "notes.txt").write_text("mine")
-        assert run(FIXTURES["v1"], tmp_path) == 1
-        assert "exists and is not empty; choose another one or pass --overwrite" in capsys.readouterr().err
-        assert run(FIXTURES["v1"], tmp_path, "--overwrite") == 1
-        assert "no model folder and is not overwritten" in capsys.readouterr().err
-        assert run(FIXTURES["v1"], tmp_path / "notes.txt") == 1
-        assert "is a file, expected a folder" in capsys.readouterr().err
-        assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-        assert (tmp_path / "notes.txt").read_text() == "mine"
 
     def test_a_checkpoint_that_does_not_fit_a_configuration(self):
         with pytest.raises(ValueError, match="does not fit the configuration: .* missing"):

@@ -163,16 +163,6 @@ def test_what_makes_no_sense(given, options, message):
         list(frugalvit.Classifier(model() if callable(model) else model, device="cpu", **options)(given))
 
 
-@pytest.mark.parametrize(
-    ("at_least", "size"),
-    [((240, 160), (240, 160)), ((241, 160), (480, 320)), ((60, 40), (60, 40)), ((1, 1), (60, 40))],
-)
-def test_jpegs_are_decoded_as_large_as_needed(at_least, size, photograph):
-    assert read_image(io.BytesIO(as_jpeg(photograph)), at_least=at_least).size == size
-    # Others have one size.
-    assert read_image(io.BytesIO(encoded(photograph)), at_least=at_least).size == (480, 320)
-
-
 @pytest.mark.parametrize("kept", [30, None], ids=["the middle", "as it is"])
 def test_fractions_of_pixels_are_left_out(kept, photograph):
     """477 x 315 pixels are 59.6 x 39.4 at 1/8. If all 60 x 40 decoded pixels were used, they would be squeezed."""

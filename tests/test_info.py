@@ -106,18 +106,6 @@ def test_macs_count_matrix_products_outside_attention():
     assert count_macs(Mixing(), (2, 3), num_channels=4) == (5 * 4 * 6, 5 * 4 * 6)
 
 
-def test_macs_without_matrix_products_are_none():
-    class Scaling(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def forward(self, image):
-            return image.mean((2, 3)) * self.scale
-
-    assert count_macs(Scaling(), 32) == (0, 0)
-
-
 def test_folders_are_described_by_their_configuration(tmp_path):
     vit().save_pretrained(tmp_path / "vit")
     config = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32)
@@ -171,22 +159,6 @@ def test_speed_needs_a_model(capsys):
     with pytest.raises(SystemExit):
         main(["--speed"])
     assert "argument --speed: name the models to measure" in capsys.readouterr().err
-
-
-def test_table_layout():
-    rows = [{"name": "a", "images/s": 12.34567, "tokens": 1000}, {"name": "long", "images/s": None, "tokens": 2}]
-    assert format_table(rows).splitlines() == [
-        "name  images/s  tokens",
-        "----  --------  ------",
-        "a        12.35   1,000",
-        "long         -       2",
-    ]
-    assert format_table([{"name": "a"}, {"name": "b", "share": 0.5}]).splitlines() == [
-        "name  share",
-        "----  -----",
-        "a         -",
-        "b       0.5",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -102,15 +102,6 @@ def test_folders_that_are_no_models(change, folder):
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    ["patch_size=0", "hidden_act=no_such", "hidden_size=text"],
-)
-def test_new_models_that_cannot_be(overrides):
-    with pytest.raises(ValueError):
-        load_or_create(ModelArguments(model_type="vit", config_overrides=overrides), LearningArguments(), ["a", "b"])
-
-
-@pytest.mark.parametrize(
     ("labels", "feature", "message"),
     [
         ([0, 10**8], datasets.Value("int64"), "The labels go up to 100000000, expected class numbers from 0 to less"),

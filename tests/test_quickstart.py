@@ -72,11 +72,3 @@ def test_refuses_a_folder_with_something_else_in_it(tmp_path):
     with pytest.raises(ValueError, match="not an empty folder"):
         quickstart.main(["--output", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_refuses_a_negative_seed(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        quickstart.main(["--output", str(tmp_path / "out"), "--seed", "-1"])
-    assert stop.value.code == 2
-    assert "--seed: got -1, expected 0 or more" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -121,20 +121,12 @@ def manifest(name: str = "onnx", file: str = "model.onnx", spec: dict = SPEC) ->
     [
         # Programs of torch are pickled: Transformers would load them if the folder were trusted.
         (REPORT, manifest("dynamo", "model.pt2")),
-        (REPORT | {"format": "dynamo"}, manifest("dynamo", "model.pt2")),
         (REPORT, manifest("openvino")),
         # PyTorch imports the module that the structure of a defaultdict names.
-        (
-            REPORT,
-            manifest(
-                spec={"type": "collections.defaultdict", "context": json.dumps(IMPORTS), "children_spec": []},
-            ),
-        ),
-        ([], manifest()),
+        (REPORT, manifest(spec=SPEC | {"type": "collections.defaultdict", "context": json.dumps(IMPORTS)})),
         ("{", manifest()),
         (REPORT | {"format": []}, manifest()),
         (REPORT | {"parts": {"model": {"outputs": ["forward"]}}}, manifest()),
-        (REPORT, []),
         (REPORT, "[" * 100_000),
     ],
 )

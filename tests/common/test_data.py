@@ -48,17 +48,6 @@ def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
     assert value(load_images(files), 5) == 1
 
 
-def test_folder_of_images(tmp_path):
-    for split, count in (("train", 3), ("test", 2)):
-        for label, color in (("cat", 10), ("dog", 20)):
-            (tmp_path / split / label).mkdir(parents=True)
-            for index in range(count):
-                Image.new("RGB", (8, 8), (color, 0, 0)).save(tmp_path / split / label / f"{index}.png")
-    images = load_images(str(tmp_path), "test")
-    assert len(images) == 4 and class_names(images) == ["cat", "dog"]
-    assert [value(images, index) for index in range(4)] == [1, 1, 2, 2]
-
-
 def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
     table = pq.read_table(write_parquet(count=6)).replace_schema_metadata(None)
     table = table.append_column("size", pa.array(range(6)))
@@ -105,14 +94,12 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
     pq.write_table(two, tmp_path / "two.parquet")
     for source, options, message in (
         ("nobody/nothing", {}, "expected a hub id, a folder of images"),
-        (str(tmp_path / "none"), {}, "is no data set; expected a hub id"),
         (str(tmp_path / "none*.parquet"), {}, "There is no file .*none"),
         (str(tmp_path / "empty"), {}, "Cannot load"),
         (str(tmp_path / "broken.parquet"), {}, "Cannot load the split 'train' of .*: Parquet magic bytes not found"),
         ([parquet, SUBSET], {}, "expected one, or several parquet files"),
         (parquet, {"split": "test"}, "split 'test' of"),
         (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image-column\); it has image, label"),
-        (parquet, {"label_column": "class"}, r"no column 'class' \(--label-column\)"),
         (str(tmp_path / "two.parquet"), {}, "has 2 image columns among left, right; expected one"),
         (parquet, {"image_column": "label"}, "column 'label' of .* holds ClassLabel.*, expected images"),
         (parquet, {"label_column": "image"}, "column 'image' of .* holds Image.*, expected class numbers"),

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import io
 import os
 import re
 import shutil
@@ -54,10 +53,6 @@ def classes(folder):
     draw_classes(folder, 20)
 
 
-def class_called_train(folder):
-    draw_classes(folder, 20, ("bus", "train"))
-
-
 def imagenet(folder):
     """Make a folder as ImageNet's, whose test images have no labels."""
     draw_classes(folder / "train", 10)
@@ -102,12 +97,6 @@ def metadata_in_parts(folder):
         write_metadata(folder / part, len(labels), label=labels)
 
 
-def numbers_in_parts(folder):
-    for part, labels in (("train", [0, 1, 2] * 4), ("val", [1, 0] * 3)):
-        draw(folder / part, len(labels))
-        write_metadata(folder / part, len(labels), label=labels)
-
-
 def parquet(folder, parts=("train",)):
     draw_classes(folder / "images", 10)
     images = datasets.load_dataset("imagefolder", data_dir=str(folder / "images"), split="train")
@@ -126,16 +115,13 @@ def parquet_with_test(folder):
     [
         (flat, 18, 2, "train, held back", None),
         (classes, 36, 4, "train, held back", ["cat", "dog"]),
-        (class_called_train, 36, 4, "train, held back", ["bus", "train"]),
         (imagenet, 20, 10, "validation", ["cat", "dog"]),
         (imagenet_as_extracted, 20, 5, "validation", ["cat", "dog"]),
-        (validation, 20, 10, "validation", ["cat", "dog"]),
         (fewer_classes, 30, 10, "validation", ["ant", "cat", "dog"]),
         (validation_and_test, 20, 10, "validation", ["cat", "dog"]),
         (flat_parts, 10, 5, "validation", None),
         pytest.param(metadata, 18, 2, "train, held back", ["cat", "dog"], marks=LEFT_OPEN),
         pytest.param(metadata_in_parts, 12, 6, "validation", ["cat", "dog", "owl"], marks=LEFT_OPEN),
-        pytest.param(numbers_in_parts, 12, 6, "validation", ["0", "1", "2"], marks=LEFT_OPEN),
         (parquet, 18, 2, "train, held back", ["cat", "dog"]),
         (parquet_with_test, 20, 20, "test", ["cat", "dog"]),
     ],
@@ -153,13 +139,13 @@ def test_what_people_have(layout, trained, evaluated, split, names, tmp_path, ca
         assert class_names(evaluation) == names
         counts = np.bincount(label_numbers(evaluation))
         assert len(set(counts[counts > 0])) == 1
-    if layout in (classes, imagenet, validation):
+    if layout in (classes, imagenet, validation_and_test):
         # An image lies in the folder of its class.
         for images in (train, evaluation):
             for record in images:
                 assert Path(record["image"]["path"]).parent.name == names[record["label"]]
     shown = [{number(images, index) for index in range(len(images))} for images in (train, evaluation)]
-    assert layout in (parquet_with_test, metadata_in_parts, numbers_in_parts) or not shown[0] & shown[1]
+    assert layout in (parquet_with_test, metadata_in_parts) or not shown[0] & shown[1]
 
 
 def number(images, index):
@@ -223,7 +209,6 @@ def test_evaluated_classes_are_trained(tmp_path, capsys):
         ({"limit": 5}, "--limit 5 is the beginning of images that are sorted by class, 5 images of cat (1) of 2"),
         ({"split": "train[:25%]"}, "train[:25%] is the beginning of images that are sorted by class, 5 images of cat"),
         ({"limit": 15}, None),
-        ({"split": "train[5:15]"}, None),
         ({}, None),
     ],
 )
@@ -281,28 +266,18 @@ def test_labels_that_are_texts(tmp_path):
         load_images(str(tmp_path), class_names=["a", "b"])
 
 
-def test_masks_are_held_back_or_found(tmp_path):
-    draw(tmp_path / "flat" / "images", 20)
-    draw(tmp_path / "flat" / "masks", 20)
-    for part in ("train", "val"):
-        for kind in ("images", "annotations"):
-            draw(tmp_path / "parts" / kind / part, 3)
-    for folder, counts, split in (
-        ("flat", (18, 2), "train, held back"),
-        ("parts", (3, 3), "validation"),
-    ):
-        data = MaskedImageArguments(dataset=[str(tmp_path / folder)])
-        assert tuple(map(len, load_masked_splits(data)[:2])) == counts and data.evaluated == split
-    data = MaskedImageArguments(dataset=[str(tmp_path / "flat")], eval_split="none")
+def test_masks_are_held_back(tmp_path):
+    draw(tmp_path / "images", 20)
+    draw(tmp_path / "masks", 20)
+    data = MaskedImageArguments(dataset=[str(tmp_path)])
+    assert tuple(map(len, load_masked_splits(data)[:2])) == (18, 2) and data.evaluated == "train, held back"
+    data = MaskedImageArguments(dataset=[str(tmp_path)], eval_split="none")
     assert load_masked_splits(data)[1] is None and data.evaluated is None
 
 
 def test_nothing_is_held_back_from_a_stream(write_parquet):
     with pytest.raises(ValueError, match=r"from a stream. Give --eval-split \(of train\)"):
         load_splits(DataArguments(dataset=[write_parquet()], streaming=True, steps_per_epoch=1))
-
-
-VEHICLES = ["bus", "car", "train"]
 
 
 def images_in(folder, **counts):
@@ -330,13 +305,7 @@ def called_like_parts(folder):
 @pytest.mark.parametrize(
     ("name", "make", "parts", "left_out"),
     [
-        ("photos", lambda f: images_in(f, bus=2, car=2, train=2), {"train": (6, VEHICLES)}, None),
-        (
-            "photos",
-            lambda f: images_in(f, bus__a=2, car__a=2, train__a=2),
-            {"train": (6, ["bus", "car", "train"])},
-            None,
-        ),
+        ("photos", lambda f: images_in(f, bus=2, car=2, train=2), {"train": (6, ["bus", "car", "train"])}, None),
         ("photos [2023]", lambda f: images_in(f, cat=2, dog=2), {"train": (4, ["cat", "dog"])}, None),
         ("photos", called_like_parts, {"train": (6, ["cat", "dog"])}, None),
         ("photos", class_link, {"train": (4, ["cat", "dog"])}, None),
@@ -375,19 +344,15 @@ def test_class_folders_are_class_folders(name, make, parts, left_out, tmp_path, 
     [
         # Words after the name of a part count where nothing else holds images.
         ("train freight, train passenger, bus, car", {"train": 4}, False),
-        ("validation stamp, test card, envelope", {"train": 3}, False),
         ("train, train freight, bus", {"train": 3}, False),
         ("train-engine, Test_tube", {"train": 1, "test": 1}, True),
-        ("test pattern, test card", {"train": 2}, False),
         ("validation stamp, test card", {"train": 2}, False),
         ("val d'isere, devon, evaluator, trainer", {"train": 4}, False),
         ("train_images, test_images", {"train": 1, "test": 1}, True),
-        ("train set/cat, train set/dog, val set/cat", {"train": 2, "validation": 1}, False),
         ("train_part_a/cat, train_part_b/cat", {"train": 1}, False),
         # Years and numbers always do.
         ("train2017, val2017, extra", {"train": 1, "validation": 1}, True),
         ("Train 1, TEST-2, extra", {"train": 1, "test": 1}, True),
-        ("training, evaluation, bus", {"train": 1, "test": 1}, True),
         ("data/train/cat, data/train/dog, data/dev_2/cat", {"train": 2, "validation": 1}, False),
     ],
 )
@@ -432,7 +397,6 @@ def test_folders_that_machines_make_hold_no_images(metadata, tmp_path):
     ("names", "said"),
     [
         (["fox/IMG_1.HEIC", "fox/IMG_2.heic"], r"2 \.heic in .*fox.*frugalvit.pictures"),
-        (["cat/a.jxl"], r"1 \.jxl in .*cat.*frugalvit.pictures"),
         (["cat/a.CR2", "dog/b.nef"], r"1 \.cr2, 1 \.nef in .*: convert them to JPEG or TIFF"),
         (["cat/a.svg", "dog/a.eps"], r"1 \.eps, 1 \.svg in .*: convert them to PNG"),
         (["cat/a.avif"], None),
@@ -456,12 +420,11 @@ def test_pictures_that_are_not_read_are_said_once(names, said, tmp_path, capsys)
     assert re.search(said or "^$", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("place", [".", "cat", "cat/deeper"])
-def test_a_folder_that_may_not_be_looked_into_is_no_empty_one(place, tmp_path, monkeypatch):
+def test_a_folder_that_may_not_be_looked_into_is_no_empty_one(tmp_path, monkeypatch):
     """The folder's images would be missing without a word."""
     draw_classes(tmp_path, 2)
     (tmp_path / "cat" / "deeper").mkdir(exist_ok=True, parents=True)
-    scandir, closed = os.scandir, str((tmp_path / place).resolve())
+    scandir, closed = os.scandir, str((tmp_path / "cat" / "deeper").resolve())
 
     def refusing(path="."):
         if os.path.realpath(path) == closed:
@@ -471,16 +434,6 @@ def test_a_folder_that_may_not_be_looked_into_is_no_empty_one(place, tmp_path, m
     monkeypatch.setattr(os, "scandir", refusing)
     with pytest.raises(PermissionError, match="Permission denied"):
         find_images([str(tmp_path)])
-
-
-@pytest.mark.parametrize("name", ["a.zip", "cat/b.TAR", "c.tar.gz"])
-def test_archives_beside_images_are_said(name, tmp_path, capsys):
-    draw_classes(tmp_path, 2)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).touch()
-    find_images([str(tmp_path)])
-    said = f"Left out, as archives are not looked into here; unpack them: {Path(name).name}"
-    assert said in capsys.readouterr().err
 
 
 def table(**columns):
@@ -507,47 +460,22 @@ NOTHING = "nothing is left out"
 @pytest.mark.parametrize(
     ("images", "files", "parts", "names", "left_out"),
     [
-        (CLASSES, {"statistics.parquet": table(a=[1, 2] * 9)}, {"train": 3}, ["cat", "dog"], "statistics.parquet"),
-        (CLASSES, {"cat/embeddings.parquet": table(path=["a"] * 9)}, {"train": 3}, ["cat", "dog"], "embeddings"),
-        (CLASSES, {"x.parquet": table(vector=[b"ab"] * 9)}, {"train": 3}, ["cat", "dog"], "x.parquet"),
+        (CLASSES, {"cat/statistics.parquet": table(path=["a"] * 9)}, {"train": 3}, ["cat", "dog"], "statistics"),
         (CLASSES, {"thumbnails.parquet": pictures(2)}, {"train": 3}, ["cat", "dog"], "thumbnails.parquet"),
-        (
-            CLASSES,
-            {"cat/x.parquet": Path.touch, "y.zip": Path.touch},
-            {"train": 3},
-            ["cat", "dog"],
-            "x.parquet, y.zip",
-        ),
-        (CLASSES, {"notes.zip": archive("notes.txt")}, {"train": 3}, ["cat", "dog"], "notes.zip"),
+        (CLASSES, {"x.parquet": Path.touch, "y.zip": Path.touch}, {"train": 3}, ["cat", "dog"], "x.parquet, y.zip"),
         (CLASSES, {"photos.zip": archive(*CLASSES)}, {"train": 3}, ["cat", "dog"], "photos.zip"),
-        (
-            ["train/cat/0.png", "val/cat/0.png"],
-            {"a.zip": archive("x.png")},
-            {"train": 1, "validation": 1},
-            ["cat"],
-            "a.zip",
-        ),
         (["assets/logo.png"], {"data/train-00000-of-00001.parquet": pictures(5)}, {"train": 5}, None, "logo.png"),
         ([], {"train.parquet": pictures(2), "about.parquet": table(a=[1])}, {"train": 2}, None, "about.parquet"),
-        ([], {"photos.zip": archive(*CLASSES)}, {"train": 3}, ["cat", "dog"], NOTHING),
         (
             [],
-            {"photos.zip": archive(*CLASSES, "__MACOSX/cat/._0.png", "a.txt")},
+            {"photos.zip": archive(*CLASSES, "__MACOSX/cat/._0.png", "a")},
             {"train": 3},
             ["cat", "dog"],
             NOTHING,
         ),
-        ([], {"p.zip": archive(*(f"photos/{name}" for name in CLASSES))}, {"train": 3}, ["cat", "dog"], NOTHING),
         ([], {"photos.zip": archive("0.png", "1.png")}, {"train": 2}, None, NOTHING),
         ([], {"p.zip": archive("train/cat/0.png", "test/cat/1.png")}, {"train": 1, "test": 1}, ["cat"], NOTHING),
         ([], {"cat.zip": archive("0.png"), "dog.zip": archive("dog/0.png")}, {"train": 2}, ["cat", "dog"], NOTHING),
-        (
-            [],
-            {"train.zip": archive("train/cat/0.png", "train/dog/0.png"), "val2017.zip": archive("cat/0.png")},
-            {"train": 2, "validation": 1},
-            ["cat", "dog"],
-            NOTHING,
-        ),
         ([], {"p-1.zip": archive(*CLASSES), "p-2.zip": archive("cat/9.png")}, {"train": 4}, ["cat", "dog"], NOTHING),
     ],
 )
@@ -579,7 +507,6 @@ def test_one_stray_file_does_not_decide(images, files, parts, names, left_out, t
     [
         (lambda path: path.write_bytes(b"PK"), "Cannot unpack x.zip"),
         (archive("notes.txt"), "no images in"),
-        (lambda path: path.write_bytes(locked()), "Cannot unpack x.zip .*password"),
     ],
 )
 def test_zip_files_that_cannot_be_taken(write, message, tmp_path, monkeypatch):
@@ -590,20 +517,9 @@ def test_zip_files_that_cannot_be_taken(write, message, tmp_path, monkeypatch):
         load_images(str(tmp_path / "d"))
 
 
-def locked() -> bytes:
-    """A zip file that says that it is encrypted."""
-    buffer = io.BytesIO()
-    archive("cat/0.png")(buffer)
-    data = bytearray(buffer.getvalue())
-    for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        data[data.index(signature) + offset] |= 1
-    return bytes(data)
-
-
-@pytest.mark.parametrize("name", [b"cat/caf\xe9.png", b"caf\xe9/0.png", b"cat/\xff\xfe.jpg"])
-def test_names_that_are_not_utf8_are_named(name, tmp_path):
+def test_names_that_are_not_utf8_are_named(tmp_path):
     draw_classes(tmp_path, 2)
-    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/cat/caf\xe9.png"))
     save(path)
     with pytest.raises(ValueError, match=r"The name of the file .*\\udc.* is not UTF-8. Rename it") as error:
         load_images(str(tmp_path))
@@ -629,12 +545,7 @@ def test_accents_are_written_in_one_way(tmp_path):
 @pytest.mark.parametrize(
     ("files", "parts", "left_out"),
     [
-        (["a.parquet", "b.parquet"], {"train": 2}, None),
-        (
-            ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test.parquet"],
-            {"train": 2, "test": 1},
-            None,
-        ),
+        (["train-0-of-2.parquet", "train-1-of-2.parquet", "test.parquet"], {"train": 2, "test": 1}, None),
         (["data/train.parquet", "data/bus.parquet"], {"train": 1}, r"Left out, as other files of .*bus\.parquet"),
     ],
 )

@@ -26,7 +26,6 @@ from frugalvit.modeling.hosts import read_anatomy
 from tiny import save_vit
 
 
-VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 COMMITS = {"main": "0" * 40, "v1": "1" * 40}  # as in conftest.py
 
 
@@ -96,11 +95,10 @@ PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     [
         (make(transformers.ViTModel), transformers.ViTModel),
         (make(transformers.ViTModel, add_pooling_layer=False), transformers.ViTModel),
-        (make(transformers.ViTForMaskedImageModeling), transformers.ViTModel),
         (make(transformers.DeiTForMaskedImageModeling), transformers.DeiTModel),
         (make(transformers.ViTMAEForPreTraining), transformers.ViTMAEModel),
     ],
-    ids=["with pooler", "without pooler", "masked image modeling", "DeiT's", "MAE"],
+    ids=["with pooler", "without pooler", "masked images", "MAE"],
 )
 def test_what_the_embedding_does_not_read_may_be_there_or_not(saved, loaded, tmp_path):
     model, _ = load_vision_model(write(saved, tmp_path / "model"), "cpu")
@@ -196,13 +194,6 @@ def test_a_headless_timm_model_saved_by_transformers(tmp_path):
     assert type(load_vision_model(tmp_path / "model", "cpu")[0]) is transformers.TimmWrapperModel
 
 
-def test_incomplete_timm_folders_are_refused(tmp_path):
-    write_timm(tmp_path, 3)
-    edit_weights(tmp_path, lambda weights: weights.pop("norm.weight"))
-    with pytest.raises(ValueError, match="checkpoint lacks timm_model.norm.weight"):
-        load_vision_model(tmp_path, "cpu")
-
-
 def test_a_folder_that_does_not_say_how_images_are_prepared(tmp_path):
     make(transformers.ViTModel).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="without a preprocessor_config.json"):
@@ -239,16 +230,9 @@ PROCESSORS = {
     # Resize by PIL, which rounds otherwise than torchvision.
     "timm": (timm_processor(interpolation="bicubic", crop_pct=64 / 72), 1),
     "timm, squashed": (timm_processor(interpolation="bicubic", crop_pct=1.0, crop_mode="squash"), 1),
-    # Half a pixel at the edges of the crop.
-    "timm, rounded": (timm_processor(interpolation="bicubic", crop_pct=64 / 67), 1),
     "factor": (transformers.ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
     "no factor": (transformers.ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
     "neither": (transformers.ViTImageProcessor(size=square(64), do_normalize=False, do_rescale=False), 0),
-    "inverted": (transformers.ViTImageProcessor(size=square(64), image_std=[-0.5, -0.4, -0.3]), 0),
-    "one channel apart": (
-        transformers.ViTImageProcessor(size=square(64), image_mean=[0.1, 0.5, 0.9], image_std=[1.0, 0.2, 3]),
-        0,
-    ),
     "offset": (
         transformers.EfficientNetImageProcessor(size=square(64), rescale_offset=True, rescale_factor=1 / 127.5),
         0,
@@ -260,13 +244,6 @@ PROCESSORS = {
         transformers.PPLCNetImageProcessor(resize_short=72, size=square(72), crop_size=square(64)),
         0,
     ),
-    "rectangle": (transformers.ViTImageProcessor(size={"height": 48, "width": 64}), 0),
-    "CLIP, padded": (transformers.CLIPImageProcessor(size={"shortest_edge": 50}, crop_size=square(64)), 0),
-    "PoolFormer": (
-        transformers.PoolFormerImageProcessor(size={"shortest_edge": 64}, crop_size=square(64), crop_pct=0.9),
-        0,
-    ),
-    "ConvNeXt": (transformers.ConvNextImageProcessor(size={"shortest_edge": 64}, crop_pct=0.875), 0),
 }
 
 
@@ -367,11 +344,6 @@ def test_processors_that_leave_the_shape_open_are_followed_on_squares(processor,
         (timm_processor(crop_mode="border"), "by timm's crop_mode 'border', which training does not follow"),
         (timm_processor(input_size=[3, 64, 32]), "resized to 64 x 32 by timm's crop_mode 'center'"),
         (timm_processor(interpolation="lanczos"), "resized by 'lanczos'; expected PIL's"),
-        (transformers.ViTImageProcessor(size=square(64), resample=1), "resized by 1; expected PIL's"),
-        (
-            transformers.DeiTImageProcessor(size={"height": 72, "width": 80}, crop_size=square(64)),
-            "DeiTImageProcessor resizes images in a way that training does not follow",
-        ),
         (type("Odd", (), {"size": {"longest_edge": 32}})(), "in a way that training does not follow"),
         (FarFromTraining(size=square(64)), r"FarFromTraining prepares .* its pixels differ by [0-9.]+ of 255 levels"),
         (

@@ -21,3 +21,13 @@ from frugalvit.common.tables import format_table, printable
 def test_texts_of_others_say_nothing_to_a_terminal(text, shown):
     assert printable(text) == shown
     assert shown in format_table([{"label": text}])
+
+
+def test_columns_are_as_wide_as_their_texts():
+    rows = [{"name": "a", "images/s": 12.34567, "tokens": 1000}, {"name": "long", "images/s": None, "share": 0.5}]
+    assert format_table(rows).splitlines() == [
+        "name  images/s  tokens  share",
+        "----  --------  ------  -----",
+        "a        12.35   1,000      -",
+        "long         -       -    0.5",
+    ]

@@ -3,7 +3,6 @@
 import pytest
 
 from frugalvit import cli
-from frugalvit.training import train
 from frugalvit.training.components.arguments import ArgumentParser, RunArguments
 
 
@@ -11,37 +10,29 @@ from frugalvit.training.components.arguments import ArgumentParser, RunArguments
     ("arguments", "message"),
     [
         ("train --learning-rate -1", "--learning-rate is -1.0, expected a positive number"),
-        ("train --learning-rate inf", "--learning-rate is inf"),
         ("train --learning-rates 1", "there is no option --learning-rates; did you mean --learning-rate?"),
         ("train --epochs many", "invalid int value: 'many'"),
         ("train --epochs 0", "--epochs is 0, expected 1 or more"),
-        ("train --batch-size 0", "--batch-size is 0, expected 1 or more"),
-        ("train --gradient-accumulation-steps 0", "expected 1 or more"),
-        ("train --steps-per-epoch 0", "--steps-per-epoch is 0, expected 1 or more"),
         ("train --num-workers -1", "--num-workers is -1, expected 0 or more"),
         ("train --flip 1.5", "--flip is 1.5, expected a number from 0 to 1"),
-        ("train --label-smoothing -0.1", "expected a number from 0 to 1"),
         ("train --randaugment-magnitude 31", "--randaugment-magnitude is 31, expected 0 to 30"),
         ("train --mixup inf", "--mixup is inf, expected 0 or more"),
         ("train --crop-scale 0.5", "expected two positive numbers, lower first"),
-        ("train --crop-ratio 2 1", "expected two positive numbers, lower first"),
-        ("train --warmup-epochs inf", "--warmup-epochs is inf, expected 0 or more"),
         ("train --weight-decay nan", "--weight-decay is nan"),
-        ("train --max-grad-norm inf", "--max-grad-norm is inf"),
+        ("train --layer-decay 0", "--layer-decay is 0.0, expected a number above 0, up to 1"),
+        ("train --head-multiplier -1", "--head-multiplier is -1.0, expected 0 or more"),
+        ("train --image-size 0", "--image-size is 0, expected 1 or more"),
         ("train --mixed-precision int8", "invalid choice: 'int8'"),
         ("train --config augreg-base-49-224", "augreg-base-49-224 is for frugalvit bootstrap"),
         ("train --config no.yaml", "No such file or directory: 'no.yaml'"),
         ("bootstrap --teacher t --truncate 1.5", "--truncate is 1.5"),
         ("bootstrap --teacher t --temperature 0", "--temperature is 0.0"),
-        ("bootstrap --teacher t --crop-scale 1 0.5", "--crop-scale"),
         ("bootstrap --teacher t --elastic-token-counts 4 4", "counts is [4], expected two or more counts"),
         ("bootstrap --teacher t --elastic-token-counts 4 9 --num-latent-tokens 5", "is 5, expected --elastic-token-c"),
-        ("bootstrap --teacher t --loss mse", "invalid choice"),
+        ("bootstrap --teacher t --placement content", "--placement is 'content', expected grid without"),
         ("joint --without-hint-at 0", "--without-hint-at is 0.0, expected numbers above 0, to 1"),
-        ("joint --variant joint-tiny", "invalid choice: 'joint-tiny'"),
         ("joint --crop-size 0", "--crop-size is 0, expected 1 or more"),
         ("joint --sam-rho -1", "--sam-rho is -1.0, expected 0 or more"),
-        ("joint --crop-scale 0.5 0.1", "--crop-scale is [0.5, 0.1], expected two positive numbers"),
         ("joint --max-grad-norm -1", "--max-grad-norm is -1.0, expected 0 or more"),
         ("joint --adam-epsilon 0", "--adam-epsilon is 0.0, expected a positive number"),
     ],
@@ -53,12 +44,6 @@ def test_wrong_arguments_are_one_line(arguments, message, tmp_path, monkeypatch,
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and not (tmp_path / "out").exists()
     assert error.startswith(f"frugalvit {arguments.split()[0]}: error: ") and message in error
-
-
-def test_an_output_is_needed(capsys):
-    with pytest.raises(SystemExit):
-        train.main(["--epochs", "1"])
-    assert "error: the following arguments are required: --output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("written", "precision"), [("no", "no"), ('"no"', "no"), ("bf16", "bf16")])

@@ -4,11 +4,9 @@ import json
 import shutil
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from safetensors.torch import save_file
 from torch._dynamo.utils import counters
 from transformers import (
     AutoConfig,
@@ -25,7 +23,6 @@ from transformers import (
 from frugalvit import (
     PatchSparseFormerBackbone,
     SparseFormerConfig,
-    SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
 from frugalvit.common.macs import count_macs
@@ -231,63 +228,29 @@ def save_clip(folder):
     vision = {**TOWER, "image_size": 32, "patch_size": 8}
     CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).save_pretrained(folder)
     CLIPImageProcessor(**IMAGES).save_pretrained(folder)
-    return str(folder), SparseFormerVisionModelWithProjection
+    return str(folder)
 
 
-def save_siglip(folder):
-    SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=8, **TOWER)).save_pretrained(folder)
-    CLIPImageProcessor(**IMAGES).save_pretrained(folder)
-    return str(folder), SparseFormerVisionModel
-
-
-def save_open_clip(folder):
-    vision = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 3, "head_width": 16, "mlp_ratio": 2}
-    text = {"context_length": 8, "vocab_size": 30, "width": 16, "heads": 2, "layers": 1}
-    model_config = {"embed_dim": 24, "vision_cfg": vision, "text_cfg": text}
-    folder.mkdir()
-    save_file(open_clip.CLIP(**model_config).state_dict(), folder / "open_clip_model.safetensors")
-    preprocessing = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
-    config = {"model_cfg": model_config, "preprocess_cfg": preprocessing}
-    (folder / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return f"open_clip:local-dir:{folder}", SparseFormerVisionModelWithProjection
-
-
-@pytest.mark.parametrize("save", [save_clip, save_siglip, save_open_clip])
-def test_bootstraps_the_image_side_of_a_clip_from_images_alone(save, tmp_path):
+def test_bootstraps_the_image_side_of_a_clip_from_images_alone(tmp_path):
     torch.manual_seed(0)
-    name, student_class = save(tmp_path / "teacher")
+    name = save_clip(tmp_path / "teacher")
     results = run(name, tmp_path / "out", "--learning-rate", "3e-3", images=256, epochs=2)
     first, last = results["epochs"][0], results["epochs"][-1]
-    assert last["alignment"] > first["alignment"]
-    assert "accuracy" not in last
-    student = student_class.from_pretrained(tmp_path / "out")
+    assert last["alignment"] > first["alignment"] and "accuracy" not in last
+    student = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "mean cosine with the teacher's embeddings" in card
-    if save is save_siglip:
-        assert student.config.pooling == "attention"
-        head = SiglipVisionModel.from_pretrained(tmp_path / "teacher").head
-        assert torch.equal(student.pooling_head.probe, head.probe[0])
-        assert torch.equal(student.pooling_head.mlp.fc1.weight, head.mlp.fc1.weight)
-    if save is save_clip:
-        projection = CLIPModel.from_pretrained(tmp_path / "teacher").visual_projection
-        assert torch.equal(student.visual_projection.weight, projection.weight)
-    if save is save_open_clip:
-        assert student.config.image_mean == (0.5, 0.4, 0.3)
-        assert student.config.resample == 3
-        assert "base_model:" not in card
+    projection = CLIPModel.from_pretrained(tmp_path / "teacher").visual_projection
+    assert torch.equal(student.visual_projection.weight, projection.weight)
     # More tokens, from where it stands.
-    options = ("--student", str(tmp_path / "out"), "--num-latent-tokens", "5")
-    bootstrap.main(
-        [
-            *("--teacher", name, "--output", str(tmp_path / "more"), *options, "--epochs", "1"),
-            *("--train-split", "train[:32]", "--eval-split", "test[:64]", "--batch-size", "32", "--no-compare"),
-        ]
-    )
-    assert student_class.from_pretrained(tmp_path / "more").config.num_latent_tokens == 5
+    more = ("--student", str(tmp_path / "out"), "--num-latent-tokens", "5")
+    run(name, tmp_path / "more", *more, images=32, epochs=1)
+    student = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path / "more")
+    assert student.config.num_latent_tokens == 5
 
 
 def test_an_embedding_has_no_classes_to_compare(first, tmp_path):
-    name, _ = save_clip(tmp_path / "clip")
+    name = save_clip(tmp_path / "clip")
     for options in (("--loss", "kl"), ("--label-loss-weight", "1")):
         with pytest.raises(ValueError, match="compare classes, and .* is no classifier"):
             run(name, tmp_path / "out", *options)
@@ -300,7 +263,6 @@ def test_an_embedding_has_no_classes_to_compare(first, tmp_path):
     ("name", "message"),
     [
         ("open_clip:ViT-B-32", "has no weights; give open_clip:MODEL:PRETRAINED"),
-        ("open_clip:ViT-B-33:openai", "Cannot load the open_clip model 'ViT-B-33:openai'"),
         ("open_clip:local-dir:nowhere", "Cannot load the open_clip model 'local-dir:nowhere'"),
     ],
 )
@@ -322,23 +284,12 @@ def resolve(argv, size):
     [
         ([], (32, 32), {"recipe": "small", "learning_rate": 6e-3, "epochs": 20, "batch_size": 64, "repeats": 2}),
         ([], (96, 96), {"recipe": "small", "truncate": 1, "crop_scale": [0.8, 1.0], "token_loss_weight": 4}),
-        ([], (96, 128), {"recipe": "paper", "learning_rate": 2e-4, "epochs": 20, "batch_size": 128, "repeats": 1}),
         ([], (384, 384), {"recipe": "paper", "truncate": 1 / 3, "token_loss_weight": 0, "config_overrides": ""}),
         (["--recipe", "paper"], (32, 32), {"recipe": "paper", "warmup_epochs": 1, "config_overrides": ""}),
-        (["--recipe", "small"], (224, 224), {"recipe": "small", "warmup_epochs": 0.5}),
-        (
-            ["--learning-rate", "1e-3", "--repeats", "1"],
-            (32, 32),
-            {"learning_rate": 1e-3, "repeats": 1, "truncate": 1},
-        ),
-        (["--token-loss-weight", "0", "--batch-size", "8"], (32, 32), {"token_loss_weight": 0, "batch_size": 8}),
+        (["--learning-rate", "1e-3", "--repeats", "1"], (32, 32), {"learning_rate": 1e-3, "repeats": 1}),
         (["--teacher-cache", "c"], (32, 32), {"recipe": "small", "token_loss_weight": 0}),
         (["--student", "s"], (32, 32), {"recipe": "paper", "learning_rate": 5e-5, "epochs": 5, "warmup_epochs": 0}),
-        (
-            ["--student", "s", "--recipe", "small"],
-            (32, 32),
-            {"learning_rate": 1.5e-3, "epochs": 5, "token_loss_weight": 4, "config_overrides": ""},
-        ),
+        (["--student", "s", "--recipe", "small"], (32, 32), {"learning_rate": 1.5e-3, "epochs": 5}),
     ],
 )
 def test_the_recipe_fits_the_images_and_what_is_given_goes_before(argv, size, expected):
@@ -373,14 +324,7 @@ def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, ca
     assert [row["accuracy"] for row in rows] == [best["teacher_accuracy"], best["accuracy"]]
     assert all(row["images/s, 1"] > 0 and row["images/s, 32"] > 0 for row in rows)
 
-    printed = capsys.readouterr().out
-    starts = ("Teacher", "Student", "Recipe")
-    first, second, third = [line for line in printed.splitlines() if line.startswith(starts)]
-    assert first.startswith(f"Teacher: ViTForImageClassification, {model.num_parameters():,} parameters, ")
-    assert second.startswith(f"Student: SparseFormerForImageClassification, {student.num_parameters():,} parameters, ")
-    assert "3 latent tokens and [CLS], 32 x 32 pixels." in second
-    assert third.startswith("Recipe small; epochs x steps x images: 1 x 4 x 32; evaluated on 64 images")
-    assert "images/s, 32" in printed
+    assert "images/s, 32" in capsys.readouterr().out
 
     # What is finished is compared again.
     speeds = [{"images/s, 1": 10.0, "images/s, 32": 20.0}, {"images/s, 1": 5.0, "images/s, 32": 30.0}]
@@ -395,7 +339,7 @@ def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, ca
 
 def test_a_comparison_of_what_has_no_classes_and_of_other_pixels(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(side_by_side, "LIMIT", 0.1)
-    name, _ = save_clip(tmp_path / "clip")
+    name = save_clip(tmp_path / "clip")
     results = run(name, tmp_path / "out", "--compare", "true", "--image-size", "48", images=64, epochs=1)
     teacher, student = results["comparison"]
     assert teacher["alignment"] is None and student["alignment"] == results["best"]["alignment"]
@@ -454,27 +398,6 @@ def test_an_inherited_start_trains_all_but_cells_and_classifier(teacher, tmp_pat
     assert len(student.sparseformer.layers) == model.config.num_hidden_layers
 
 
-def test_patches_have_more_points(teacher, tmp_path):
-    inherited(teacher, tmp_path / "out", "--config-overrides", "patch_size=8", epochs=1)
-    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert student.config.patch_size == 8
-
-
-def test_attention_is_cached_beside_embeddings_for_all_placements(teacher, tmp_path):
-    cache = ("--teacher-cache", str(tmp_path / "cache"))
-    losses = [
-        inherited(teacher, tmp_path / name, *options)["epochs"][-1]["train_loss"]
-        for name, options in {
-            "without": LEARNED,
-            "first": (*LEARNED, *cache),
-            "grid": cache,
-            "second": (*LEARNED, *cache),
-        }.items()
-    ]
-    assert losses[1] == losses[3] == pytest.approx(losses[0], rel=1e-5)
-    AcceleratorState._reset_state(True)
-
-
 MAPS = ("--dense-loss-weight", "1", "--dense-layers", "-1", "-2", "--elastic-token-counts", "4", "16")
 
 
@@ -488,6 +411,14 @@ def test_maps_are_aligned(teacher, tmp_path):
         with_maps["train_loss"] - alone["train_loss"] for with_maps, alone in zip(dense, without, strict=True)
     ]
     assert distances[0] > distances[-1] > 0
+
+
+def test_attention_is_cached_beside_embeddings_for_all_placements(teacher, tmp_path):
+    cache, losses = ("--teacher-cache", str(tmp_path / "cache")), {}
+    runs = {"without": LEARNED, "first": (*LEARNED, *cache), "grid": cache, "second": (*LEARNED, *cache)}
+    for name, options in runs.items():
+        losses[name] = inherited(teacher, tmp_path / name, *options)["epochs"][-1]["train_loss"]
+    assert losses["second"] == losses["first"] == pytest.approx(losses["without"], rel=1e-5)
 
 
 def test_maps_are_cached_in_half_precision(teacher, tmp_path):
@@ -538,9 +469,13 @@ def elastic(teacher, output_dir, *arguments, **options):
     return inherited(teacher, output_dir, *counts, "--learning-rate", "5e-3", *arguments, **options)
 
 
-def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
-    """The smallest gains, too, and the evaluation and the card have all."""
-    results = elastic(teacher, tmp_path / "out", epochs=6)
+def test_one_student_for_several_counts_of_tokens(teacher, tmp_path, monkeypatch):
+    """The smallest gains, too, and the evaluation, the card and the comparison have all."""
+    monkeypatch.setattr(side_by_side, "LIMIT", 0.0)
+    results = elastic(teacher, tmp_path / "out", "--compare", epochs=6)
+    assert [row["model"] for row in results["comparison"]] == ["teacher", *["student"] * 5]
+    macs = [row["macs"] for row in results["comparison"][1:]]
+    assert macs == sorted(macs) and len({*macs}) == 5
     first, last = results["epochs"][0], results["epochs"][-1]
     counts = [4, 6, 9, 12, 16]
     for count in counts:
@@ -603,16 +538,6 @@ def test_counts_are_chosen_by_a_sandwich_rule():
     assert students.token_counts_to_train(config, "") == [49, 9]
     config.elastic_token_counts = None
     assert students.token_counts_to_train(config, "") == [49]
-
-
-def test_elastic_and_side_by_side(teacher, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(side_by_side, "LIMIT", 0.0)
-    elastic(teacher, tmp_path / "out", "--compare", epochs=1)
-    rows = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["comparison"]
-    assert [row["model"] for row in rows] == ["teacher", *["student"] * 5]
-    macs = [row["macs"] for row in rows[1:]]
-    assert macs == sorted(macs) and len({*macs}) == 5
-    assert all(row["images/s, 32"] > 0 and row["accuracy"] is not None for row in rows)
 
 
 def test_the_inherited_rate_is_there_from_the_first_step(teacher):

@@ -117,14 +117,12 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tiny_run, tmp_path
     "options",
     [
         {"num_classes": 0},
-        {"num_classes": 0, "global_pool": ""},
         {"global_pool": "avg", "class_token": False},
         {"architecture": "vit_base_patch16_siglip_224", "num_classes": 0},
         {"architecture": "deit_tiny_distilled_patch16_224"},
         {"architecture": "vit_small_patch16_dinov3", "num_classes": 0},
-        {"num_classes": 10, "labels": list("abcdefghij")},
     ],
-    ids=["headless", "without-pooling", "mean", "siglip", "distilled", "dinov3", "other-names"],
+    ids=["headless", "mean", "siglip", "distilled", "dinov3"],
 )
 def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_trainer, tmp_path, class_names):
     folder = timm_vit(**options)
@@ -169,24 +167,8 @@ def test_a_thousand_classes_become_ten(
         remove_context_broadcast(model)
         assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5) is (broadcast == "blend")
 
-    used = ["--model", str(tmp_path / "out"), "--trust-remote-code"]
-    data = ["--dataset", "cifar10-subset", "--split", "test[:50]"]
-    assert cli.main(["evaluate", "classification", *used, *data, "--output", str(tmp_path / "measured.json")]) == 0
-    measured = json.loads((tmp_path / "measured.json").read_text(encoding="utf-8"))
-    assert measured["accuracy"] == pytest.approx(results["best"]["accuracy"])
     again = tiny_trainer("--trust-remote-code", name="again", model=tmp_path / "out", **STILL)
     assert again.evaluate()["eval_accuracy"] == pytest.approx(results["best"]["accuracy"])
-
-
-def test_a_folder_of_transformers_wrapper_without_a_classifier(timm_vit, tiny_trainer, tmp_path, class_names):
-    load_vision_model(timm_vit(num_classes=0), "cpu")[0].save_pretrained(tmp_path / "wrapper")
-    config = json.loads((tmp_path / "wrapper" / "config.json").read_text(encoding="utf-8"))
-    assert config["architectures"] == ["TimmWrapperModel"]
-    tiny_trainer(model=tmp_path / "wrapper", **STILL).model.save_pretrained(tmp_path / "out")
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert [*model.config.id2label.values()] == class_names
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("timm", "out"))
-    torch.testing.assert_close(after["blocks.2.mlp.fc1.weight"], before["blocks.2.mlp.fc1.weight"])
 
 
 @pytest.mark.parametrize("image_size", [None, 48])
@@ -351,22 +333,14 @@ def test_a_backbone_that_is_not_whole_is_refused(library, blocks, request, tiny_
     ("library", "saved", "options", "message"),
     [
         ("timm", {}, {"image_size": 30}, "Images of 30 pixels do not divide into patches of .8, 8."),
-        ("transformers", {}, {"image_size": 0}, "--image-size is 0, expected 1 or more"),
-        ("transformers", {}, {"train_image_size": -8}, "--train-image-size is -8, expected 1 or more"),
-        ("timm", {}, {"train_image_size": 20}, "--train-image-size 20: a TimmWrapper.* not take images of that size"),
         ("transformers", {}, {"train_image_size": 4}, "--train-image-size 4: a ViTFor.* does not take images of that"),
         ("timm", {"class_token": False, "global_pool": "", "num_classes": 0}, {}, "neither pools its tokens nor has"),
-        ("timm", {}, {"layer_decay": 0}, "--layer-decay is 0.0, expected a number above 0, up to 1"),
-        ("timm", {}, {"head_multiplier": -1}, "--head-multiplier is -1.0, expected 0 or more"),
-        ("transformers", {}, {"drop_path": 0.1}, "but vit models have none"),
     ],
 )
-def test_what_cannot_be_is_refused(library, saved, options, message, request, tiny_run, capsys):
+def test_what_cannot_be_is_refused(library, saved, options, message, request, tiny_run):
     folder = request.getfixturevalue(f"{library}_vit")(**saved)
-    with pytest.raises((ValueError, SystemExit)) as raised:
+    with pytest.raises(ValueError, match=message):
         tiny_run(model=folder, config_overrides=None, **options)
-    text = capsys.readouterr().err if raised.type is SystemExit else str(raised.value)
-    assert re.search(message, text), text
 
 
 def test_timm_is_told_what_its_architecture_does_not_take(tmp_path, tiny_run):

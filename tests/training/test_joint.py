@@ -24,7 +24,6 @@ from frugalvit import (
     BootstrappedViTForImageClassification,
     HintDecayCallback,
 )
-from frugalvit.attention import measure_attention
 from frugalvit.common.data import load_images
 from frugalvit.modeling.reference_initialization import reference_init_
 from frugalvit.training import joint
@@ -95,13 +94,6 @@ def test_trains_two_that_stand_alone(variant, run, tmp_path):
     assert torch.equal(pair(pixel_values).logits, pair.vit(pixel_values).logits)
 
 
-def test_attends_eagerly_on_cpus_unless_told(run, fused_calls):
-    run("default", epochs=1)
-    assert not fused_calls
-    run("told", epochs=1, attn_implementation="sdpa")
-    assert fused_calls
-
-
 def test_hints_fade_linearly_from_step_to_step(run, watched, tmp_path):
     run(epochs=2)
     assert [share for share, _ in watched] == [1 - step / 8 for step in range(8)]
@@ -137,15 +129,10 @@ def test_both_start_as_the_reference_has_it(variant):
 
 @pytest.mark.parametrize("variant", ["joint-small", "shared-small"])
 def test_the_start_travels_with_the_configuration(variant, tmp_path):
-    """The saved configuration draws the training's start. Loaded weights are not drawn again."""
+    """The saved configuration names it. Loaded weights are not drawn again."""
     sizes = {"vit": f"{SIZES},image_size=32", "agent": SIZES}
-    torch.manual_seed(0)
     model = joint.build_twins(joint.TwinArguments(variant=variant, **sizes), ["a", "b"])
     model.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    again = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(tmp_path))
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, again.state_dict()[name]), name
     other = type(model).from_pretrained(tmp_path, num_labels=3, ignore_mismatched_sizes=True).state_dict()
     assert {name for name, weight in model.state_dict().items() if not torch.equal(weight, other[name])} == {
         f"{part}.classifier.{kind}" for part in ("vit", "twin") for kind in ("weight", "bias")
@@ -302,34 +289,16 @@ def test_the_vits_gradient_alone_is_clipped(run, tmp_path, monkeypatch):
     assert lengths[1]["twin."] > 0.1
 
 
-def test_starts_the_vit_from_impulses(run, tmp_path):
-    options = {"initialization": "impulse", "initialization_options": "mass=0.5,value_init=mimetic"}
-    sizes = SIZES.replace("patch_size=8", "patch_size=4")
-    run(epochs=1, learning_rate=1e-12, vit=f"{sizes},image_size=32", agent=sizes, **options)
-    vit = AutoModelForImageClassification.from_pretrained(tmp_path / "out" / "vit")
-    with torch.no_grad():
-        vit.base_model.embeddings.patch_embeddings.projection.weight.zero_()
-    masses = measure_attention(vit, [torch.zeros(1, 3, 32, 32)])[0].mass
-    assert sum(masses) / len(masses) > 0.15
-
-
-def test_sees_cropped_images_resized(run, monkeypatch):
-    shapes, view = [], joint.SmallDataView.crop_and_flip
-    monkeypatch.setattr(
-        joint.SmallDataView, "crop_and_flip", lambda self, pixels: shapes.append(pixels.shape) or view(self, pixels)
-    )
-    run(vit=f"{SIZES},image_size=64".replace("patch_size=8", "patch_size=16"), agent=SIZES, epochs=1)
-    assert set(shapes) == {(32, 32, 3)}
-
-
 def test_images_and_clipping_are_the_references(run, monkeypatch):
     """CIFAR's images are padded with black, ImageNet's cropped to at least 60 percent. Each pair has a norm to clip
     to."""
     views, view = [], joint.SmallDataView
     monkeypatch.setattr(joint, "SmallDataView", lambda *a, **options: views.append(view(*a, **options)) or views[-1])
     base = run("base", epochs=1, variant="joint-base-res", agent=f"{SIZES},downsample_after=[]")
-    small = run("small", epochs=1, crop="resized")
+    large = f"{SIZES},image_size=64".replace("patch_size=8", "patch_size=16")
+    small = run("small", epochs=1, crop="resized", vit=large)
     assert (views[0].padding, views[0].padding_mode, views[0].part) == (4, "constant", None)
+    assert views[1].crop_size == (32, 32)
     assert tuple(views[1].part.scale) == (0.6, 1)
     assert [results["arguments"]["max_grad_norm"] for results in (base, small)] == [2, 0]
 

@@ -112,15 +112,6 @@ def test_batches_depend_on_seed_and_epoch_alone(source):
         assert not torch.equal(other[0]["pixel_values"], expected[0]["pixel_values"])
 
 
-def test_pixels_travel_as_bytes(source):
-    images, options = source
-    # Of two loaders, as a stream is read by one pass at a time.
-    travelling, arriving = (make_loader(images, mix=Mix(2, 0.5, 0.5), **options).loader for _ in range(2))
-    for travels, arrives in zip(travelling.loader, arriving, strict=True):
-        assert travels["pixel_values"].dtype == torch.uint8 and travels["pixel_values"].shape == (4, 3, 8, 8)
-        assert arrives["pixel_values"].dtype == torch.float32 and type(arrives["skipped"]) is int
-
-
 def test_an_image_comes_once_an_epoch_and_only_when_needed(write_parquet):
     images = load_images(write_parquet(count=14))
     seen = []

@@ -1,6 +1,5 @@
 """Trainers as objects: what a notebook does with them."""
 
-import inspect
 import json
 import os
 from pathlib import Path
@@ -27,8 +26,8 @@ from frugalvit import (
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.modeling.layers import divergence
-from frugalvit.training import align_llava, joint, segment, train, trainer
 from frugalvit.training import bootstrap as recipe
+from frugalvit.training import train, trainer
 from frugalvit.training.losses import Targets
 
 
@@ -121,7 +120,6 @@ def test_images_are_what_people_have(kind, of_command, images, held_back, teache
     [
         ({"epoch": 1}, TypeError, "no option 'epoch'; did you mean 'epochs'"),
         ({"epochs": 0}, ValueError, r"--epochs is 0, expected"),
-        ({"num_tokens": 0}, ValueError, r"--num-latent-tokens is 0, expected"),
         # Before the teacher is loaded.
         ({"teacher": "no/teacher", "images": "nowhere/at/all"}, ValueError, "'nowhere/at/all' is no data set"),
         ({"num_tokens": [4]}, ValueError, "--elastic-token-counts is"),
@@ -272,12 +270,6 @@ def test_a_classifier_is_trained_as_by_the_command(images, held_back, tmp_path):
     assert_equal(weights(tmp_path / "out"), weights(tmp_path / "command"))
 
 
-@pytest.mark.parametrize("module", [recipe, train, joint, segment, align_llava])
-def test_commands_are_short(module):
-    """A recipe is its trainer; its command parses, trains and says what came out."""
-    assert len(inspect.getsource(module.main).splitlines()) < 40
-
-
 def test_every_recipe_has_a_trainer_with_its_arguments():
     for name in ("Bootstrap", "ImageClassification", "Joint", "Segmentation", "AlignLlava"):
         kind, arguments = getattr(frugalvit, f"{name}Trainer"), getattr(frugalvit, f"{name}Arguments")
@@ -310,7 +302,6 @@ def test_losses_can_be_asked(make):
         ({"save_only_model": True}, "save_only_model is True, expected False"),
         ({"logging_steps": 0.5}, "logging_steps is 0.5, expected 1 or more"),
         ({"label_smoothing_factor": 0.1}, "expected 0: that of trainers here is label_smoothing"),
-        ({"tune": -1}, r"--tune is -1, expected"),
         ({"learning_rate": -1}, r"--learning-rate is -1, expected"),
     ],
 )
@@ -319,16 +310,9 @@ def test_arguments_that_a_recipe_cannot_follow_are_refused(options, message, tmp
         BootstrapArguments(output_dir=str(tmp_path), use_cpu=True, **options)
 
 
-def test_what_does_not_fit_a_trainer_is_refused(make, tmp_path):
+def test_what_does_not_fit_a_trainer_is_refused(make, held_back):
     with pytest.raises(ValueError, match="--batch-size 64"):
         make(per_device_train_batch_size=64)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine").touch()
-    with pytest.raises(ValueError, match=r"--output .* is not empty"):
-        make("full").train()
-
-
-def test_images_to_evaluate_on_are_one_data_set(make, held_back):
     for given, named in ((held_back.to_iterable_dataset(), "IterableDataset"), ({"a": held_back}, "dict")):
         with pytest.raises(ValueError, match=f"{named}; expected (one|a) data set"):
             make(eval_dataset=given)

@@ -63,12 +63,6 @@ def test_a_trained_grid_goes_on_as_trees(teacher, tmp_path):
     assert (config.placement, config.elastic_token_counts) == ("content", [7, 16])
 
 
-def test_trees_belong_to_an_inherited_start(teacher, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        bootstrap.main(["--teacher", str(teacher), "--output", str(tmp_path / "out"), "--placement", "content"])
-    assert "--placement is 'content', expected grid without" in capsys.readouterr().err
-
-
 def test_a_forecast_learns_where_the_teacher_attends(tmp_path):
     """Nearer to its attention than an even one."""
     teacher = frugalvit.checkpoint_path("cifar10-vit")

@@ -84,11 +84,9 @@ def test_views_that_come_again_are_embedded_once(teacher, tmp_path, asked):
     [
         (["--seed", "1"], "embeddings for other seed; give another folder"),
         (["--flip", "0"], "embeddings for other views"),
-        (["--train-split", "train[:96]"], "embeddings for other images"),
         (["--mixed-precision", "bf16"], "embeddings for other precision"),
         (["--token-loss-weight", "1"], "keeps no tokens"),
         (["--streaming", "--steps-per-epoch", "2", "--train-split", "train"], "a stream has none"),
-        (["--view-epochs", "0"], "--view-epochs"),
     ],
 )
 def test_a_cache_of_something_else_is_refused(arguments, message, teacher, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """Trainings of image classifiers, from its command line to a folder that loads."""
 
-import json
 import runpy
 import sys
 
@@ -13,9 +12,7 @@ from transformers import (
     AutoModelForImageClassification,
     ResNetConfig,
     ResNetForImageClassification,
-    ViTConfig,
     ViTImageProcessor,
-    ViTModel,
 )
 
 from frugalvit.attention import measure_attention
@@ -96,33 +93,6 @@ def test_accumulating_gradients_changes_nothing(tiny_run):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
-def test_goes_on_from_a_checkpoint_with_other_classes(tiny_run, tmp_path, write_parquet):
-    tiny_run(name="first")
-    two = {
-        "dataset": write_parquet("24.parquet", 24),
-        "train_split": "train",
-        "eval_dataset": write_parquet(),
-        "eval_split": None,
-    }
-    results = tiny_run(name="second", model=tmp_path / "first", config_overrides=None, **two)
-    assert results["best"]["accuracy"] >= 0.5
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "second")
-    assert model.config.id2label == {0: "even", 1: "odd"} and model.classifier.out_features == 2
-    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
-
-
-def test_goes_on_at_another_size_with_muon(tiny_run, tmp_path):
-    small = ",".join(f"{name}={value}" for name, value in (VIT | {"image_size": 16}).items())
-    options = {"optimizer": "muon", "mixup": 0, "randaugment_layers": 0, "epochs": 6}
-    first = tiny_run(name="first", config_overrides=small, **options)
-    second = tiny_run(name="second", model=tmp_path / "first", config_overrides=None, image_size=32, **options)
-    losses = [results["epochs"][epoch]["train_loss"] for results in (first, second) for epoch in (0, -1)]
-    assert losses[0] > losses[1] > losses[3] and losses[2] < losses[0]
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "second")
-    assert model.config.image_size == 32 and model.vit.embeddings.position_embeddings.shape[1] == 17
-    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "second").size) == {"height": 32, "width": 32}
-
-
 def test_initializes_attention_as_told(tiny_trainer):
     small = VIT | {"patch_size": 4, "hidden_size": 64, "position_embedding": "learned"}
     impulse = ",".join(f"{name}={value}" for name, value in small.items())
@@ -154,7 +124,7 @@ def test_a_start_leaves_alone_what_it_is_told_to(name):
 
 IMPULSE = "solver=adam_bounded,steps=3,renormalize_every=2,kernel_size=5,value_init=default,pseudo_input=uniform"
 STARTS = {
-    "impulse": ["", IMPULSE, "mass=null,per_layer=false"],
+    "impulse": [IMPULSE, "mass=null,per_layer=false"],
     "mimetic": ["value_init=default"],
     "trunc_normal": ["std=0.05,value_init=mimetic"],
     "kaiming_uniform": [""],
@@ -206,9 +176,7 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     assert not all(torch.equal(other[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("pixels", "size", "patch"), [(28, 32, 2), (64, 64, 4), (90, 96, 6), (128, 128, 8), (250, 224, 16)]
-)
+@pytest.mark.parametrize(("pixels", "size", "patch"), [(28, 32, 2), (90, 96, 6), (250, 224, 16)])
 @pytest.mark.parametrize("initialization", ["default", "impulse"])
 def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write_parquet):
     """It is chosen if none is named."""
@@ -222,36 +190,12 @@ def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write
     assert fields.get("resize_size", 256) == (None if initialization == "impulse" and pixels < 250 else 256)
 
 
-def test_says_the_model_that_it_chose_first(tiny_run, write_parquet, tmp_path, capsys):
+def test_trains_the_model_that_it_chose(tiny_run, write_parquet, tmp_path):
     files = {"dataset": write_parquet(), "eval_dataset": write_parquet("two.parquet", 2), "train_split": "train"}
-    options = {"config_overrides": None, "eval_split": "train", "batch_size": 2}
+    options = {"config_overrides": None, "eval_split": "train", "batch_size": 2, "optimizer": "muon"}
     tiny_run("--steps-per-epoch", "1", epochs=1, warmup_epochs=0, randaugment_layers=0, **files, **options)
-    lines = capsys.readouterr().out.splitlines()
-    first, second = [line for line in lines if "pixels" in line]
-    assert "images of 8 pixels have vit-tiny-h3-32: --model-type vit --config-overrides image_size=32," in first
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert second.startswith(f"ViTForImageClassification: {model.num_parameters():,} parameters, 32 x 32 ")
-    assert second.endswith("2 classes; epochs x steps x images: 1 x 1 x 2.")
-
-
-@pytest.mark.parametrize(("pixels", "enlarged"), [(32, True), (96, False)])
-def test_says_that_images_are_enlarged(pixels, enlarged, write_parquet, tmp_path, capsys):
-    """Without its size, `--model-type vit` is a ViT-B for 224 pixels."""
-    file = str(write_parquet(size=pixels))
-    tiny = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,image_size=128"
-    options = ["--dataset", file, "--train-split", "train", "--eval-dataset", file, "--eval-split", "train"]
-    options += ["--model-type", "vit", "--config-overrides", tiny, "--batch-size", "4"]
-    train.make_trainer(train.parse([*options, "--output", str(tmp_path / "out")]), None)
-    assert ("sees images of 128 pixels, and these have 32: they are enlarged" in capsys.readouterr().out) == enlarged
-
-
-def test_a_checkpoint_of_something_else_is_refused(tiny_run, tmp_path):
-    ViTModel(ViTConfig(**VIT, intermediate_size=64)).save_pretrained(tmp_path / "vit")
-    config = json.loads((tmp_path / "vit" / "config.json").read_text())
-    (tmp_path / "vit" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    ViTImageProcessor().save_pretrained(tmp_path / "vit")
-    with pytest.raises(ValueError, match="does not fit a ViTForImageClassification: vit.layer"):
-        tiny_run(model=tmp_path / "vit", config_overrides=None)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.model_type, config.image_size, config.hidden_size, config.num_labels) == ("vit", 32, 192, 2)
 
 
 def test_learns_from_a_teacher(tiny_run, tmp_path):
@@ -276,12 +220,6 @@ CONTEXT_BROADCAST = (
     "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,resize_size=null,"
     "use_distillation_token=true"
 )
-
-
-def test_pads_with_what_it_is_told(tiny_trainer):
-    for options, mode in (({}, "reflect"), ({"padding_mode": "constant"}, "constant")):
-        _, view = tiny_trainer(**options).train_part
-        assert view.padding_mode == mode
 
 
 @pytest.fixture
@@ -328,15 +266,6 @@ def test_inserts_context_broadcast(tiny_run, tmp_path):
         model = AutoModelForImageClassification.from_pretrained(tmp_path / name)
         scales = [parameter for key, parameter in model.named_parameters() if "context_broadcast" in key]
         assert len(scales) == 4 and all(scale.any() for scale in scales)
-    # The run goes on where it was, and ends the same.
-    (tmp_path / "vit" / "results.json").unlink()
-    again = tiny_run(
-        *("--context-broadcast-position", "mlp_end", "attention_end"),
-        name="vit",
-        context_broadcast="cb_s",
-        learning_rate=1e-2,
-    )
-    assert len(again["epochs"]) == 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -402,11 +331,8 @@ def test_arguments_from_a_file(tiny_run, tmp_path):
     [
         ({"config_overrides": "hidden_sizes=3"}, "vit configurations have no 'hidden_sizes'"),
         ({"initialization_options": "mass=0.3"}, "--initialization default has no 'mass'"),
-        ({"initialization": "mimetic", "initialization_options": "mass=0.3"}, "mimetic has no 'mass'"),
         ({"model_type": "agent_cnn", "initialization": "impulse", "config_overrides": ""}, "found no attention"),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
-        ({"config_overrides": "hidden_size"}, "--config-overrides is 'hidden_size', expected name=value pairs"),
-        ({"model_type": "unheard-of"}, "unheard-of"),
         ({"context_broadcast": "cb_gate", "model_type": "swin", "config_overrides": SWIN}, "needs a class token"),
         (
             {"repeated_augmentation": 2, "streaming": True, "steps_per_epoch": 2, "train_split": "train"},

@@ -179,22 +179,12 @@ def test_what_a_user_keeps_beside_checkpoints_is_none(name, tmp_path):
         assert checkpoints.newest() == checkpoints.all()[-1] == tmp_path / step
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("optimizer.pt", None, "cannot be read: .* Remove it to go on from an earlier one, or start anew"),
-        ("rng_state.pth", None, "cannot be read"),
-        ("model.safetensors", {}, "cannot be read"),
-    ],
-)
-def test_foreign_files_of_a_checkpoint_are_said(file, content, message, finished_run, tiny_run, tmp_path):
+@pytest.mark.parametrize("file", ["optimizer.pt", "model.safetensors"])
+def test_foreign_files_of_a_checkpoint_are_said(file, finished_run, tiny_run, tmp_path):
     finished_run(steps_per_epoch=1)
     newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
-    if content is None:
-        (newest / file).write_bytes(pickle.dumps(Path(file)))
-    else:
-        torch.save(content, newest / file)
-    with pytest.raises(ValueError, match=message):
+    (newest / file).write_bytes(pickle.dumps(Path(file)))
+    with pytest.raises(ValueError, match="cannot be read: .* Remove it to go on from an earlier one, or start anew"):
         tiny_run(steps_per_epoch=1)
 
 
@@ -230,16 +220,7 @@ def test_overwriting_starts_anew(finished_run, tiny_run):
     assert [record["epoch"] for record in results["epochs"]] == [1] and results["arguments"]["seed"] == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"train_split": "nothing"},
-        {"batch_size": 128},
-        {"config_overrides": "hidden_sizes=3"},
-        {"model": "nowhere/at/all"},
-        {"report_to": "nothing"},
-    ],
-)
+@pytest.mark.parametrize("options", [{"train_split": "nothing"}, {"batch_size": 128}, {"model": "nowhere/at/all"}])
 def test_errors_leave_nothing_behind(options, tiny_run, tmp_path):
     with pytest.raises((ValueError, OSError)):
         tiny_run(**options)
