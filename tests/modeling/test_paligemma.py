@@ -144,17 +144,6 @@ def folders(paligemma, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_the_command_swaps_as_the_function_does(folders, paligemma, tmp_path, capsys):
-    command = ["swap", "--model", str(folders / "paligemma"), "--vision-model", str(folders / "tower")]
-    assert main([*command, "--output", str(tmp_path / "out")]) == 0
-    assert "7 tokens an image instead of 64 patches" in capsys.readouterr().out
-    inputs = ask(AutoProcessor.from_pretrained(tmp_path / "out"))
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    expected = swap_vision_tower(paligemma, load_vision_model(folders / "tower")[0])
-    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits)
-
-
-@torch.no_grad()
 def test_it_is_bootstrapped_from(folders, paligemma, tmp_path):
     """The tower has no head, so the mean of the tokens that the language model reads is aligned."""
     teacher, _ = load_vision_model(folders / "paligemma")
