@@ -417,7 +417,6 @@ class TestSwap:
     [
         ({"out_features": ["stage9"]}, r"`out_features` has \['stage9'\], expected some of stem, stage1, .*stage4"),
         ({"out_indices": [5]}, r"`out_indices` has \[5\], expected numbers from 0, the stem, to 4"),
-        ({"out_indices": [-9]}, r"`out_indices` has \[-9\]"),
         ({"out_indices": [3, 1]}, "same order as stage_names"),
         ({"feature_scales": [2, 1], "out_indices": [1]}, r"`feature_scales` is \[2, 1\], expected a positive number"),
         ({"feature_scales": [0]}, r"`feature_scales` is \[0\], expected a positive number for each of the 1"),
