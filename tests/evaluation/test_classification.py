@@ -124,17 +124,20 @@ def test_equals_brute_force(folder, tmp_path, capsys):
     assert {file.name for file in tmp_path.iterdir()} == {"images.parquet", "results.json"}
 
 
-@pytest.mark.parametrize("count", [COUNT, 9])
-def test_a_loop_left_early_cuts_nothing_and_a_limit_does(count, folder, tmp_path, capsys):
+def test_a_loop_left_early_cuts_nothing(folder, tmp_path, capsys):
     """Transformers' `Trainer` leaves its loader at the last batch; Accelerate takes it for the one that is read."""
     loader = Accelerator().prepare(DataLoader(range(5), batch_size=4))
     batches = iter(loader)
     assert [len(next(batches)) for _ in range(2)] == [4, 1] and GradientState().remainder == 1
+    write_images(tmp_path / "images.parquet")
+    assert evaluated(folder, tmp_path / "images.parquet", capsys=capsys)["images"] == COUNT
+
+
+def test_a_limit(folder, tmp_path, capsys):
     encoded, labels = write_images(tmp_path / "images.parquet")
-    limit = [] if count == COUNT else ["--limit", count]
-    results = evaluated(folder, tmp_path / "images.parquet", *limit, capsys=capsys)
-    expected = brute_force(folder, encoded[:count], labels[:count])
-    assert results["images"] == count
+    results = evaluated(folder, tmp_path / "images.parquet", "--limit", 9, capsys=capsys)
+    expected = brute_force(folder, encoded[:9], labels[:9])
+    assert results["images"] == 9
     assert {name: results[name] for name in expected} == pytest.approx(expected)
 
 
@@ -159,7 +162,6 @@ def test_labels_are_matched_by_name(folder, tmp_path):
         # Those that are not asked for may be called alike.
         (["dog", "cat"], ["crane", "crane", "cat", "dog"], [3, 2]),
         (["crane", "Crane"], ["Crane", "crane"], [1, 0]),
-        (["cafe\u0301", "dog"], ["dog", "caf\u00e9"], [1, 0]),
         (["CAF\u00c9"], ["dog", "cafe\u0301"], [1]),
     ],
 )
@@ -172,12 +174,9 @@ def test_classes_are_matched_by_name(names, labels, expected):
     [
         (["tabby", "dog"], ["cat", "dog", "frog"], "does not know 1 of the data set's 2 .*tabby.; .*cat"),
         (["oak", "elm"], ["cat", "dog"], "does not know 2 of the data set's 2 classes .oak, elm.*--class-names"),
-        (["0", "5"], ["cat", "dog"], "does not know 2 of"),
         (["0", "1", "2", "3"], ["cat", "dog", "frog"], "4 classes .* the model only 3"),
         # Two classes of one name are told apart by nothing.
         (["cat", "dog"], ["cat", "cat", "dog"], r"has 2 classes called 'cat' \(0, 1\). .*--class-names"),
-        (["CAT", "dog"], ["cat", "Cat", "dog"], r"has 2 classes called 'CAT' \(0, 1\)"),
-        (["cat", "fox"], ["cat", "cat", "dog"], r"does not know 1 of the data set's 2 classes \(fox\)"),
     ],
 )
 def test_classes_that_a_model_does_not_know_are_refused(names, labels, message):
@@ -185,11 +184,10 @@ def test_classes_that_a_model_does_not_know_are_refused(names, labels, message):
         match_labels(names, dict(enumerate(labels)))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_corrupt_images(folder, tmp_path, num_workers, capsys):
+def test_corrupt_images(folder, tmp_path, capsys):
     encoded, labels = write_images(tmp_path / "images.parquet", broken=(3, 4, 22))
-    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--num-workers", num_workers]
-    arguments += ["--batch-size", 1 + num_workers, "--output", tmp_path / "results.json"]
+    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--num-workers", 1]
+    arguments += ["--batch-size", 2, "--output", tmp_path / "results.json"]
     assert "Image 3 of the data set cannot be read" in fails("classification", *arguments, capsys=capsys)
     assert not (tmp_path / "results.json").exists()
     code, _, _ = run("classification", *arguments, "--skip-corrupt", capsys=capsys)
@@ -204,13 +202,6 @@ def test_nothing_readable(folder, tmp_path, capsys):
     write_images(tmp_path / "images.parquet", broken=range(COUNT))
     arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--skip-corrupt"]
     assert "None of the 23 images" in fails("classification", *arguments, capsys=capsys)
-
-
-def test_image_folder(folder, tmp_path, capsys):
-    for label in ("cat", "dog"):
-        (tmp_path / "images" / "test" / label).mkdir(parents=True)
-        Image.new("RGB", (32, 32), "red").save(tmp_path / "images" / "test" / label / "0.png")
-    assert evaluated(folder, tmp_path / "images", capsys=capsys)["images"] == 2
 
 
 @pytest.mark.parametrize(
@@ -228,21 +219,14 @@ def test_labels_that_do_not_fit(labels, message, folder, images, tmp_path, capsy
     assert message in fails("classification", *arguments, capsys=capsys)
 
 
-def test_no_such_data_split_model_or_output(folder, images, tmp_path, capsys):
-    def error(model=folder, dataset=images, more=()):
-        return fails("classification", "--model", model, "--dataset", dataset, *more, capsys=capsys)
-
-    assert "no file" in error(dataset=tmp_path / "no.parquet")
-    assert "test" in error(more=["--split", "test"])
-    assert "There is no folder" in error(model=tmp_path / "no")
-    assert "does not exist; create it" in error(more=["--output", tmp_path / "no" / "results.json"])
-    assert "is a folder" in error(more=["--output", tmp_path])
-
-
-def test_usage(folder, capsys):
-    for arguments in ([], ["nonsense"], ["classification"], ["classification", "--model", folder, "--limit", "0"]):
-        code, _, error = run(*arguments, capsys=capsys)
-        assert code == 2 and "error: " in error
+def test_wrong_arguments(folder, images, tmp_path, capsys):
+    arguments = ["classification", "--model", folder, "--dataset", images]
+    assert "test" in fails(*arguments, "--split", "test", capsys=capsys)
+    output = tmp_path / "no" / "results.json"
+    assert "does not exist; create it" in fails(*arguments, "--output", output, capsys=capsys)
+    for more, name in ((["--limit", "0"], "--limit"), (["--eps", "1.5"], "--eps"), (["--eps", "1/0"], "--eps")):
+        code, _, error = run(*arguments, *more, capsys=capsys)
+        assert code == 2 and f"argument {name}: " in error
 
 
 IMAGENET = [f"class {index}" for index in range(1000)]
@@ -375,8 +359,3 @@ class TestRobustness:
         options = ("--occlude", "center", "--ratio", "1/4")
         results = evaluated(folder, tmp_path / "images.parquet", *options, capsys=capsys)
         assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["occluded_share"] == 0.25
-
-    @pytest.mark.parametrize("value", ["0", "1.5", "many", "1/0"])
-    def test_shares(self, value, folder, capsys):
-        code, _, error = run("classification", "--model", folder, "--eps", value, capsys=capsys)
-        assert code == 2 and "argument --eps: got" in error

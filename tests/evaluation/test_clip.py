@@ -221,17 +221,27 @@ def test_zero_shot_accuracy_is_that_of_open_clips_own_code(open_clip_folder, lab
     assert results["accuracy"] == accuracy_of(scores, labels, 1)
 
 
+@pytest.mark.parametrize("library", ["transformers", "open_clip"])
 @torch.no_grad()
-def test_a_sparseformer_takes_the_place_of_the_image_side(clip_folder, student_folder, labeled, tmp_path):
+def test_a_sparseformer_takes_the_place_of_the_image_side(
+    library, clip_folder, open_clip_folder, student_folder, labeled, tmp_path
+):
     path, labels = labeled
+    texts = [f"a {name}" for name in NAMES]
+    if library == "open_clip":
+        source = f"local-dir:{open_clip_folder}"
+        model = open_clip.create_model(source).eval()
+        classes = model.encode_text(open_clip.get_tokenizer(source)(texts), normalize=True)
+        source = f"open_clip:{source}"
+    else:
+        source, model = clip_folder, CLIPModel.from_pretrained(clip_folder)
+        inputs = CLIPProcessor.from_pretrained(clip_folder)(text=texts, return_tensors="pt", padding=True)
+        classes = F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1)
     (tmp_path / "templates.txt").write_text("a {}", encoding="utf-8")
     results = evaluate(
-        *(tmp_path, "zero-shot", "--model", clip_folder, "--vision-model", student_folder),
+        *(tmp_path, "zero-shot", "--model", source, "--vision-model", student_folder),
         *("--dataset", path, "--templates", tmp_path / "templates.txt"),
     )
-    model, processor = CLIPModel.from_pretrained(clip_folder), CLIPProcessor.from_pretrained(clip_folder)
-    inputs = processor(text=[f"a {name}" for name in NAMES], return_tensors="pt", padding=True)
-    classes = F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1)
     student = SparseFormerVisionModelWithProjection.from_pretrained(student_folder)
     # Its own preprocessing counts.
     scores = student(pixels()).image_embeds @ classes.T
@@ -240,7 +250,6 @@ def test_a_sparseformer_takes_the_place_of_the_image_side(clip_folder, student_f
 
 SIGLIPS = {
     "its own side": ("siglip_folder", "siglip_folder", False),
-    "a student": ("siglip_folder", "siglip_folder", True),
     "a pair": ("siglip_pair_folder", "siglip_folder", False),
     "a student of NaFlex": ("naflex_folder", "naflex_folder", True),
 }
@@ -269,32 +278,6 @@ def test_zero_shot_accuracy_of_a_siglip(name, siglip_student_folder, request, la
     torch.testing.assert_close(towers.embed_texts([f"The {name}" for name in NAMES]), classes)
     torch.testing.assert_close(towers.embed_images(pixels()), images)
     assert (classes[0] - classes[1]).abs().max() > 0.01
-
-
-@torch.no_grad()
-def test_a_sparseformer_takes_the_image_side_of_an_open_clip_siglip(siglip_student_folder, labeled, tmp_path):
-    path, labels = labeled
-    text = {"context_length": 24, "vocab_size": 40, "width": 32, "heads": 2, "layers": 1, "pool_type": "last"}
-    text |= {"no_causal_mask": True, "proj_bias": True, "hf_tokenizer_name": "its-own"}
-    vision = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
-    config = {"embed_dim": 32, "vision_cfg": vision, "text_cfg": text, "custom_text": True, "init_logit_bias": -10}
-    folder = tmp_path / "open_clip"
-    siglip_tokenizer().save_pretrained(folder)
-    model = randomize(open_clip.CustomTextCLIP(32, vision, text, init_logit_bias=-10), 0.2)
-    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
-    (folder / "open_clip_config.json").write_text(
-        json.dumps({"model_cfg": config, "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}), encoding="utf-8"
-    )
-    (tmp_path / "templates.txt").write_text("a {}", encoding="utf-8")
-    results = evaluate(
-        *(tmp_path, "zero-shot", "--model", f"open_clip:local-dir:{folder}", "--vision-model", siglip_student_folder),
-        *("--dataset", path, "--templates", tmp_path / "templates.txt"),
-    )
-    texts = [f"a {name}" for name in NAMES]
-    ids = siglip_tokenizer()(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]
-    classes = model.encode_text(ids, normalize=True)
-    student = SparseFormerVisionModel.from_pretrained(siglip_student_folder)
-    assert results["accuracy"] == accuracy_of(student(pixels()).pooler_output @ classes.T, labels, 1)
 
 
 def test_a_tokenizer_that_knows_no_words_is_refused(tmp_path):
@@ -374,13 +357,10 @@ def test_retrieval_reads_karpathys_splits_and_parquet(name, request, tmp_path):
         (" A. because", 3, 0),
         ("(C) it is", 3, 2),
         ("The answer is B.", 4, 1),
-        ("the answer is: C", 4, 2),
         ("D", 3, None),
-        ("Because", 3, None),
         ("A dog", 3, None),
         ("B\nbecause", 3, 1),
         ("", 3, None),
-        ("cat", 3, None),
     ],
 )
 def test_answers_are_read_out_of_texts(text, choices, answer):
@@ -463,17 +443,9 @@ ERRORS = {
         lambda f: ["zero-shot", "--model", f["student"], "--dataset", f["labeled"]],
         "expected a CLIP or SigLIP, with both sides",
     ),
-    "zero-shot without labels": (
-        lambda f: ["zero-shot", "--model", f["clip"], "--dataset", parquet_without(f["tmp"] / "a.parquet", "choices")],
-        "no labels to compare with",
-    ),
     "fewer names than labels": (
         lambda f: ["zero-shot", "--model", f["clip"], "--dataset", f["labeled"], "--classes", f["two"]],
         "names 2 classes, the data set has 4",
-    ),
-    "no such file of names": (
-        lambda f: ["zero-shot", "--model", f["clip"], "--dataset", f["labeled"], "--classes", "nowhere"],
-        "--classes nowhere is no file",
     ),
     "a template without a place": (
         lambda f: ["zero-shot", "--model", f["clip"], "--dataset", f["labeled"], "--templates", f["two"]],
@@ -482,10 +454,6 @@ ERRORS = {
     "a vision model that does not fit": (
         lambda f: ["zero-shot", "--model", f["clip"], "--vision-model", f["clip"], "--dataset", f["labeled"]],
         "Got a CLIPModel as vision model",
-    ),
-    "a vision model of a CLIP for a SigLIP": (
-        lambda f: ["zero-shot", "--model", f["siglip"], "--vision-model", f["student"], "--dataset", f["labeled"]],
-        "Got a SparseFormerVisionModelWithProjection as vision model, expected a SparseFormerVisionModel",
     ),
     "a SigLIP that takes patches": (
         lambda f: ["zero-shot", "--model", f["naflex"], "--dataset", f["labeled"]],
@@ -498,10 +466,6 @@ ERRORS = {
     "no list of images": (
         lambda f: ["retrieval", "--model", f["clip"], "--dataset", f["json"], "--image-folder", f["tmp"]],
         "is no list of images as Karpathy's splits have it",
-    ),
-    "no captions": (
-        lambda f: ["retrieval", "--model", f["clip"], "--dataset", f["labeled"]],
-        "has no column 'captions'",
     ),
     "no answers": (
         lambda f: [
@@ -526,7 +490,7 @@ def test_errors_are_one_clear_line(name, request, labeled, tmp_path, capsys):
     (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
     rows = {"image": [None], "question": ["cat ?"], "choices": [["cat"]], "answer": [0]}
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "questions.parquet")
-    models = ("clip", "student", "llava", "siglip", "naflex")
+    models = ("clip", "student", "llava", "naflex")
     found = {
         **{model: request.getfixturevalue(f"{model}_folder") for model in models},
         "labeled": labeled[0],
@@ -545,8 +509,7 @@ def test_errors_are_one_clear_line(name, request, labeled, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"answer": None}, "Question 3 has the answer None, expected a number from 0 to 1"),
-        ({"answer": 2}, "has the answer 2, expected"),
+        ({"answer": 2}, "Question 3 has the answer 2, expected a number from 0 to 1"),
         ({"choices": None}, "has the choices None, expected a list of texts"),
         ({"question": 5}, "Question 3 is 5, expected a text"),
     ],
@@ -556,8 +519,7 @@ def test_questions_without_an_answer_are_refused(record, message):
         check_question(3, **({"question": "Which?", "choices": ["a", "b"], "answer": 0} | record))
 
 
-@pytest.mark.parametrize("captions", [[None], [[]], [["a", None]], [5], [[5]]])
+@pytest.mark.parametrize("captions", [[], ["a", None]])
 def test_captions_that_are_no_texts_are_refused(captions):
-    lists = [each if isinstance(each, list) else [each] for each in captions]
     with pytest.raises(ValueError, match="Image 0 has (no caption|the caption)"):
-        check_captions(lists)
+        check_captions([captions])

@@ -142,7 +142,7 @@ KINDS = {
         frugalvit.AgentCNNConfig,
         "agent-base",
         {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3, "dropout": 0.0}
-        # Drawn at 0.02, as `is_initialized` and losses of fresh models expect it.
+        # Drawn at 0.02, as losses of fresh models expect it.
         | {"initialization": "default"},
         (frugalvit.AgentCNNModel, frugalvit.AgentCNNForImageClassification),
         files={"generalized_convolution.py", "reference_initialization.py"},

@@ -98,39 +98,11 @@ def pipeline_computes_the_same(source: str, loader: str, model, processor) -> bo
     return True
 
 
-@torch.no_grad()
-def is_initialized(model) -> bool:
-    """Whether a new base model has its family's initial weights, and not those that PyTorch gives its layers."""
-    if model.config.model_type == "patch_sparseformer":
-        # No cell is more salient than another, and none of a grid is larger.
-        rois = model.latents.initial_rois
-        first = rois[: 4 if model.placement is not None else len(rois)]
-        alike = ((first[:, 2:] - first[:, :2]) - (rois[0, 2:] - rois[0, :2])).abs().max().item() < 1e-6
-        return alike and (model.placement is None or not model.placement.forecast.head.weight.any())
-    if model.config.model_type == "sparseformer":
-        # RoIs do not move, stems are far wider than 0.02.
-        still = not model.focusing_layer.roi_deltas.out_proj.weight.any()
-        return still and model.stem.convolution.weight.std().item() > 0.04
-    if model.config.model_type == "vit_impulse_init":
-        # Positions look somewhere.
-        attention, positions = model.layers[0].attention, model.embeddings.position_embeddings[0]
-        queries, keys = (
-            projection(model.layers[0].layernorm_before(positions)).unflatten(-1, (-1, attention.head_dim)).mT
-            for projection in (attention.q_proj, attention.k_proj)
-        )
-        weights = (torch.einsum("qdh,kdh->hqk", queries, keys) * attention.scaling).softmax(-1)
-        return weights.amax(-1).mean().item() > 0.15
-    if model.config.model_type == "vit_context_broadcast":
-        # Means that have a scale have none yet.
-        scales = [layer.mlp.context_broadcast_out.scale for layer in model.layers]
-        unset = all(scale is None or not scale.any() for scale in scales)
-        return unset and model.embeddings.cls_token.std().item() > 0.01
-    if model.config.model_type == "agent_cnn":
-        # Uniform, as wide as the window's inputs let it be.
-        weight = model.layers[0].convolution.weight
-        return 0.9 < weight.abs().max().item() * weight[0].numel() ** 0.5 <= 1
-    filters = model.layers[0].spatial_mixing.weight
-    return bool(((filters != 0).sum((1, 2, 3)) == 1).all())
+def sum_of_new_weights(model_class: type, config) -> float:
+    """Sum of the absolute weights that a new model of this class starts with."""
+    torch.manual_seed(0)
+    weights = model_class(config).state_dict().values()
+    return sum(weight.double().abs().sum().item() for weight in weights if weight.is_floating_point())
 
 
 def load(jobs_file: str, results: str):
@@ -141,7 +113,6 @@ def load(jobs_file: str, results: str):
         processor = transformers.AutoImageProcessor.from_pretrained(job["source"])
         pixel_values = load_file(job["inputs"])["pixel_values"]
         outputs[name] = main_output(model, pixel_values)
-        fresh = type(model)(config).base_model
         report[name] = {
             "class": type(model).__name__,
             "module": type(model).__module__,
@@ -149,7 +120,7 @@ def load(jobs_file: str, results: str):
             "dtype": str(model.dtype),
             "processor": type(processor).__name__,
             "pipeline_computes_the_same": pipeline_computes_the_same(job["source"], job["loader"], model, processor),
-            "new_model_is_initialized": is_initialized(fresh),
+            "sum_of_new_weights": sum_of_new_weights(type(model), config),
         }
     Path(results).mkdir()
     save_file(outputs, Path(results) / "outputs.safetensors")

@@ -1,10 +1,14 @@
-"""A CLIP with a SparseFormer: in Transformers, in open_clip, and from one to the other."""
+"""A CLIP or SigLIP with a SparseFormer: in Transformers, in open_clip, and from one to the other."""
+
+import copy
+import functools
 
 import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
 from processes import compute_without_frugalvit
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForZeroShotImageClassification,
@@ -16,109 +20,222 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Siglip2Config,
+    Siglip2Model,
+    SiglipConfig,
+    SiglipImageProcessor,
+    SiglipModel,
+    SiglipProcessor,
     pipeline,
 )
 
 import frugalvit
-from frugalvit import OpenClipVisual, SparseFormerCLIPConfig, SparseFormerCLIPModel, from_open_clip, to_open_clip
+from frugalvit import (
+    OpenClipVisual,
+    SparseFormerCLIPConfig,
+    SparseFormerCLIPModel,
+    SparseFormerSiglipConfig,
+    SparseFormerSiglipModel,
+    SparseFormerVisionModel,
+    SparseFormerVisionModelWithProjection,
+    from_open_clip,
+    to_open_clip,
+)
 from frugalvit.common.loading import load_vision_model
+from frugalvit.modeling.modeling_sparseformer_llava import clip_image_processor
 from tiny import SMALL, randomize, word_tokenizer
 
 
-WORDS = ["[PAD]", "a", "photo", "of", "this", "is", "cat", "dog", "ship", ".", "[UNK]", "[BOS]", "[EOS]"]
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+WORDS = ["[PAD]", "a", "photo", "of", "this", "is", "cat", "dog", "ship", ".", "[UNK]"]
+# SigLIP's texts have no ends.
+CLIP_WORDS = [*WORDS, "[BOS]", "[EOS]"]
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+CLIP_TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+# open_clip multiplies a width by a ratio; 56 * (61 / 56) is less than 61.
+SIGLIP_TEXT = {
+    **{"hidden_size": 56, "intermediate_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+}
 
 
-@pytest.fixture(scope="module")
-def clip() -> CLIPModel:
+def make_teacher(name: str) -> CLIPModel | SiglipModel | Siglip2Model:
     torch.manual_seed(0)
-    text = {"vocab_size": len(WORDS), "max_position_embeddings": 16, "eos_token_id": WORDS.index("[EOS]"), **TEXT}
-    vision = {"image_size": 32, "patch_size": 4, **VISION}
-    return randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)))
+    vision = {**VISION, "image_size": 32, "patch_size": 4}
+    if name == "clip":
+        text = {**CLIP_TEXT, "vocab_size": len(CLIP_WORDS), "max_position_embeddings": 16}
+        text["eos_token_id"] = CLIP_WORDS.index("[EOS]")
+        return randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)))
+    text = {**SIGLIP_TEXT, "vocab_size": len(WORDS), "projection_size": VISION["hidden_size"]}
+    if name == "siglip":
+        model = SiglipModel(SiglipConfig(text_config=text, vision_config=vision))
+    else:
+        vision = {**VISION, "num_patches": 64, "patch_size": 4}
+        model = Siglip2Model(Siglip2Config(text_config=text, vision_config=vision))
+    model = randomize(model)
+    with torch.no_grad():
+        model.logit_scale.fill_(2.3)
+        model.logit_bias.fill_(-3.7)
+    return model
+
+
+class Towers:
+    """A CLIP or SigLIP, a SparseFormer in the place of its image side, and the folder of both."""
+
+    def __init__(self, name: str, folder):
+        self.name, self.folder = name, folder
+        self.is_siglip = name != "clip"
+        self.model_class = SparseFormerSiglipModel if self.is_siglip else SparseFormerCLIPModel
+        vision_class = SparseFormerVisionModel if self.is_siglip else SparseFormerVisionModelWithProjection
+        self.teacher = make_teacher(name)
+        self.vision_model = randomize(vision_class.from_teacher(self.teacher, num_latent_tokens=6, **SMALL))
+        self.model = SparseFormerCLIPModel.from_clip(self.teacher, self.vision_model)
+        self.model.save_pretrained(folder)
+        if self.is_siglip:
+            processor = SiglipProcessor(SiglipImageProcessor(size={"height": 32, "width": 32}), self.tokenizer())
+        else:
+            processor = CLIPProcessor(clip_image_processor(self.model.config.vision_config), self.tokenizer())
+        processor.save_pretrained(folder)
+
+    def tokenizer(self, **options):
+        if not self.is_siglip:
+            return word_tokenizer(CLIP_WORDS, **options)
+        # Those of SigLIP make no mask: it was trained to attend to padding.
+        return word_tokenizer(WORDS, model_max_length=64, model_input_names=["input_ids"], **options)
+
+    def tokenize(self, texts: list[str], length: int | None = None, **options) -> dict[str, torch.Tensor]:
+        padding = "max_length" if length or self.is_siglip else True
+        return dict(
+            self.tokenizer(**options)(texts, padding=padding, max_length=length, truncation=True, return_tensors="pt")
+        )
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        return self.tokenize(["a photo of a cat", "this is a ship."]) | {"pixel_values": pixel_values}
+
+    def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """What the vision model makes of images, by itself."""
+        return self.vision_model(pixel_values)["pooler_output" if self.is_siglip else "image_embeds"]
 
 
 @pytest.fixture(scope="module")
-def vision_model(clip):
-    model = frugalvit.SparseFormerVisionModelWithProjection.from_teacher(clip, num_latent_tokens=6, **SMALL)
-    return randomize(model)
+def make_towers(tmp_path_factory):
+    @functools.cache
+    def make(name: str) -> Towers:
+        return Towers(name, tmp_path_factory.mktemp(name) / "model")
+
+    return make
 
 
-@pytest.fixture(scope="module")
-def model(clip, vision_model) -> SparseFormerCLIPModel:
-    return SparseFormerCLIPModel.from_clip(clip, vision_model)
+@pytest.fixture(params=["clip", "siglip"])
+def towers(request, make_towers) -> Towers:
+    return make_towers(request.param)
 
 
-@pytest.fixture(scope="module")
-def inputs() -> dict[str, torch.Tensor]:
-    texts = word_tokenizer(WORDS)(["a photo of a cat", "this is a ship."], padding=True, return_tensors="pt")
-    pixel_values = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    return {"input_ids": texts["input_ids"], "attention_mask": texts["attention_mask"], "pixel_values": pixel_values}
+@pytest.fixture
+def clip(make_towers) -> Towers:
+    return make_towers("clip")
 
 
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clip") / "model"
-    model.save_pretrained(folder)
-    image_processor = frugalvit.modeling.modeling_sparseformer_llava.clip_image_processor(model.config.vision_config)
-    CLIPProcessor(image_processor, word_tokenizer(WORDS)).save_pretrained(folder)
-    return folder
+@pytest.fixture
+def siglip(make_towers) -> Towers:
+    return make_towers("siglip")
 
 
+class AsVisionModel(nn.Module):
+    """A SparseFormer called as Transformers' models call their vision models."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values, **_):
+        return self.model(pixel_values)
+
+
+@pytest.mark.parametrize(("name", "masked"), [("clip", True), ("siglip", False), ("siglip", True), ("siglip2", False)])
 @torch.no_grad()
-def test_the_text_side_is_the_clips_to_the_bit(clip, model, inputs):
-    texts = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    for name, tensor in clip.text_model.state_dict().items():
-        assert torch.equal(tensor, model.text_model.state_dict()[name])
-    expected = clip.get_text_features(**texts)
-    given = model.get_text_features(**texts)
+def test_images_and_texts_are_compared_as_the_teacher_compares_them(name, masked, make_towers):
+    """Transformers' own model, with the SparseFormer put into it, gives what is expected; the text side is the
+    teacher's to the bit."""
+    towers, teacher = make_towers(name), make_teacher(name)
+    model, inputs = towers.model, towers.inputs
+    if masked:
+        inputs["attention_mask"] = (inputs["input_ids"] != 0).long()
+    assert type(model) is towers.model_class
+    for key, tensor in teacher.text_model.state_dict().items():
+        assert torch.equal(tensor, model.text_model.state_dict()[key])
+    texts = {key: value for key, value in inputs.items() if key != "pixel_values"}
+    expected, given = teacher.get_text_features(**texts), model.get_text_features(**texts)
     assert torch.equal(given.pooler_output, expected.pooler_output)
     assert torch.equal(given.last_hidden_state, expected.last_hidden_state)
+    teacher.vision_model = AsVisionModel(towers.vision_model.base_model)
+    if name == "clip":
+        teacher.visual_projection = towers.vision_model.visual_projection
+    given, expected = (each(**inputs, return_loss=True) for each in (model, teacher))
+    for output in ("text_embeds", "image_embeds", "logits_per_image", "logits_per_text", "loss"):
+        torch.testing.assert_close(given[output], expected[output], rtol=0, atol=1e-5)
+    assert expected.logits_per_text.std() > 0.1
 
 
 @torch.no_grad()
-def test_images_and_texts_are_compared_as_a_clip_compares_them(clip, vision_model, model, inputs):
-    outputs = model(**inputs, return_loss=False)
-    images = vision_model(inputs["pixel_values"]).image_embeds
-    torch.testing.assert_close(model.get_image_features(inputs["pixel_values"]).pooler_output, images)
-    texts = clip.get_text_features(inputs["input_ids"], inputs["attention_mask"]).pooler_output
-    expected = clip.logit_scale.exp() * F.normalize(images, dim=-1) @ F.normalize(texts, dim=-1).T
-    torch.testing.assert_close(outputs.logits_per_image, expected)
-    torch.testing.assert_close(outputs.logits_per_text, expected.T)
-    pairs = {**inputs, "pixel_values": inputs["pixel_values"][:2]}
-    loss, targets = model(**pairs, return_loss=True).loss, torch.arange(2)
-    expected = (F.cross_entropy(expected[:2], targets) + F.cross_entropy(expected[:2].T, targets)) / 2
-    torch.testing.assert_close(loss, expected)
+def test_sentence_transformers_embeds_texts_of_the_one_length(siglip):
+    """SigLIP was trained on texts that are padded to it, which its tokenizer may not say."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="pip install 'frugalvit[search]'")
+    texts = ["a photo of a cat", "this is a ship ."]
+    searcher = sentence_transformers.SentenceTransformer(str(siglip.folder), device="cpu")
+    found = searcher.encode(texts, convert_to_tensor=True)
+    for padding, alike in (("max_length", True), (True, False)):
+        inputs = siglip.tokenizer()(texts, padding=padding, return_tensors="pt")
+        expected = siglip.model.get_text_features(inputs["input_ids"]).pooler_output
+        assert torch.allclose(found, expected, atol=1e-5) == alike
 
 
 @torch.no_grad()
-def test_outputs_of_both_sides_are_there(model, inputs):
+def test_outputs_of_both_sides_are_there(towers):
+    model, inputs = towers.model, towers.inputs
     outputs = model(**inputs, output_hidden_states=True, output_rois=True)
     assert len(outputs.vision_model_output.rois) == 2
-    assert len(outputs.vision_model_output.hidden_states) == 3
-    assert len(outputs.text_model_output.hidden_states) == 3
+    assert len(outputs.vision_model_output.hidden_states) == len(outputs.text_model_output.hidden_states) == 3
     assert len(model.get_image_features(inputs["pixel_values"], output_rois=True).rois) == 2
+    assert outputs.loss is None and len(model(**inputs, return_dict=False)) == 6
+    # Any size, unlike the teacher.
+    assert model.get_image_features(torch.randn(1, 3, 40, 56)).pooler_output.shape[0] == 1
+
+
+def test_the_loss_reaches_both_sides(towers):
+    model = copy.deepcopy(towers.model).train()
+    model(**towers.inputs, return_loss=True).loss.backward()
+    assert not [name for name, parameter in model.named_parameters() if not parameter.grad.isfinite().all()]
+    assert model.logit_scale.grad.item() != 0 and model.text_model.embeddings.token_embedding.weight.grad.any()
+    image_side = model.vision_model.pooling_head.probe if towers.is_siglip else model.visual_projection.weight
+    assert image_side.grad.any()
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @torch.no_grad()
-def test_eager_and_sdpa_agree_on_both_sides(padding_side, folder, inputs):
-    ids = word_tokenizer(WORDS, padding_side=padding_side)(["a cat", "this is a photo of a dog ."], padding=True)
-    inputs = {**inputs, **{name: torch.tensor(ids[name]) for name in ("input_ids", "attention_mask")}}
-    outputs = [
-        SparseFormerCLIPModel.from_pretrained(folder, attn_implementation=attention)(**inputs)
+def test_eager_and_sdpa_agree_on_both_sides(padding_side, towers):
+    inputs = towers.inputs | towers.tokenize(["a cat", "this is a photo of a dog ."], padding_side=padding_side)
+    inputs["attention_mask"] = (inputs["input_ids"] != 0).long()
+    eager, sdpa = (
+        towers.model_class.from_pretrained(towers.folder, attn_implementation=attention)(**inputs)
         for attention in ("eager", "sdpa")
-    ]
-    assert outputs[0].text_model_output.last_hidden_state.isfinite().all()
-    torch.testing.assert_close(outputs[0].logits_per_image, outputs[1].logits_per_image, atol=2e-4, rtol=1e-4)
+    )
+    assert eager.text_model_output.last_hidden_state.isfinite().all()
+    torch.testing.assert_close(eager.logits_per_image, sdpa.logits_per_image, atol=2e-4, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_loads_by_auto_classes(folder, model, inputs):
+def test_loads_with_and_without_the_package(towers, tmp_path):
+    expected = towers.model(**towers.inputs).logits_per_image
     for auto_class in (AutoModel, AutoModelForZeroShotImageClassification):
-        loaded = auto_class.from_pretrained(folder)
-        assert type(loaded) is SparseFormerCLIPModel
-        assert torch.equal(loaded(**inputs).logits_per_image, model(**inputs).logits_per_image)
+        loaded, report = auto_class.from_pretrained(towers.folder, output_loading_info=True)
+        assert type(loaded) is towers.model_class
+        assert not any(report.values())
+        assert torch.equal(loaded(**towers.inputs).logits_per_image, expected)
+    assert not (towers.folder / "open_clip_adapter.py").exists()
+    for given in compute_without_frugalvit(tmp_path, towers.folder, "AutoModel", towers.inputs):
+        assert torch.equal(given, expected)
 
 
 @torch.no_grad()
@@ -126,18 +243,11 @@ def test_loads_by_auto_classes(folder, model, inputs):
     "name", ["SparseFormerVisionModelWithProjection", "SparseFormerVisionModel", "SparseFormerModel"]
 )
 @pytest.mark.parametrize("whole", ["clip", "siglip", "llava"])
-def test_vision_classes_load_from_a_whole_model(name, whole, folder, model, vision_model, inputs, tmp_path):
+def test_vision_classes_load_from_a_whole_model(name, whole, make_towers, tmp_path):
     """They do as `CLIPVisionModelWithProjection` does with a CLIP. Saved again, the part is a folder of its own."""
     projects = name.endswith("WithProjection")
-    if whole == "llava":
-        folder, model = frugalvit.checkpoint_path("cifar10-sparseformer-llava"), None
-    elif whole == "siglip":
-        config = frugalvit.SparseFormerSiglipConfig(
-            text_config=TEXT | {"vocab_size": 9, "projection_size": 64},
-            vision_config=vision_model.config.to_dict() | {"projection_dim": None},
-        )
-        model = randomize(frugalvit.SparseFormerSiglipModel(config))
-        model.save_pretrained(folder := tmp_path / "siglip")
+    towers = None if whole == "llava" else make_towers(whole)
+    folder = towers.folder if towers else frugalvit.checkpoint_path("cifar10-sparseformer-llava")
     if projects and whole == "siglip":
         with pytest.raises(ValueError, match="`projection_dim` .* is None"):
             getattr(frugalvit, name).from_pretrained(folder)
@@ -145,12 +255,12 @@ def test_vision_classes_load_from_a_whole_model(name, whole, folder, model, visi
     loaded, info = getattr(frugalvit, name).from_pretrained(folder, output_loading_info=True)
     missing = {"visual_projection.weight"} if projects and whole == "llava" else set()
     assert info["missing_keys"] == missing and info["unexpected_keys"] <= {"visual_projection.weight"}
-    if model is not None:
-        expected = model.get_image_features(inputs["pixel_values"]).pooler_output if projects else None
-        tokens = model.vision_model(inputs["pixel_values"]).last_hidden_state
-        outputs = loaded(inputs["pixel_values"])
-        assert torch.equal(outputs.last_hidden_state, tokens)
-        assert not projects or torch.equal(outputs.image_embeds, expected)
+    if towers:
+        pixel_values = towers.inputs["pixel_values"]
+        outputs = loaded(pixel_values)
+        assert torch.equal(outputs.last_hidden_state, towers.model.vision_model(pixel_values).last_hidden_state)
+        if projects:
+            assert torch.equal(outputs.image_embeds, towers.model.get_image_features(pixel_values).pooler_output)
     loaded.save_pretrained(tmp_path / "again")
     again = AutoModel.from_pretrained(tmp_path / "again")
     assert again.state_dict().keys() == loaded.state_dict().keys()
@@ -158,39 +268,49 @@ def test_vision_classes_load_from_a_whole_model(name, whole, folder, model, visi
     assert hasattr(again, "visual_projection") == projects
 
 
-def test_a_llava_takes_the_image_side_of_a_whole_clip(folder, model):
+def test_a_llava_takes_the_image_side_of_a_whole_clip(clip):
     text = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
     vision = CLIPVisionConfig(image_size=32, patch_size=4, **VISION)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=8)
-    llava = frugalvit.swap_vision_tower(LlavaForConditionalGeneration(config), load_vision_model(folder, "cpu")[0])
-    tower, expected = llava.model.vision_tower.state_dict(), model.vision_model.state_dict()
+    image_side = load_vision_model(clip.folder, "cpu")[0]
+    llava = frugalvit.swap_vision_tower(LlavaForConditionalGeneration(config), image_side)
+    tower, expected = llava.model.vision_tower.state_dict(), clip.model.vision_model.state_dict()
     assert tower.keys() == expected.keys() and all(torch.equal(tower[name], expected[name]) for name in tower)
 
 
-@torch.no_grad()
-def test_loads_without_the_package(folder, model, inputs, tmp_path):
-    expected = model(**inputs).logits_per_image
-    for given in compute_without_frugalvit(tmp_path, folder, "AutoModel", inputs):
-        assert torch.equal(given, expected)
-
-
-def test_pipeline_labels_images_without_training(folder, model, photographs):
-    classify = pipeline("zero-shot-image-classification", model=str(folder), device="cpu")
+def test_pipeline_labels_images(towers, photographs):
+    """By a softmax, or by sigmoids of padded texts."""
+    classify = pipeline("zero-shot-image-classification", model=str(towers.folder), device="cpu")
     image = photographs[0][0]
     labels = ["cat", "dog", "ship"]
     answers = {answer["label"]: answer["score"] for answer in classify(image, candidate_labels=labels)}
-    inputs = AutoProcessor.from_pretrained(folder)(
-        images=image, text=[f"This is a photo of {label}." for label in labels], padding=True, return_tensors="pt"
-    )
+    processor = AutoProcessor.from_pretrained(towers.folder)
+    texts = [f"This is a photo of {label}." for label in labels]
+    padding = "max_length" if towers.is_siglip else True
+    inputs = processor(images=image, text=texts, padding=padding, return_tensors="pt")
     with torch.no_grad():
-        expected = model(**inputs).logits_per_image.softmax(-1)[0]
+        [logits] = towers.model(**inputs).logits_per_image
+    expected = logits.sigmoid() if towers.is_siglip else logits.softmax(-1)
     assert [answers[label] for label in labels] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_a_new_model_starts_as_both_sides_do():
+@torch.no_grad()
+def test_precision_is_the_teachers_but_for_rois(towers):
+    dtype = torch.bfloat16
+    for model in (
+        SparseFormerCLIPModel.from_clip(make_teacher(towers.name).to(dtype), towers.vision_model),
+        towers.model_class.from_pretrained(towers.folder, dtype=dtype),
+    ):
+        rois = model.vision_model.latents.initial_rois
+        assert rois.dtype == torch.float32
+        assert {parameter.dtype for parameter in model.parameters() if parameter is not rois} == {dtype}
+        assert model(**towers.inputs, return_loss=True).loss.isfinite()
+
+
+def test_a_new_clip_starts_as_both_sides_do():
     torch.manual_seed(0)
     vision = frugalvit.SparseFormerConfig.from_variant("clip-base-49-224", num_hidden_layers=2, projection_dim=24)
-    config = SparseFormerCLIPConfig(text_config=TEXT, vision_config=vision, projection_dim=24)
+    config = SparseFormerCLIPConfig(text_config=CLIP_TEXT, vision_config=vision, projection_dim=24)
     model = SparseFormerCLIPModel(config)
     assert not model.vision_model.focusing_layer.roi_deltas.out_proj.weight.any()
     assert model.text_model.embeddings.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.1)
@@ -198,149 +318,229 @@ def test_a_new_model_starts_as_both_sides_do():
     assert model.logit_scale.item() == pytest.approx(2.6592)
 
 
-def test_parts_that_do_not_fit_are_refused(clip, vision_model):
-    with pytest.raises(ValueError, match="Got a CLIPVisionModel as CLIP"):
-        SparseFormerCLIPModel.from_clip(clip.vision_model, vision_model)
-    with pytest.raises(ValueError, match="expected a SparseFormerVisionModelWithProjection"):
-        SparseFormerCLIPModel.from_clip(clip, vision_model.base_model)
-    narrow = frugalvit.SparseFormerVisionModelWithProjection(
-        frugalvit.SparseFormerConfig(**{**vision_model.config.to_dict(), "projection_dim": 16})
+def test_a_new_siglip_starts_as_both_sides_do():
+    torch.manual_seed(0)
+    sides = {"hidden_size": 64, "num_hidden_layers": 2}
+    vision = {**sides, "use_cls_token": False, "pooling": "attention"}
+    config = SparseFormerSiglipConfig(text_config={**SIGLIP_TEXT, **sides}, vision_config=vision)
+    model = SparseFormerSiglipModel(config)
+    assert not model.vision_model.focusing_layer.roi_deltas.out_proj.weight.any()
+    assert not model.text_model.encoder.layers[0].self_attn.q_proj.bias.any()
+    assert model.logit_scale.exp().item() == pytest.approx(10) and model.logit_bias.item() == -10
+    default = SparseFormerSiglipConfig()
+    assert default.text_config.projection_size == default.vision_config.hidden_size == 768
+    assert (default.vision_config.pooling, default.vision_config.use_cls_token) == ("attention", False)
+
+
+def test_parts_that_do_not_fit_are_refused(clip, siglip):
+    put_together, fields = SparseFormerCLIPModel.from_clip, siglip.vision_model.config.to_dict()
+    narrow = SparseFormerVisionModel(frugalvit.SparseFormerConfig(**fields | {"hidden_size": 32}))
+    fields = clip.vision_model.config.to_dict()
+    narrow_clip = SparseFormerVisionModelWithProjection(
+        frugalvit.SparseFormerConfig(**fields | {"projection_dim": 16})
     )
-    with pytest.raises(ValueError, match="projects to 16 channels, the CLIP to 24"):
-        SparseFormerCLIPModel.from_clip(clip, narrow)
-    with pytest.raises(Exception, match="`projection_dim` is 24, that of `vision_config` 16"):
-        SparseFormerCLIPConfig(vision_config=narrow.config, projection_dim=24)
+    for refuse, message in (
+        (lambda: put_together(clip.teacher.vision_model, clip.vision_model), "Got a CLIPVisionModel as CLIP"),
+        (lambda: put_together(open_clip_model("siglip"), siglip.vision_model), "as SigLIP, .* `from_open_clip`"),
+        (lambda: SparseFormerSiglipModel.from_siglip(clip.teacher, siglip.vision_model), "a CLIPModel as SigLIP"),
+        (lambda: put_together(clip.teacher, siglip.vision_model), "expected a SparseFormerVisionModelWithProjection"),
+        (lambda: put_together(siglip.teacher, clip.vision_model), "a SparseFormerVisionModelWithProj.* as vision mod"),
+        (lambda: put_together(siglip.teacher, siglip.teacher.vision_model), "a SiglipVisionModel as vision model"),
+        (lambda: put_together(clip.teacher, narrow_clip), "projects to 16 channels, the CLIP to 24"),
+        (lambda: put_together(siglip.teacher, narrow), "gives 32 channels, .* 64"),
+        (
+            lambda: SparseFormerCLIPConfig(vision_config=narrow_clip.config, projection_dim=24),
+            "`projection_dim` is 24, that of `vision_config` 16",
+        ),
+        (
+            lambda: SparseFormerSiglipConfig(text_config={"hidden_size": 32}),
+            "`projection_size` of `text_config` is 32, .* 768",
+        ),
+    ):
+        with pytest.raises(Exception, match=message):
+            refuse()
 
 
 # open_clip
 
 
-def open_clip_model(custom_text: bool = False, quick_gelu: bool = False, **text) -> torch.nn.Module:
+def open_clip_model(name: str, model_class=None, quick_gelu: bool = False, bias=-3.7, **text) -> nn.Module:
+    """A small CLIP or SigLIP with the fields of open_clip's configurations."""
     torch.manual_seed(0)
-    vision = {"image_size": 32, "patch_size": 4, "width": 64, "layers": 3, "head_width": 16}
-    text = {"context_length": 16, "vocab_size": len(WORDS), "width": 32, "heads": 4, "layers": 2, **text}
-    model_class = open_clip.CustomTextCLIP if custom_text else open_clip.CLIP
-    model = randomize(model_class(24, vision, text, quick_gelu=quick_gelu))
-    open_clip.model.set_model_preprocess_cfg(
-        model, {"size": 32, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bicubic"}
-    )
+    sizes = {"context_length": 16, "width": 32, "heads": 4, "layers": 2}
+    if name == "clip":
+        vision = {"image_size": 32, "patch_size": 4, "width": 64, "layers": 3, "head_width": 16}
+        text = {**sizes, "vocab_size": len(CLIP_WORDS), **text}
+        model = (model_class or open_clip.CLIP)(24, vision, text, quick_gelu=quick_gelu)
+    else:
+        vision = {"timm_model_name": "test_vit", "timm_pool": "map", "timm_proj": "none"}
+        text = {
+            **{**sizes, "vocab_size": len(WORDS), "mlp_ratio": 3.7362, "no_causal_mask": True, "proj_bias": True},
+            **{"pool_type": "last", "norm_kwargs": {"eps": 1e-6}, **text},
+        }
+        logits = {"init_logit_scale": 2.3, "init_logit_bias": bias}
+        model = (model_class or open_clip.CustomTextCLIP)(64, vision, text, quick_gelu=quick_gelu, **logits)
+    randomize(model)
+    preprocessing = {"size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic"}
+    open_clip.model.set_model_preprocess_cfg(model, preprocessing | {"resize_mode": "squash"})
     return model
 
 
-def swapped(clip) -> torch.nn.Module:
-    student = frugalvit.SparseFormerVisionModelWithProjection.from_teacher(clip, num_latent_tokens=6, **SMALL)
-    clip.visual = OpenClipVisual(randomize(student))
+def swapped(clip: nn.Module, vision_model: nn.Module) -> nn.Module:
+    clip.visual = OpenClipVisual(copy.deepcopy(vision_model))
     return clip
 
 
-class WordTokenizer:
-    """Called as open_clip calls its own."""
-
-    def __call__(self, texts):
-        return word_tokenizer(WORDS)(texts, padding="max_length", max_length=16, return_tensors="pt")["input_ids"]
+TEXTS = ["a photo of a cat", "this is a ship.", "dog"]
 
 
 @torch.no_grad()
-def test_a_sparseformer_is_a_visual_tower_of_open_clip(inputs):
-    clip = open_clip_model()
-    texts = clip.encode_text(WordTokenizer()(["a photo of a cat"]))
-    clip = swapped(clip)
-    assert torch.equal(clip.encode_text(WordTokenizer()(["a photo of a cat"])), texts)
-    features = clip.encode_image(inputs["pixel_values"], normalize=True)
-    expected = clip.visual.model(inputs["pixel_values"]).image_embeds
-    torch.testing.assert_close(features, F.normalize(expected, dim=-1))
+def test_a_sparseformer_is_a_visual_tower_of_open_clip(towers):
+    clip, pixel_values = open_clip_model(towers.name), towers.inputs["pixel_values"]
+    ids = towers.tokenize(TEXTS, 16)["input_ids"]
+    texts = clip.encode_text(ids, normalize=True)
+    clip = swapped(clip, towers.vision_model)
+    assert clip.visual.output_dim == texts.shape[1] == (64 if towers.is_siglip else 24)
+    expected = F.normalize(towers.embed(pixel_values), dim=-1)
+    torch.testing.assert_close(clip.encode_image(pixel_values, normalize=True), expected)
+    images, again, *_ = clip(pixel_values, ids)
+    torch.testing.assert_close(images, expected)
+    assert torch.equal(again, texts)
+    bias = clip.logit_bias if towers.is_siglip else 0
+    logits = clip.logit_scale.exp() * expected @ texts.T + bias
+    torch.testing.assert_close(clip.get_logits(pixel_values, ids)[0], logits)
     clip.visual.output_tokens = True
-    pooled, tokens = clip.visual(inputs["pixel_values"])
-    assert pooled.shape == (3, 24) and tokens.shape == (3, 6, 64)
-    clip.visual.output_tokens = False
-    classifier = open_clip.build_zero_shot_classifier(
-        clip, WordTokenizer(), ["cat", "dog", "ship"], ["a photo of a {}.", "this is a {}."]
-    )
-    assert (features @ classifier).shape == (3, 3)
-    scores = clip(inputs["pixel_values"], WordTokenizer()(["a cat"]))[0] @ texts.T
-    assert scores.isfinite().all()
-    preprocess = open_clip.transform.image_transform_v2(
-        open_clip.transform.PreprocessCfg(**clip.visual.preprocess_cfg), False
-    )
-    assert "Resize" in str(preprocess)
+    pooled, tokens = clip.visual(pixel_values)
+    assert pooled.shape == (2, texts.shape[1]) and tokens.shape == (2, 6, 64)
+    preprocessing = open_clip.transform.PreprocessCfg(**clip.visual.preprocess_cfg)
+    assert preprocessing.resize_mode == "squash"
+    assert "Resize" in str(open_clip.transform.image_transform_v2(preprocessing, False))
 
 
-def test_groups_of_the_visual_tower_are_frozen_as_open_clip_freezes_them():
-    clip = swapped(open_clip_model())
-    visual = clip.visual
+def test_groups_of_the_visual_tower_are_frozen_as_open_clip_freezes_them(towers):
+    clip = swapped(open_clip_model(towers.name), towers.vision_model)
+    visual, last = clip.visual, "pooling_head" if towers.is_siglip else "visual_projection"
 
     def trained():
-        return {name.removeprefix("model.") for name, p in visual.named_parameters() if p.requires_grad}
+        names = (name.removeprefix("model.") for name, p in visual.named_parameters() if p.requires_grad)
+        return {name.removeprefix("sparseformer.") for name in names}
 
     clip.lock_image_tower()
     assert not trained()
     clip.lock_image_tower(unlocked_groups=1)
-    assert trained() == {"visual_projection.weight"}
+    assert {name.split(".")[0] for name in trained()} == {last}
     clip.lock_image_tower(unlocked_groups=2)
-    assert {name.split(".")[1] for name in trained() - {"visual_projection.weight"}} == {"layers", "layernorm"}
+    assert {name.split(".")[0] for name in trained()} == {"layers", "layernorm", last}
     clip.lock_image_tower(unlocked_groups=4)
-    assert trained() == {name for name, _ in visual.model.named_parameters()}
-    assert {"model.sparseformer.latents.initial_rois"} <= visual.no_weight_decay()
+    assert len(trained()) == len(list(visual.model.parameters()))
+    spared = ("latents.initial_rois", "pooling_head.probe") if towers.is_siglip else ("latents.initial_rois",)
+    assert all(any(name.endswith(end) for name in visual.no_weight_decay()) for end in spared)
     clip.set_grad_checkpointing(True)
     visual.train()(torch.randn(2, 3, 32, 32)).sum().backward()
-    assert visual.model.visual_projection.weight.grad is not None
+    assert next(getattr(visual.model, last).parameters()).grad is not None
 
 
-@pytest.mark.parametrize(
-    ("custom_text", "quick_gelu", "text"),
-    [(False, False, {}), (False, True, {}), (True, False, {"pool_type": "eos", "eos_id": WORDS.index("[EOS]")})],
-    ids=["plain", "quick-gelu", "custom-text"],
-)
-@torch.no_grad()
-def test_converts_to_transformers_and_back(custom_text, quick_gelu, text, inputs):
-    clip = swapped(open_clip_model(custom_text, quick_gelu, **text))
-    ids = WordTokenizer()(["a photo of a cat", "this is a ship."])
-    model = from_open_clip(clip)
-    again = to_open_clip(model)
-    expected = clip.encode_text(ids), clip.encode_image(inputs["pixel_values"])
-    torch.testing.assert_close(model.get_text_features(ids).pooler_output, expected[0])
-    torch.testing.assert_close(model.get_image_features(inputs["pixel_values"]).pooler_output, expected[1])
-    torch.testing.assert_close(again.encode_text(ids), expected[0])
-    torch.testing.assert_close(again.encode_image(inputs["pixel_values"]), expected[1])
-    assert model.logit_scale.item() == again.logit_scale.item() == pytest.approx(clip.logit_scale.item())
-    rois = model.vision_model.latents.initial_rois.clone()
-    half = to_open_clip(model.half())
-    assert half.token_embedding.weight.dtype == torch.float16
-    assert torch.equal(half.visual.model.base_model.latents.initial_rois, rois)
-
-
-UNFIT_TEXTS = {
-    "bidirectional": ({"no_causal_mask": True}, "bidirectional"),
-    "another pooling": ({"pool_type": "last"}, "pools by 'last'"),
-    "a class token": ({"embed_cls": True}, r"appends a \[CLS\]"),
-    "a projection with bias": ({"proj_bias": True}, "no matrix without bias"),
+CONVERTED = {
+    "CLIP": ("clip", {}),
+    "CLIP, quick-gelu": ("clip", {"quick_gelu": True}),
+    "CLIP, custom text": (
+        "clip",
+        {"model_class": open_clip.CustomTextCLIP, "pool_type": "eos", "eos_id": CLIP_WORDS.index("[EOS]")},
+    ),
+    "SigLIP": ("siglip", {}),
+    "SigLIP 2": ("siglip", {"act_kwargs": {"approximate": "tanh"}}),
+    "SigLIP, quick-gelu": ("siglip", {"quick_gelu": True}),
+    "SigLIP, not apart": ("siglip", {"model_class": open_clip.CLIP}),
 }
 
 
-@pytest.mark.parametrize("name", UNFIT_TEXTS)
-def test_text_sides_that_transformers_has_not_are_refused(name):
-    text, message = UNFIT_TEXTS[name]
-    with pytest.raises(ValueError, match=message):
-        from_open_clip(swapped(open_clip_model(custom_text=True, **text)))
-
-
-def test_visual_towers_of_other_kinds_are_refused(vision_model):
-    with pytest.raises(ValueError, match="is a VisionTransformer, expected an OpenClipVisual"):
-        from_open_clip(open_clip_model())
-    with pytest.raises(ValueError, match="expected a SparseFormerVisionModelWithProjection"):
-        OpenClipVisual(vision_model.base_model)
+@pytest.mark.parametrize("case", CONVERTED)
+@torch.no_grad()
+def test_converts_to_transformers_and_back(case, make_towers):
+    name, options = CONVERTED[case]
+    towers = make_towers(name)
+    pixel_values, ids = towers.inputs["pixel_values"], towers.tokenize(TEXTS, 16)["input_ids"]
+    clip = swapped(open_clip_model(name, **options), towers.vision_model)
+    model = from_open_clip(clip)
+    again = to_open_clip(model)
+    assert type(model) is towers.model_class
+    assert type(again) is (open_clip.CustomTextCLIP if towers.is_siglip else open_clip.CLIP)
+    text, logits = clip.encode_text(ids), clip.get_logits(pixel_values, ids)[0]
+    for given, expected in (
+        (model.get_text_features(ids).pooler_output, text),
+        (again.encode_text(ids), text),
+        (model(ids, pixel_values).logits_per_image, logits),
+        (again.get_logits(pixel_values, ids)[0], logits),
+    ):
+        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    assert logits.std() > 0.1
+    assert model.logit_scale.item() == again.logit_scale.item() == pytest.approx(clip.logit_scale.item())
+    if towers.is_siglip:
+        assert again.logit_bias.item() == model.logit_bias.item() == clip.logit_bias.item()
 
 
 @torch.no_grad()
-def test_other_models_are_not_converted(vision_model):
-    with pytest.raises(ValueError, match=r"Got a SparseFormer\w+, expected a SparseFormerCLIPModel"):
-        to_open_clip(vision_model)
+def test_one_of_transformers_becomes_one_of_open_clip(towers):
+    clip, inputs = to_open_clip(towers.model), towers.inputs
+    ids = towers.tokenize(
+        ["a photo of a cat", "this is a ship."], towers.model.config.text_config.max_position_embeddings
+    )
+    logits = clip.get_logits(inputs["pixel_values"], ids["input_ids"])[0]
+    torch.testing.assert_close(logits, towers.model(**inputs).logits_per_image, rtol=1e-5, atol=1e-5)
+    half = to_open_clip(copy.deepcopy(towers.model).half())
+    assert next(half.visual.model.base_model.layers.parameters()).dtype == torch.float16
+    rois = half.visual.model.base_model.latents.initial_rois
+    assert torch.equal(rois, towers.model.vision_model.latents.initial_rois)
 
 
-def test_the_image_side_computes_with_the_tokens_that_are_chosen(clip, inputs, tmp_path):
+CUSTOM = {"model_class": open_clip.CustomTextCLIP}
+UNFIT_TEXTS = {
+    "bidirectional": ("clip", {**CUSTOM, "no_causal_mask": True}, "bidirectional"),
+    "another pooling": ("clip", {**CUSTOM, "pool_type": "last"}, "pools by 'last'"),
+    "a class token": ("clip", {**CUSTOM, "embed_cls": True}, r"appends a \[CLS\]"),
+    "a projection with bias": ("clip", {**CUSTOM, "proj_bias": True}, "no matrix without bias"),
+    "causal attention": ("siglip", {"no_causal_mask": False}, "its attention is causal, that of SigLIP bidirectional"),
+    "CLIP's pooling": ("siglip", {"pool_type": "argmax"}, "SigLIP, which pools by 'last', and it by 'argmax'"),
+    "a projection without bias": ("siglip", {"proj_bias": False}, "no linear layer with bias"),
+    "norms in attention": ("siglip", {"qk_norm": True}, "its attention is a Attention, expected nn.MultiheadAttent"),
+    "no bias of logits": ("siglip", {"bias": None}, "pools by 'last', CLIP at the end"),
+    "a mask of padding": ("siglip", {}, "its attention leaves out padding"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT_TEXTS)
+def test_text_sides_that_transformers_has_not_are_refused(case, make_towers):
+    name, text, message = UNFIT_TEXTS[case]
+    clip = swapped(open_clip_model(name, **text), make_towers(name).vision_model)
+    if case == "a mask of padding":
+        clip.text.use_pad_mask = True
+    with pytest.raises(ValueError, match=message):
+        from_open_clip(clip)
+
+
+def test_other_models_are_not_converted(clip, siglip):
+    clips_text = {"no_causal_mask": False, "proj_bias": False, "pool_type": "argmax", "bias": None}
+    wide = frugalvit.SparseFormerConfig(**siglip.vision_model.config.to_dict() | {"projection_dim": 64})
+    projected = swapped(open_clip_model("siglip"), SparseFormerVisionModelWithProjection(wide))
+    unprojected = swapped(open_clip_model("siglip", **clips_text), siglip.vision_model)
+    classifier = frugalvit.SparseFormerForImageClassification(siglip.vision_model.config)
+    for convert, wrong, message in (
+        (from_open_clip, open_clip_model("clip"), "is a VisionTransformer, expected an OpenClipVisual"),
+        (from_open_clip, projected, "holds a SparseFormerVisionModelWithProjection, that of a SigLIP"),
+        (from_open_clip, unprojected, "holds a SparseFormerVisionModel, that of a CLIP"),
+        (OpenClipVisual, clip.vision_model.base_model, "expected a SparseFormerVisionModelWithProjection"),
+        (OpenClipVisual, classifier, "Got a SparseFormerForImageC.*, expected a Sparse.* from a SigLIP"),
+        (OpenClipVisual, nn.Linear(2, 2), "Got a Linear, expected a Sparse.* from a SigLIP"),
+        (to_open_clip, clip.vision_model, r"Got a SparseFormer\w+, expected a SparseFormerCLIPModel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(wrong)
+
+
+def test_the_image_side_computes_with_the_tokens_that_are_chosen(clip, tmp_path):
     fields = {"num_latent_tokens": 6, "elastic_token_counts": [4, 6], **SMALL}
-    vision_model = randomize(frugalvit.SparseFormerVisionModelWithProjection.from_teacher(clip, **fields))
-    model = SparseFormerCLIPModel.from_clip(clip, vision_model)
+    vision_model = randomize(SparseFormerVisionModelWithProjection.from_teacher(clip.teacher, **fields))
+    model, inputs = SparseFormerCLIPModel.from_clip(clip.teacher, vision_model), clip.inputs
     pixel_values = inputs["pixel_values"]
     expected = vision_model(pixel_values, num_tokens=4).image_embeds
     torch.testing.assert_close(model.get_image_features(pixel_values, num_tokens=4).pooler_output, expected)

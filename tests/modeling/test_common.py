@@ -324,7 +324,7 @@ class ClipCommonTest(ModelTesterMixin, unittest.TestCase):
         super().setUp()
         self.model_tester = self.make_tester(self)
         if "eager_matches_sdpa_inference" in self._testMethodName:
-            self.skipTest("it knows models of one input only; test_clip.py and test_siglip.py compare both sides")
+            self.skipTest("it knows models of one input only; test_clip.py compares both sides")
 
     @unittest.skip("the two sides' outputs hold them, as CLIPModel's do")
     def test_hidden_states_output(self):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import compute_without_frugalvit
 from torch import nn
-from transformers import AutoImageProcessor, AutoModelForImageClassification, Trainer, TrainingArguments
+from transformers import AutoModelForImageClassification
 
 import frugalvit
 from frugalvit import ContextBroadcast, count_context_broadcast, insert_context_broadcast, remove_context_broadcast
@@ -210,20 +210,6 @@ class TestDefinition:
         assert again.vit.layers[0].mlp.context_broadcast_out.scale.eq(1).all()
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_permuted_tokens_are_permuted(self, kind):
-        module, x = randomize(ContextBroadcast(kind, 4)), torch.randn(2, 9, 4)
-        order = torch.cat([torch.tensor([0]), 1 + torch.randperm(8)])  # the class token stays in front
-        torch.testing.assert_close(module(x[:, order]), module(x)[:, order])
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_half_precision(self, kind, dtype):
-        module, x = randomize(ContextBroadcast(kind, 4)), torch.randn(2, 50, 4)
-        half = copy.deepcopy(module).to(dtype)(x.to(dtype))
-        assert half.dtype == dtype
-        torch.testing.assert_close(half.float(), module(x), atol=0.03, rtol=0.03)
-
-    @pytest.mark.parametrize("kind", KINDS)
     def test_padding_stays_out(self, kind):
         module, x = randomize(ContextBroadcast(kind, 4)), torch.randn(2, 6, 4)
         counts = (4, 6)
@@ -240,7 +226,6 @@ class TestDefinition:
         [
             (lambda: ContextBroadcast("cbs"), "`kind` is 'cbs', expected one of 'cb', 'cb_s'"),
             (lambda: ContextBroadcast("cb_s"), "give `hidden_size`"),
-            (lambda: ContextBroadcast("cb_s", 4, blend=True), "would never learn with `blend=True`"),
             (lambda: ContextBroadcast("cb", data_format="nchw"), "'channels_last', 'channels_first'"),
             (lambda: ContextBroadcast()(torch.ones(3, 4)), r"shape \(3, 4\), expected"),
             (lambda: ContextBroadcast("cb_gate")(torch.ones(1, 2, 2, 4)), "needs a class token; got a map"),
@@ -254,91 +239,84 @@ class TestDefinition:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-class TestHosts:
-    def test_is_inserted_removed_and_copied(self, host):
+def test_is_what_one_would_write_by_hand(host):
+    """The end of every MLP, by wrapping its forward; afterwards the model is as it was."""
+    model = make(host)
+    before, model_class, weights = output_of(model), type(model), set(model.state_dict())
+    report = insert_context_broadcast(model)
+    inserted = output_of(model)
+    names = [name for name, module in model.named_modules() if hasattr(module, "context_broadcast_out")]
+    assert len(names) == len(set(report.places)) == HOSTS[host][1]
+    assert report.is_saved is isinstance(model, transformers.PreTrainedModel)
+    remove_context_broadcast(model)
+    assert type(model) is model_class and set(model.state_dict()) == weights
+    assert not model._forward_hooks and not any(m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(output_of(model), before)
+    for name in names:
+        mlp = model.get_submodule(name)
+
+        def forward(*args, original=mlp.forward):
+            tokens = original(*args)
+            mean = tokens.flatten(1, -2).mean(1)
+            return (tokens + mean.view(len(tokens), *[1] * (tokens.ndim - 2), -1)) / 2
+
+        mlp.forward = forward
+    torch.testing.assert_close(output_of(model), inserted, atol=1e-5, rtol=1e-5)
+    assert (inserted - before).abs().max() > 1e-3
+
+
+# How blocks are found differs from host to host, what is done with them does not.
+@pytest.mark.parametrize("host", ["ViT", "Swin", "timm ViT"])
+class TestInserted:
+    def test_is_reported_and_copied(self, host):
         model = make(host)
-        before, model_class, names = output_of(model), type(model), set(model.state_dict())
+        before = output_of(model)
         report = insert_context_broadcast(model, "cb_s", ["mlp_end", "attention_end"])
         assert len(report.places) == len(set(report.places)) == 2 * HOSTS[host][1]
         assert report.num_parameters == sum(p.numel() for n, p in model.named_parameters() if "context_" in n) > 0
-        assert report.is_saved is isinstance(model, transformers.PreTrainedModel) and not report.changes_outputs
-        assert str(report).count("\n") == len(report.places) + (not report.is_saved)
-        assert f"{report.num_parameters:,} parameters" in str(report)
+        assert not report.changes_outputs and f"{report.num_parameters:,} parameters" in str(report)
         assert ("not saved with the model" in str(report)) is not report.is_saved
-        assert set(model.state_dict()) >= names and isinstance(model, model_class)
         assert torch.equal(output_of(model), before)  # scales of 0
         set_scales(model)
         after = output_of(model)
         assert (after - before).abs().max() > 1e-3
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        remove_context_broadcast(model)
         for each in copies:
             assert torch.equal(output_of(each), after)
-        remove_context_broadcast(model)
-        assert type(model) is model_class and set(model.state_dict()) == names
-        assert torch.equal(output_of(model), before)
         report = insert_context_broadcast(model, blend=True)
         assert torch.equal(output_of(model), before) and not report.changes_outputs
         assert report.num_parameters == HOSTS[host][1]
-        remove_context_broadcast(model)
-        assert not model._forward_hooks and not any(m._forward_pre_hooks for m in model.modules())
-        for each in copies:
-            assert torch.equal(output_of(each), after)
-        report = insert_context_broadcast(model)  # again, after removing
-        assert report.changes_outputs and "fine-tune it, or insert it with `blend=True`" in str(report)
         with pytest.raises(ValueError, match="already has Context Broadcasting"):
             insert_context_broadcast(model)
 
     def test_end_of_the_mlp_equals_its_middle(self, host):
-        model = make(host)
+        model, outputs = make(host), {}
         before = output_of(model)
-        insert_context_broadcast(model, "cb", "mlp_mid")
-        middle = output_of(model)
-        remove_context_broadcast(model)
-        insert_context_broadcast(model, "cb", "mlp_end")
-        end = output_of(model)
-        remove_context_broadcast(model)
-        insert_context_broadcast(model, "cb", "mlp_front")
-        front = output_of(model)
-        scale = before.abs().max()
-        torch.testing.assert_close(middle / scale, end / scale, atol=1e-4, rtol=1e-4)
-        assert (end - before).abs().max() > 1e-3 and (end - front).abs().max() > 1e-3
+        for position in ("mlp_mid", "mlp_end", "mlp_front"):
+            insert_context_broadcast(model, "cb", position)
+            outputs[position] = output_of(model) / before.abs().max()
+            remove_context_broadcast(model)
+        torch.testing.assert_close(outputs["mlp_mid"], outputs["mlp_end"], atol=1e-4, rtol=1e-4)
+        assert (outputs["mlp_end"] - outputs["mlp_front"]).abs().max() > 1e-3
 
-    def test_is_what_one_would_write_by_hand(self, host):
-        """The end of every MLP, by wrapping its forward."""
-        model = make(host)
-        insert_context_broadcast(model)
-        inserted = output_of(model)
-        names = [name for name, module in model.named_modules() if hasattr(module, "context_broadcast_out")]
-        remove_context_broadcast(model)
-        for name in names:
-            mlp = model.get_submodule(name)
 
-            def forward(*args, original=mlp.forward):
-                tokens = original(*args)
-                mean = tokens.flatten(1, -2).mean(1)
-                return (tokens + mean.view(len(tokens), *[1] * (tokens.ndim - 2), -1)) / 2
-
-            mlp.forward = forward
-        torch.testing.assert_close(output_of(model), inserted, atol=1e-5, rtol=1e-5)
-
-    def test_is_kept_when_saved(self, host, tmp_path):
-        model = make(host)
-        if not isinstance(model, transformers.PreTrainedModel):
-            pytest.skip("timm's models are saved as state dicts")
-        model_class = type(model)
-        report = insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)
-        assert report.is_saved
-        set_scales(model)
-        model.save_pretrained(tmp_path)
-        auto_class = next(
-            (name for name, own in reversed(model.auto_classes.items()) if own == type(model).__name__), None
-        )
-        loaded = (getattr(transformers, auto_class) if auto_class else type(model)).from_pretrained(tmp_path).eval()
-        assert type(loaded) is type(model) and isinstance(loaded, model_class)
-        assert torch.equal(output_of(loaded), output_of(model))
-        loaded.save_pretrained(tmp_path / "again")
-        for name in ("model.safetensors", "context_broadcast.py"):
-            assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+@pytest.mark.parametrize("host", [name for name in HOSTS if not name.startswith("timm ") or "Transformers" in name])
+def test_is_kept_when_saved(host, tmp_path):
+    model = make(host)
+    model_class = type(model)
+    insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)
+    set_scales(model)
+    model.save_pretrained(tmp_path)
+    auto_class = next(
+        (name for name, own in reversed(model.auto_classes.items()) if own == type(model).__name__), None
+    )
+    loaded = (getattr(transformers, auto_class) if auto_class else type(model)).from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(model) and isinstance(loaded, model_class)
+    assert torch.equal(output_of(loaded), output_of(model))
+    loaded.save_pretrained(tmp_path / "again")
+    for name in ("model.safetensors", "context_broadcast.py"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 class TestPlaces:
@@ -358,16 +336,10 @@ class TestPlaces:
                 block.drop_path = Mean()
         torch.testing.assert_close(output_of(model), inserted)
 
-    def test_of_a_clip_only_the_image_side(self):
-        model = make("CLIP")
-        report = insert_context_broadcast(model)
-        assert all(place.startswith("vision_model.") for place in report.places)
-
-    def test_of_a_sparseformer_only_the_cortex(self):
-        model = make("SparseFormer")
-        report = insert_context_broadcast(model)
-        assert all(place.startswith("sparseformer.layers.") for place in report.places)
-        assert model.config.context_broadcast == "cb"
+    @pytest.mark.parametrize(("host", "part"), [("CLIP", "vision_model."), ("SparseFormer", "sparseformer.layers.")])
+    def test_only_the_image_side_and_the_blocks(self, host, part):
+        report = insert_context_broadcast(make(host))
+        assert all(place.startswith(part) for place in report.places)
 
     @pytest.mark.parametrize("tower", ["CLIP", "SparseFormer"])
     def test_of_a_llava_only_the_tower(self, tower, tmp_path):
@@ -446,7 +418,6 @@ class TestPlaces:
     @pytest.mark.parametrize(
         ("host", "arguments", "message"),
         [
-            ("ViT", {"kind": "cbs"}, "`kind` is 'cbs'"),
             ("ViT", {"position": "mlp"}, "`position` is 'mlp', expected one of 'mlp_front'"),
             ("ViT", {"position": ["mlp_end", "mlp_end"]}, "several different ones"),
             ("ViT", {"position": []}, "expected one position"),
@@ -456,9 +427,6 @@ class TestPlaces:
             ("ViT", {"pattern": r".*layernorm_after", "kind": "cb_s"}, "needs to know how many channels"),
             ("ViT", {"kind": "cb_s", "blend": True}, "would never learn"),
             ("Swin", {"kind": "cb_gate"}, "needs a class token in front of the tokens"),
-            ("PVT", {"kind": "cb_hybrid"}, "needs a class token"),
-            ("SigLIP vision", {"kind": "cb_gate"}, "needs a class token"),
-            ("ViTImpulseInit", {"kind": "cb_gate"}, "needs a class token"),
         ],
     )
     def test_bad_input_leaves_the_model_alone(self, host, arguments, message):
@@ -474,9 +442,8 @@ class TestPlaces:
         with pytest.raises(ValueError, match="ResNet has no blocks .* by `pattern`"):
             insert_context_broadcast(timm.create_model("resnet10t"))
 
-    @pytest.mark.parametrize("name", ["cait_xxs24_224", "convit_tiny", "xcit_nano_12_p16_224"])
-    def test_no_gate_where_the_class_token_comes_later(self, name):
-        model = timm.create_model(name)
+    def test_no_gate_where_the_class_token_comes_later(self):
+        model = timm.create_model("cait_xxs24_224")
         with pytest.raises(ValueError, match="needs a class token"):
             insert_context_broadcast(model, "cb_gate")
         insert_context_broadcast(model, "cb")
@@ -527,43 +494,7 @@ def test_a_checkpoint_with_older_names(tmp_path):
         torch.testing.assert_close(*states)
 
 
-def test_trainer_trains_an_altered_model(tmp_path):
-    model = make("ViT")
-    insert_context_broadcast(model, "cb_s")
-    torch.manual_seed(0)
-    examples = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 2} for i in range(8)]
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True
-    )
-    trainer = Trainer(model, arguments, train_dataset=examples)
-    trainer.train()
-    scales = [layer.mlp.context_broadcast_out.scale for layer in model.vit.layers]
-    assert all(scale.abs().min() > 0 for scale in scales)
-    trainer.save_model(tmp_path / "final")
-    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "final").eval()
-    assert torch.equal(output_of(loaded), output_of(model.eval()))
-
-
-def test_pipeline_and_image_processor(tmp_path, photographs):
-    model = make("ViT")
-    insert_context_broadcast(model)
-    model.save_pretrained(tmp_path)
-    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
-    image = photographs[0][0]
-    [best, *_] = transformers.pipeline("image-classification", str(tmp_path), device="cpu")(image)
-    pixel_values = AutoImageProcessor.from_pretrained(tmp_path)(image, return_tensors="pt")["pixel_values"]
-    with torch.no_grad():
-        scores = model(pixel_values).logits.softmax(-1)
-    assert best["score"] == pytest.approx(scores.max().item())
-
-
-@pytest.mark.parametrize(
-    ("host", "kind"),
-    [
-        *(("ViT", kind) for kind in KINDS),
-        *((host, "cb") for host in ("ViTContextBroadcast", "timm ViT", "CLIP vision")),
-    ],
-)
+@pytest.mark.parametrize(("host", "kind"), [*(("ViT", kind) for kind in KINDS), ("timm ViT", "cb")])
 def test_compiles_in_one_graph(host, kind):
     model = make(host)
     insert_context_broadcast(model, kind, ["mlp_mid", "mlp_end", "attention_end"])

@@ -96,6 +96,25 @@ class TestShares:
         torch.testing.assert_close(places[:, 2, 1], torch.tensor([0.25, -0.25, 1.0, 1.0]))
 
 
+# Programs that run a model of the usual size on one image.
+LARGE = {
+    "backbone": """
+from frugalvit import PatchSparseFormerConfig, SparseFormerBackbone
+sizes = {"patch_size": 14, "hidden_size": 384, "num_hidden_layers": 12, "out_indices": [3, 6, 9, 12]}
+few = {"num_latent_tokens": 1024, "placement": "content", "upsampler_hidden_size": 64}
+model = SparseFormerBackbone(PatchSparseFormerConfig(image_size=[720, 1280], **sizes, **few)).eval()
+with torch.no_grad():
+    maps = model(torch.zeros(1, 3, 720, 1280)).feature_maps
+assert [each.shape for each in maps] == [(1, 384, 51, 91)] * 4""",
+    "segmentation": """
+from frugalvit import SparseFormerConfig, SparseFormerForSemanticSegmentation
+config = SparseFormerConfig.from_variant("augreg-base-49-224", num_latent_tokens=256, num_labels=150)
+model = SparseFormerForSemanticSegmentation(config).eval()
+with torch.no_grad():
+    model(torch.zeros(1, 3, 512, 512))""",
+}
+
+
 class TestMaps:
     @pytest.mark.parametrize(
         ("name", "backbone_class"),
@@ -185,21 +204,13 @@ class TestMaps:
         assert not spread(torch.rand(1, 3, 2), shares_of_tokens(rois, 4, 4)).requires_grad
 
     @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-    def test_a_large_image_needs_less_than_1_5_gb(self):
+    @pytest.mark.parametrize(("kind", "most"), [("backbone", 1.5e9), ("segmentation", 2e9)])
+    def test_a_large_image_needs_little_memory(self, kind, most):
         # Started processes inherit the peak of those that start them.
-        program = (
-            "import re, torch\n"
-            "open('/proc/self/clear_refs', 'w').write('5')\n"
-            "from frugalvit import PatchSparseFormerConfig, SparseFormerBackbone\n"
-            "sizes = {'patch_size': 14, 'hidden_size': 384, 'num_hidden_layers': 12, 'out_indices': [3, 6, 9, 12]}\n"
-            "few = {'num_latent_tokens': 1024, 'placement': 'content', 'upsampler_hidden_size': 64}\n"
-            "model = SparseFormerBackbone(PatchSparseFormerConfig(image_size=[720, 1280], **sizes, **few)).eval()\n"
-            "with torch.no_grad(): maps = model(torch.zeros(1, 3, 720, 1280)).feature_maps\n"
-            "assert [each.shape for each in maps] == [(1, 384, 51, 91)] * 4\n"
-            "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
-        )
+        program = f"import re, torch\nopen('/proc/self/clear_refs', 'w').write('5')\n{LARGE[kind]}\n"
+        program += "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
         output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        assert 0.3e9 < int(output) * 1024 < 1.5e9
+        assert 0.3e9 < int(output) * 1024 < most
 
 
 class TestUpsampler:
@@ -220,23 +231,6 @@ class TestUpsampler:
         inside = found.unflatten(-1, (4, 2)).unflatten(-3, (4, 2))
         before = expected[0].unflatten(-1, (4, 2)).unflatten(-3, (4, 2))
         assert inside.std((-1, -3)).min() > 0.01 > before.std((-1, -3)).median()
-
-    def test_learns_what_tokens_do_not_tell(self):
-        """The target is the mean pixel of each cell."""
-        torch.manual_seed(0)
-        model = SparseFormerBackbone(PatchSparseFormerConfig(**PATCHES | {"upsampler_hidden_size": 8}))
-        model.sparseformer.requires_grad_(False)
-        pixel_values = images().repeat_interleave(2, -1)[..., :64]
-        target = nn.functional.avg_pool2d(pixel_values, 8).mean(1, keepdim=True).expand(-1, 32, -1, -1)
-        optimizer, losses = torch.optim.Adam(model.feature_maps.parameters(), 1e-2), []
-        before = model(pixel_values).feature_maps[0].detach()
-        for _ in range(40):
-            loss = (model(pixel_values).feature_maps[0] - before - target).square().mean()
-            losses.append(loss.item())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        assert losses[-1] < 0.3 * losses[0]
 
 
 class TestLoading:
@@ -282,14 +276,6 @@ class TestLoading:
         torch.testing.assert_close(compiled(images()).feature_maps[0], model(images()).feature_maps[0])
 
     @torch.no_grad()
-    def test_is_exported_for_any_batch(self):
-        model = make(upsampler_hidden_size=4, placement="content")
-        expected = model(images()).feature_maps[0]
-        batch = {"pixel_values": {0: torch.export.Dim("batch")}}
-        program = torch.export.export(model, (images(),), dynamic_shapes=batch).module()
-        torch.testing.assert_close(program(images()[:1]).feature_maps[0], expected[:1], atol=1e-5, rtol=1e-4)
-
-    @torch.no_grad()
     def test_is_exported_for_any_size(self):
         model = make(upsampler_hidden_size=4, out_indices=[1, 2])
         shapes = {"pixel_values": dict.fromkeys((2, 3), torch.export.Dim.DYNAMIC)}
@@ -298,22 +284,16 @@ class TestLoading:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-class TestLinearDecoder:
-    def test_learns(self):
-        torch.manual_seed(0)
-        model = SparseFormerForSemanticSegmentation(PatchSparseFormerConfig(**PATCHES | {"decoder_type": "linear"}))
-        labels = torch.zeros(2, 64, 64, dtype=torch.long)
-        labels[:, 32:, :32] = 2
-        outputs = model(images(), labels=labels, output_token_maps=True)
-        assert outputs.logits.shape == (2, 3, 8, 8) and outputs.hidden_states is None
-        torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 8))
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-        for _ in range(15):
-            loss = model(images(), labels=labels).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        assert loss < 0.3 * outputs.loss
+def test_a_linear_decoder_reads_the_maps():
+    torch.manual_seed(0)
+    model = SparseFormerForSemanticSegmentation(PatchSparseFormerConfig(**PATCHES | {"decoder_type": "linear"}))
+    labels = torch.zeros(2, 64, 64, dtype=torch.long)
+    labels[:, 32:, :32] = 2
+    outputs = model(images(), labels=labels, output_token_maps=True)
+    assert outputs.logits.shape == (2, 3, 8, 8) and outputs.hidden_states is None
+    torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 8))
+    outputs.loss.backward()
+    assert model.decode_head.classifier.weight.grad.any() and model.sparseformer.layers[0].mlp.fc1.weight.grad.any()
 
 
 BOX = [{"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.3, 0.3]])}] * 2
@@ -437,7 +417,6 @@ class TestSwap:
     [
         ({"out_features": ["stage9"]}, r"`out_features` has \['stage9'\], expected some of stem, stage1, .*stage4"),
         ({"out_indices": [5]}, r"`out_indices` has \[5\], expected numbers from 0, the stem, to 4"),
-        ({"out_indices": [-9]}, r"`out_indices` has \[-9\]"),
         ({"out_indices": [3, 1]}, "same order as stage_names"),
         ({"feature_scales": [2, 1], "out_indices": [1]}, r"`feature_scales` is \[2, 1\], expected a positive number"),
         ({"feature_scales": [0]}, r"`feature_scales` is \[0\], expected a positive number for each of the 1"),

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import pipeline
 from transformers.utils import logging
 
 from frugalvit import SparseFormerForImageClassification, SparseFormerModel
@@ -59,16 +58,6 @@ def test_a_count_is_the_model_that_was_cut_to_it(model_class, elastic, pixel_val
         torch.testing.assert_close(first(loaded(pixel_values, num_tokens=largest)), found[largest])
     model.set_num_tokens(None)
     assert torch.equal(first(model(pixel_values)), found[largest])
-
-
-def test_pipelines_use_the_count_that_is_set(elastic, photographs, tmp_path):
-    image = photographs[0][0]
-    model = elastic(SparseFormerForImageClassification)
-    model.save_pretrained(tmp_path / "all")
-    model.set_num_tokens(4)
-    model.save_pretrained(tmp_path / "four")
-    scores = [pipeline("image-classification", str(tmp_path / name))(image)[0]["score"] for name in ("all", "four")]
-    assert scores[0] != scores[1]
 
 
 @torch.no_grad()

@@ -15,8 +15,6 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
     SiglipVisionConfig,
-    Trainer,
-    TrainingArguments,
 )
 
 import frugalvit
@@ -102,12 +100,6 @@ def test_the_processor_inserts_as_many_tokens_as_the_tower_gives(tokens, size, t
         assert model(**inputs).logits.shape == (1, tokens + 4, len(WORDS))
 
 
-def test_a_processor_that_does_not_fit_is_noticed_when_the_pair_is_built():
-    model, _ = swapped()
-    with pytest.raises(ValueError, match=r"inserts 64 tokens .* makes 7 of it"):
-        check_image_tokens(make_processor(model), model)
-
-
 @torch.no_grad()
 def test_batches_several_images_and_left_padding():
     model, processor = swapped()
@@ -136,18 +128,6 @@ def test_generates(cache):
     assert torch.equal(answers, ids)
 
 
-@torch.no_grad()
-def test_compiles():
-    llava = make_llava()
-    # Two layers, as each takes as long to trace as the first.
-    model = swap_vision_tower(llava, make_tower(llava, truncate=4))
-    processor = matching_processor(make_processor(llava), model)
-    inputs = processor(images=noise(), text="<image> what ?", return_tensors="pt")
-    expected = model(**inputs).logits
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llava") / "model"
@@ -169,31 +149,14 @@ def test_a_saved_model_loads_with_and_without_the_package(folder, tmp_path):
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
 
 
-def test_trains(tmp_path):
+def test_the_loss_reaches_all_parts():
     model, processor = swapped()
     inputs = processor(images=noise(), text="<image> what is this ? cat", return_tensors="pt")
-    example = {name: tensor[0] for name, tensor in inputs.items() if name != "pixel_values"}
-    labels = torch.where(example["input_ids"] == IMAGE, -100, example["input_ids"])
-    example = {**example, "pixel_values": inputs["pixel_values"][0], "labels": labels}
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    arguments = TrainingArguments(
-        *(str(tmp_path),),
-        max_steps=8,
-        per_device_train_batch_size=2,
-        learning_rate=3e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    trainer = Trainer(model, arguments, train_dataset=[example] * 8)
-    trainer.train()
-    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-    assert losses[-1] < 0.7 * losses[0]
+    labels = torch.where(inputs["input_ids"] == IMAGE, -100, inputs["input_ids"])
+    model.train()(**inputs, labels=labels).loss.backward()
+    learned = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     for part in ("vision_tower.stem", "multi_modal_projector", "language_model.layers.0"):
-        assert any(not torch.equal(before[n], t) for n, t in model.state_dict().items() if f"model.{part}" in n)
+        assert any(name.startswith(f"model.{part}") for name in learned)
 
 
 @torch.no_grad()

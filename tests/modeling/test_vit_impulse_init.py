@@ -57,17 +57,6 @@ class TestModel:
         assert model.embeddings.position_embeddings.shape == (1, 64 + has_cls, 64)
 
     @torch.no_grad()
-    def test_hidden_states_and_attentions(self, make_model, pixel_values):
-        model = make_model("classifier", "vit_impulse_init", pooling="cls")
-        model.set_attn_implementation("eager")
-        outputs = model(pixel_values, output_hidden_states=True, output_attentions=True)
-        assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 65, 64)] * 4
-        assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, 2, 65, 65)] * 3
-        for weights in outputs.attentions:
-            torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
-        assert torch.equal(model.vit.embeddings(pixel_values), outputs.hidden_states[0])
-
-    @torch.no_grad()
     @pytest.mark.parametrize("fields", CHOICES, ids=str)
     def test_images_of_another_size(self, fields, make_model, pixel_values):
         model = make_model("classifier", "vit_impulse_init", **fields)
@@ -155,24 +144,6 @@ class TestInitialization:
             )
             weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
         assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-    @pytest.mark.parametrize(
-        ("initialization", "value_init", "expected"),
-        [
-            ("impulse", None, -0.4),
-            ("impulse", "default", 0),
-            ("impulse", "mimetic", -0.4),
-            ("mimetic", None, -0.4),
-            ("trunc_normal", None, 0),
-            ("trunc_normal", "mimetic", -0.4),
-        ],
-    )
-    def test_values_of_every_initialization(self, initialization, value_init, expected, make_config):
-        """The defaults are those of the functions."""
-        fields = {"initialization": initialization, "impulse_value_init": value_init}
-        attention = ViTImpulseInitModel(make_config("vit_impulse_init", **fields)).layers[0].attention
-        product = attention.v_proj.weight.T @ attention.o_proj.weight.T
-        assert product.diagonal().mean().item() == pytest.approx(expected, abs=0.05)
 
     @pytest.mark.parametrize(
         ("fields", "options"),
