@@ -156,6 +156,8 @@ def hub(monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.url = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        files = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_test")
         # It asks often whether it is to end.

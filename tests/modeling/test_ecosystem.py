@@ -119,7 +119,6 @@ class TestTrainer:
         assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses[0]) == 3
 
     @OLD_NAME
-    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
     @TRANSFORMERS
     def test_lora(self, kind, make_model, cifar10, pixel_values, tmp_path):
         model = make_model("classifier", kind, num_labels=10)
