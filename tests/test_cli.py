@@ -127,7 +127,7 @@ def test_options_have_one_spelling_and_others_are_refused(command, capsys):
     assert stop.value.code == 0 and help.startswith(f"usage: frugalvit {' '.join(command)} ")
     options = re.findall(r"(?<![\w-])--[\w-]+", help)
     assert "--help" in options
-    assert not [option for option in options if "_" in option or option in command_line.EARLIER]
+    assert not [option for option in options if "_" in option or option in command_line.RENAMED]
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, "--no-such-option"])
     error = capsys.readouterr().err

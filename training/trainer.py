@@ -414,8 +414,8 @@ class ImageTrainer(Trainer):
         self.progress.after_checkpoint()
 
     def _save(self, output_dir=None, state_dict=None):
-        # By the names that the model has in memory: `save_pretrained` may write those of earlier versions,
-        # which `Trainer` would not find again.
+        # By the names that the model has in memory: `save_pretrained` may write others, which `Trainer` would not find
+        # again.
         weights = clean_state_dict_for_safetensors(state_dict or self.model.state_dict())
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         save(weights, Path(output_dir) / SAFE_WEIGHTS_NAME, safe_serialization=True)

@@ -12,14 +12,14 @@ from .choices import DEVICE_MAPS, SUBSET
 
 
 # Options of arguments that Trainer names otherwise.
-EARLIER = {"--output-dir": "--output"}
+RENAMED = {"--output-dir": "--output"}
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 
 
 def spelled(option: str) -> str:
     """An option's name as help and messages have it, for example `--batch-size` of `--batch_size`."""
     option = option.replace("_", "-")
-    return EARLIER.get(option, option)
+    return RENAMED.get(option, option)
 
 
 class HelpFormatter(argparse.HelpFormatter):
