@@ -4,6 +4,7 @@
     python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
     python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
     python benchmarks/agent_tables.py longer  # ViT alone, the control, joint with and without hints, 40 epochs
+    python benchmarks/agent_tables.py directions  # less of the hints and of SAM, which cost accuracy here
     python benchmarks/agent_tables.py gradients   # lengths of each term's gradient for the joint ViT, and their angles
 
 Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions), budget (4,000

@@ -14,8 +14,9 @@ zoomed out, half of those onto other training images. Each is asked about test p
 students before training, which are the teacher at lower resolution and with trees, and the teacher with random patches
 and ToMe (github.com/facebookresearch/ToMe) as it is off the shelf. Runs are kept under --runs-dir and found
 again; `table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py.
-`larger` shows a student images of 448 pixels, for which it was not trained (content_placement_larger.json). `picture`
-draws what tokens of a grid see and those of trees, of the student that ships (content_placement.webp).
+`larger` shows a student images of 448 pixels, for which it was not trained (content_placement_larger.json). `speed`
+times grids and trees (content_placement_speed.json). `picture` draws what tokens of a grid see and those of trees, of
+the student that ships (content_placement.webp).
 """
 
 import functools

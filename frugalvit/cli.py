@@ -16,7 +16,7 @@ COMMANDS = {
     "predict": ("frugalvit.predict", "label images and draw where the tokens look"),
     "info": ("frugalvit.info", "list tokens, parameters, multiply-accumulates and speed of models"),
     "bootstrap": ("frugalvit.training.bootstrap", "turn a ViT into a SparseFormer with fewer tokens, without labels"),
-    "train": ("frugalvit.training.train", "train an image classifier from scratch"),
+    "train": ("frugalvit.training.train", "train an image classifier, from scratch or further"),
     "joint": ("frugalvit.training.joint", "train a ViT together with a convolutional agent"),
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
     "align-llava": ("frugalvit.training.align_llava", "let a LLaVA learn to read a SparseFormer, in minutes"),
@@ -27,7 +27,7 @@ COMMANDS = {
         "measure classifiers, features, segmentation, zero-shot, retrieval, ScienceQA",
     ),
     "export": ("frugalvit.export", "write a model for OpenVINO, ONNX Runtime or a browser, compared first"),
-    "convert": ("frugalvit.convert", "convert checkpoints of reference implementations"),
+    "convert": ("frugalvit.convert", "convert SparseFormer checkpoints of its authors"),
     "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after trying it"),
     "demo": ("frugalvit.demo", "serve a page to look with: labels, and where tokens look"),
 }

@@ -20,7 +20,7 @@ from .modeling.conversion import (
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit convert",
-        description="`frugalvit convert`: checkpoints of reference implementations to hub repositories.",
+        description="Convert checkpoints of reference implementations to folders of Transformers.",
     )
     sources = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
     showlab = sources.add_parser(

@@ -60,7 +60,7 @@ def make_parser() -> CommandParser:
         "--rois",
         metavar="FILE",
         help="draw the input, the token RoIs of the first, third and last focusing step and the last sampling points "
-        f"(at most {MAX_DRAWN} images, {PAGE} a picture) into this .png, .pdf or .svg, further ones numbered",
+        f"(at most {MAX_DRAWN} images, {PAGE} a picture) into this .png, .webp, .pdf or .svg, further ones numbered",
     )
     parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -42,7 +42,7 @@ def make_parser() -> CommandParser:
         prog="frugalvit quickstart",
         description="Turn a ViT that comes with the repository into a SparseFormer that is several times faster, on "
         "photographs without labels, and set both beside each other on others. It takes a few minutes on two CPU "
-        "cores. Writes the student, compare.json, compare.md, compare.png, rois.png and results.json.",
+        "cores. Writes student/, comparison.png, rois.png and results.json.",
     )
     parser.add_argument(
         "--output", metavar="DIR", default="quickstart", help="folder for all of it (default: %(default)s)"

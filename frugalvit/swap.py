@@ -1,4 +1,4 @@
-"""`frugalvit swap`: a LLaVA or another model that reads images and texts with a SparseFormer as its vision tower."""
+"""`frugalvit swap`: a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer as its vision tower."""
 
 import argparse
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from .modeling.swap import input_device, match_channels_, matching_processor, sw
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit swap",
-        description="Write a LLaVA, a PaliGemma or another model that reads images and texts whose vision tower is a "
+        description="Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision whose vision tower is a "
         "SparseFormer that was bootstrapped from the tower it replaces (`frugalvit bootstrap --teacher LLAVA`), with "
         "a processor that inserts as many image tokens. The language model stays as it is.",
     )

@@ -85,8 +85,8 @@ class StudentArguments:
     """Teacher and student."""
 
     teacher: str = argument(
-        help="Folder or hub id (@revision, too) of the vision transformer, CLIP or SigLIP to bootstrap from, or "
-        "open_clip:MODEL:PRETRAINED."
+        help="Folder or hub id (@revision, too) of the vision transformer, CLIP, SigLIP, LLaVA, PaliGemma, Gemma 3 or "
+        "LLaVA-OneVision to bootstrap from, or open_clip:MODEL:PRETRAINED."
     )
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     recipe: str | None = argument(
