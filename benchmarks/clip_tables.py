@@ -208,7 +208,7 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
     names = class_names(images)
     classifier = zero_shot_classifier(towers, names, SENTENCES)
     # Retrieval among ten images, one of each class, and their captions: captions of one class are all alike.
-    embeddings = embed_all_images(towers, images, 256, 0)
+    embeddings = embed_all_images(towers, Reader(towers.image_processor, towers.share_read), images, 256, 0)
     captions = embed_all_texts(towers, [f"a photo of a {name} ." for name in names], 64)
     of_class = [[i for i, label in enumerate(images["label"]) if label == wanted] for wanted in range(len(names))]
     groups = list(zip(*of_class, strict=False))

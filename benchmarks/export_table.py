@@ -60,12 +60,12 @@ def main():
         models = {f"{name}, pytorch": model for name, model in models.items()}
         dtypes = [torch.float32, torch.bfloat16]
         for row in measure_speeds(models, size, arguments.batch_size, dtypes, arguments.rounds, programs):
-            program = programs.get(row["row"])
-            report = program.report if program else {"bytes": None, "macs": row["macs"], "parts": {"model": {}}}
+            program, measured = programs.get(row["row"]), {}
             # Random weights agree by chance.
-            trained = row["row"].partition(",")[0] in shipped_checkpoints()
-            measured = {column: report["parts"]["model"].get(column) if trained else None for column in COLUMNS}
-            rows.append(row | {"bytes": report["bytes"], "macs": report["macs"]} | measured)
+            if program and row["row"].partition(",")[0] in shipped_checkpoints():
+                [measured] = program.report["parts"]["model"]["measured"]
+            size_in_bytes = {"bytes": program.report["bytes"] if program else None}
+            rows.append(row | size_in_bytes | {column: measured.get(column) for column in COLUMNS})
     print(
         format_table([{key: row[key] for key in ("row", "dtype", "batch_size", "images_per_second")} for row in rows])
     )

@@ -80,6 +80,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"frugalvit: error: there is no command {command!r}; {hint}", file=sys.stderr)
         return 2
 
+    # Labels may have letters that a terminal has not.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     bound_spinning()
     end_on_sigterm()
     try:

@@ -149,7 +149,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
     calibration, float_layers = None, arguments.float_layers
     if arguments.precision == "int8":
         if arguments.format == "openvino":
-            # results/int8_layers.json has what it loses in 8 bits.
+            # It loses most in 8 bits.
             float_layers = [first_layer(model), *float_layers]
         calibration = {}
         for name, part in parts.items():

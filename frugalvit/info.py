@@ -95,15 +95,12 @@ def describe(name: str) -> dict[str, object]:
     }
 
 
-def with_speeds(
-    rows: Sequence[dict[str, object]], batch_size: int, device: torch.device, rounds: int = 10
-) -> list[dict[str, object]]:
-    """Measure models with each number of tokens that they are made for, in float32.
+def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torch.device) -> list[dict[str, object]]:
+    """Measure models with each number of tokens that they are made for, in float32, ten passes of each in turns.
 
     Args:
         rows (sequence of `dict`): Rows of `describe`.
         batch_size (`int`), device (`torch.device`): Images at a time, and where they are computed.
-        rounds (`int`, *optional*, defaults to 10): Timed passes with each number of tokens, which take turns.
 
     Returns:
         `list[dict]`: A row for each number: those of `describe` with its costs, `num_tokens`, which a call chooses
@@ -119,7 +116,7 @@ def with_speeds(
             tokens = {"tokens": contender.tokens or row["tokens"], "num_tokens": contender.num_tokens}
             found.append(row | macs | tokens)
             contenders.append(contender)
-    speeds = measure_speeds(contenders, batch_size, rounds=rounds)
+    speeds = measure_speeds(contenders, batch_size, rounds=10)
     return [row | {"images/s": speed} for row, speed in zip(found, speeds, strict=True)]
 
 

@@ -26,15 +26,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .architectures import load_model
 from .common.command_line import CommandParser
 from .common.exported import ExportedModule, is_exported, read_report
-from .common.files import EXPORT_FILES, MODEL_FILES, forget_code, read_json, whole_folder
+from .common.files import COMPANIONS, EXPORT_FILES, forget_code, is_picture_of, read_json, whole_folder
 from .common.loading import load_image_processor
 from .common.resources import locate_model
 from .modeling.hub import HubModel, auto_class, model_card
+from .space import write_space
 from .without_package import outputs_of
 
 
-# Files that `save_pretrained` of a model does not write.
-COMPANIONS = ("README.md", "*processor_config.json", "token*.json", "*tokens*.json", "vocab.*", "merges.txt", "chat_*")
 # The name that cards give to a model without a name on the hub.
 UNNAMED = "path/or/id"
 ACCESS_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
@@ -63,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("--results has numbers for a template; name it with --card.")
     if arguments.repo_id:
         validate_repo_id(arguments.repo_id)
+        if "/" not in arguments.repo_id:
+            raise ValueError(f"REPO_ID is {arguments.repo_id!r}, expected owner/name.")
     if arguments.no_code and arguments.repo_id:
         raise ValueError("--no-code is for folders: models of a hub repository load where frugalvit is not installed.")
     with prepared(arguments) as folder:
@@ -103,7 +104,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         if model is not None:
             save_compact(model, folder)
-        copy_companions(source, folder, (*MODEL_FILES, *EXPORT_FILES) if model is None else COMPANIONS)
+        copy_companions(source, folder, ("config.json", *EXPORT_FILES, *COMPANIONS) if model is None else COMPANIONS)
         card = write_card(arguments, model, folder)
         if model is None:
             for name in read_report(folder)["parts"]:
@@ -115,8 +116,6 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Path]:
                 path.unlink()
             forget_code(folder)
         if arguments.space:
-            from .space import write_space
-
             write_space(whole, folder.name, card.data.license)
         yield whole
 
@@ -146,8 +145,7 @@ def copy_companions(source: Path, folder: Path, patterns: tuple[str, ...]):
     card = source / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     for path in sorted(source.glob("*")):
-        picture = path.suffix == ".png" and path.name in text
-        if picture or any(fnmatch(path.name, pattern) for pattern in patterns):
+        if is_picture_of(text, path) or any(fnmatch(path.name, pattern) for pattern in patterns):
             # It may lead to a private file.
             if path.is_symlink():
                 raise ValueError(f"{str(path)!r} is a link; put the file itself there, or remove it.")

@@ -104,22 +104,27 @@ _PIPELINES = {
 }
 
 
+def class_name(model: PreTrainedModel) -> str:
+    """The name of a model's class; FSDP2 puts `FSDP` before it."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
 def auto_class(model: PreTrainedModel) -> str | None:
     """The Auto class that loads a model from a folder or the hub, the most special one."""
     if not isinstance(model, HubModel):
-        if type(model).__name__.endswith("ForSemanticSegmentation"):
+        if class_name(model).endswith("ForSemanticSegmentation"):
             return "AutoModelForSemanticSegmentation"
         is_clip = hasattr(model, "get_text_features")
         return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
     # `AutoBackbone.from_pretrained` takes no folders.
     names = reversed([(auto, own) for auto, own in model.auto_classes.items() if auto != "AutoBackbone"])
-    return next((auto for auto, own in names if own == type(model).__name__), model.loads_with)
+    return next((auto for auto, own in names if own == class_name(model)), model.loads_with)
 
 
 def pipeline_tag(model: PreTrainedModel) -> str | None:
     """The hub's name for the task of a model, which may be an image classifier or a CLIP of Transformers."""
     # `AutoModel` reads the base model out of a backbone's folder.
-    backbone = type(model).__name__.endswith("Backbone")
+    backbone = class_name(model).endswith("Backbone")
     return _PIPELINES.get("AutoModel" if backbone else auto_class(model))
 
 
@@ -138,7 +143,7 @@ def loading_example(model: PreTrainedModel) -> str:
             processor_remote=remote if llava else "",
             remote=remote,
         )
-    module, name = model.family_class().__module__.rpartition(".")[2], type(model).__name__
+    module, name = model.family_class().__module__.rpartition(".")[2], class_name(model)
     using = _USING_A_BACKBONE if name.endswith("Backbone") else ""
     return (_LOADING_BY_CLASS_NAME + using).format(module=module, name=name)
 
@@ -174,7 +179,7 @@ def model_card(model: PreTrainedModel) -> ModelCard:
     """A card that says what the model is and how to load it; trainers write theirs with measured results instead."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return make_card(
-        *(model, type(model).__name__),
+        *(model, class_name(model)),
         f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.",
         inspect.getdoc(type(model)) or "" if isinstance(model, HubModel) else "",
         *(f"```python\n{code}\n```" for code in (loading_example(model), embedding_example(model)) if code),

@@ -484,7 +484,8 @@ class Progress(TrainerCallback):
         self.unread: list[torch.Tensor] = []
         self.gradient_norm: torch.Tensor | float | None = None
         self.awaits_evaluation = False
-        self.now = self.checkpoints.state_of(checkpoint)
+        with foreign_files(checkpoint):
+            self.now = self.checkpoints.state_of(checkpoint)
         steps = self.loader.steps_per_epoch
         if not 0 <= self.now.step - self.now.epoch * steps <= steps and not self.ended_within_an_epoch:
             raise ValueError(

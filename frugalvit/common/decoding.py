@@ -138,15 +138,13 @@ def read_record(record: Mapping | Image.Image, at_least: tuple[int, int] | None 
 
 
 def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """Decode an image to RGB and turn it as EXIF says. `info["orientation"]` keeps EXIF's number, as a mask may lie as
-    the file does. If the image is decoded at a lower resolution, `info["extent"]` is its width and height there, which
-    may cover the last row and column in part."""
+    """Decode an image to RGB and turn it as EXIF says. If it is decoded at a lower resolution, `info["extent"]` is its
+    width and height there, which may cover the last row and column in part."""
     orientation, extent = orientation_of(image), None
     if at_least:
         # From 5 on, what is wide in the file is high.
         extent = _decode_smaller(image, at_least if orientation < 5 else at_least[::-1], orientation == 1)
     image = to_rgb(image if orientation == 1 else ImageOps.exif_transpose(image))
-    image.info["orientation"] = orientation
     if extent:
         image.info["extent"] = extent
     return image
@@ -168,13 +166,6 @@ def orientation_of(image: Image.Image) -> int:
     """EXIF's number for the way in which an image lies, 1 (upright) to 8."""
     orientation = image.getexif().get(ORIENTATION)
     return orientation if orientation in range(2, 9) else 1
-
-
-def turned(image: Image.Image, orientation: int) -> Image.Image:
-    """Turn an image of this EXIF orientation upright."""
-    image = image.copy()
-    image.getexif()[ORIENTATION] = orientation
-    return ImageOps.exif_transpose(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

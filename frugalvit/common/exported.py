@@ -326,7 +326,7 @@ def read_report(folder: Path) -> dict:
         if report["format"] not in FORMATS or report["format"] != json.loads(manifest)["export_format"]:
             raise ValueError(f"format {report['format']!r}, expected {' or '.join(FORMATS)} in both files")
         # PyTorch imports the module that a defaultdict's structure names.
-        if "default_factory" in manifest:
+        if any(text in manifest for text in ("default_factory", "\\u")):
             raise ValueError(f"{MANIFEST} has more than dicts, lists and tuples of tensors")
         for part in report["parts"].values():
             if not {*part["outputs"]} <= OUTPUTS.keys():

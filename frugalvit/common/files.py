@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -12,38 +13,14 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Files of a model folder, besides source files and the card's pictures, and of one that `frugalvit export` wrote.
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "README.md",
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.*",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "modules.json",
-    "sentence_bert_config.json",
-)
-EXPORT_FILES = (
-    "export.json",
-    "report.json",
-    "*.onnx",
-    "*.onnx.data",
-    "openvino_*.xml",
-    "openvino_*.bin",
-    "index.html",
-    "ort*.mjs",
-    "ort*.wasm",
-)
+# Files of a model folder besides source files and the card's pictures; files that others write beside a model; files of
+# `frugalvit export`.
+MODEL_FILES = ("config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+CONFIG_FILES = ("generation_config.json", "modules.json", "sentence_bert_config.json")
+TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt")
+COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "merges.txt", *TOKENIZER_FILES)
+PROGRAMS = ("*.onnx", "*.onnx.data", "openvino_*.xml", "openvino_*.bin", "export.json", "report.json")
+EXPORT_FILES = (*PROGRAMS, "index.html", "ort*.mjs", "ort*.wasm")
 
 
 def check_file_path(path: str | os.PathLike) -> Path:
@@ -58,24 +35,35 @@ def check_file_path(path: str | os.PathLike) -> Path:
         raise FileNotFoundError(
             f"Cannot write {str(path)!r}: the folder {str(path.parent)!r} does not exist; create it."
         )
-    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+    if not os.access(path if _is_stream(path) else path.parent, os.W_OK):
         raise PermissionError(f"Cannot write {str(path)!r}: permission denied. Choose another place.")
     return path
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path is a pipe or a device, or `/dev/stdout` redirected to a file: written to and not replaced."""
+    return path.exists() and (not path.is_file() or {Path("/dev"), Path("/proc")} & {*path.parents})
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path to write to, which replaces `path` if the block succeeds; a pipe or device is written to itself."""
     path = check_file_path(path)
-    if path.exists() and not path.is_file():
-        yield path
+    if _is_stream(path):
+        with tempfile.TemporaryDirectory() as folder:
+            yield (aside := Path(folder) / f"output{path.suffix}")
+            with path.open("ab") as stream:
+                stream.write(aside.read_bytes())
         return
     # A symbolic link stays.
     path = Path(os.path.realpath(path))
     aside = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
         yield aside
-        permit_as_usual(aside)
+        if path.exists():
+            shutil.copymode(path, aside)
+        else:
+            permit_as_usual(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -158,6 +146,8 @@ def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
 
 
 def _check_free(output: Path, overwrite: bool):
@@ -189,13 +179,18 @@ def unexpected_files(folder: Path) -> list[str]:
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))
     sources = {path.name for room in rooms for path in Path(str(room)).rglob("*.py")}
-    patterns = (*MODEL_FILES, *(EXPORT_FILES if (folder / "report.json").is_file() else ()))
+    patterns = (*MODEL_FILES, *CONFIG_FILES, *COMPANIONS)
+    patterns += EXPORT_FILES if (folder / "report.json").is_file() else ()
 
     def belongs(path: Path) -> bool:
         if path.is_symlink() or not path.is_file():
             return False
-        if path.suffix == ".png":
-            return re.search(rf"(?<![\w.-]){re.escape(path.name)}", card) is not None
-        return path.name in sources or any(fnmatch(path.name, pattern) for pattern in patterns)
+        known = path.name in sources or any(fnmatch(path.name, pattern) for pattern in patterns)
+        return known or is_picture_of(card, path)
 
     return sorted(path.name for path in folder.iterdir() if not belongs(path))
+
+
+def is_picture_of(card: str, path: Path) -> bool:
+    """Whether a card's text names this picture."""
+    return path.suffix == ".png" and re.search(rf"(?<![\w.-]){re.escape(path.name)}", card) is not None

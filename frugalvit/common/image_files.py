@@ -98,7 +98,6 @@ def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
 def decode_file(
     file: Path | dict,
     name: str,
-    hint: str = SKIP_HINT,
     at_least: tuple[int, int] | None = None,
 ) -> Image.Image:
     """Read the RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.
@@ -113,5 +112,5 @@ def decode_file(
     # Decoders raise whatever a broken file leads them to.
     except Exception as error:
         raise ValueError(
-            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error}).{hint}"
+            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error}).{SKIP_HINT}"
         ) from error

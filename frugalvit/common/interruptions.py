@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that closes: half-written files are removed, and trained weights are saved."""
+"""Ctrl-C and SIGTERM: half-written files are removed, and trained weights are saved."""
 
 import os
 import signal
@@ -7,25 +7,15 @@ import threading
 from contextlib import suppress
 
 
-# Signals that end a training. Windows has no SIGHUP.
-SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
+# Signals that end a training.
+SIGNALS = {signal.SIGINT, signal.SIGTERM}
 NOTED = "\nThe step under way is finished and saved first. Once more ends it at once.\n"
 
 
 def end_on_sigterm():
     """Let SIGTERM end this process by SystemExit, so that half-written files are removed."""
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
-def leave_terminal(number: int):
-    """Write to nowhere from now on if the terminal was closed, as writing to it would be an error."""
-    if number == getattr(signal, "SIGHUP", None):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.__stdout__, sys.__stderr__):
-            if stream is not None and stream.isatty():
-                os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
 
 
 class Interruption:
@@ -51,7 +41,6 @@ class Interruption:
 
     def _note(self, number: int, _):
         self.received = number
-        leave_terminal(number)
         self.__exit__()
         # A step may take minutes. Buffered streams may be in the middle of a write when a signal comes.
         with suppress(OSError):
@@ -67,5 +56,4 @@ class Interruption:
 def leave_interruptions_to_the_main_process(_: int = 0):
     """Ignore Ctrl-C in a process that decodes images: it reaches that, too, and the main process still needs its
     images."""
-    for number in SIGNALS - {signal.SIGTERM}:
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -12,7 +12,6 @@ import transformers
 from PIL import Image
 from torch import nn
 from transformers import (
-    MODEL_FOR_BACKBONE_MAPPING,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
@@ -88,7 +87,6 @@ def load_image_classifier(
     name: str | os.PathLike,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
-    or_backbone: bool = False,
 ) -> tuple[PreTrainedModel, object]:
     """Load a classifier for inference, in float32, and its image processor.
 
@@ -97,24 +95,20 @@ def load_image_classifier(
             Folder that `save_pretrained` or `frugalvit export` wrote, or a hub id, see `split_revision`.
         device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
-        or_backbone (`bool`, *optional*, defaults to `False`): Take what was saved as a `SparseFormerBackbone`, too.
 
     Raises:
         ValueError: if there is no such model, it classifies nothing, weights are missing or left over, or a class has
             no name.
     """
 
-    def choose_class(config: PreTrainedConfig) -> type:
-        names = config.architectures or ()
-        is_backbone = or_backbone and any(str(name).endswith("SparseFormerBackbone") for name in names)
-        return MODEL_FOR_BACKBONE_MAPPING[type(config)] if is_backbone else AutoModelForImageClassification
-
-    kind = f"an image classifier{' or a SparseFormer backbone' * or_backbone}"
+    kind = "an image classifier"
     if is_exported(name):
         model = load_exported(name, device, kind, ["logits"])
         image_processor = load_image_processor(name, False, kind)
     else:
-        model, image_processor = load_with_image_processor(name, device, trust_remote_code, kind, choose_class)
+        model, image_processor = load_with_image_processor(
+            name, device, trust_remote_code, kind, lambda config: AutoModelForImageClassification
+        )
     labels = model.config.id2label
     if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
         raise ValueError(

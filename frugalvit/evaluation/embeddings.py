@@ -96,6 +96,8 @@ def image_embedder(
     if is_sparseformer(getattr(model, "config", None)):
         project = getattr(model, "visual_projection", nn.Identity())
         return lambda images: project(model.base_model(images, output_tokens=False, **chosen).pooler_output)
+    if chosen:
+        raise ValueError(f"`num_tokens` is {num_tokens}, and the tokens of a {type(model).__name__} cannot be chosen.")
     anatomy = read_anatomy(model, image_size)
     if anatomy.obstacle and hasattr(model, "base_model"):
         base = model.base_model

@@ -69,7 +69,7 @@ def at_step(number: tuple[int, int], happens):
 
 @pytest.mark.parametrize(
     ("sent", "raised", "code"),
-    [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143), (signal.SIGHUP, SystemExit, 129)],
+    [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143)],
 )
 def test_an_interruption_saves_the_step_and_says_how_to_go_on(
     sent, raised, code, finished_run, tiny_run, tmp_path, capfd

@@ -183,7 +183,11 @@ class OptimizerArguments:
     adam_beta2: float = argument(0.999, "AdamW's second decay.")
     adam_epsilon: float = argument(1e-8, "What AdamW adds to the root of the squared gradients' mean.")
     warmup_epochs: float = argument(5.0, "Epochs of linear warm-up from 0.")
-    lr_scheduler: str = argument("cosine", "Schedule after the warm-up, a name of transformers.get_scheduler.")
+    lr_scheduler: str = argument(
+        "cosine",
+        "Schedule after the warm-up, as Transformers has it.",
+        choices=["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"],
+    )
 
     def __post_init__(self):
         for name in ("learning_rate", "adam_epsilon"):
@@ -330,6 +334,9 @@ def reason(error: BaseException) -> str | None:
     # What a DataLoader raises where one of its processes is gone.
     if isinstance(error, RuntimeError) and message.startswith("DataLoader worker (pid"):
         message = f"A process that decodes images died: {message} Did memory run out? Then lower --num-workers."
+    # What Transformers raises where a tracker is not there.
+    elif isinstance(error, RuntimeError) and "to be installed" in message:
+        message = f"{message} TensorBoard comes with pip install 'frugalvit[track]'."
     elif not isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError)):
         return None
     if message.startswith("Caught "):

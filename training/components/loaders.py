@@ -59,7 +59,6 @@ class ViewDataset(Dataset):
         record = self.images[index] if record is None else record
         if "mask" not in record:
             return (decode_image(record["image"], index, self.view.at_least),)
-        # How large a photograph is tells how its mask lies.
         image = decode_image(record["image"], index)
         return image, self.view.read_mask(record["mask"], index, image.size)
 

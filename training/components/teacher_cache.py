@@ -72,7 +72,7 @@ class TeacherCache:
             "precision": accelerator.mixed_precision,
             "pixels": repr(replace(pixels, resize=None)),
             "views": repr((list(view.crop.scale), list(view.crop.ratio), view.flip)),
-            "images": images._fingerprint,
+            "images": fingerprint_images(images),
             "seed": seed,
         }
         if attention:
@@ -133,6 +133,15 @@ class TeacherCache:
         # Rounded to bfloat16 in the first run, too, which so trains with what a second one finds.
         parts = [embeddings, *(each.view(torch.bfloat16).float() for each in maps)]
         return torch.cat(parts, dim=1).to(self.accelerator.device, non_blocking=True)
+
+
+def fingerprint_images(images: datasets.Dataset) -> str:
+    """Fingerprint of images; of files, of their folders' and own names, as each run unpacks a zip file elsewhere."""
+    first = images[0]["image"] if isinstance(images, datasets.Dataset) else None
+    if not isinstance(first, dict) or first["bytes"] is not None:
+        return images._fingerprint
+    names = "\n".join("/".join(Path(record["path"]).parts[-2:]) for record in images["image"])
+    return hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def row_checksums(*tables: np.ndarray) -> np.ndarray:
