@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Files of a model folder besides source files and the card's pictures; files that others write beside a model; files of
+# Files of a model folder besides source files and the card's pictures; files that others write beside a model; those of
 # `frugalvit export`.
 MODEL_FILES = ("config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 CONFIG_FILES = ("generation_config.json", "modules.json", "sentence_bert_config.json")
