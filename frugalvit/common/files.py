@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Files of a model folder besides source files and the card's pictures; files that others write beside a model; those of
-# `frugalvit export`.
+# Files of a model folder, besides source files and the card's pictures; of them those that no model itself writes; and
+# the files of `frugalvit export`.
 MODEL_FILES = ("config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 CONFIG_FILES = ("generation_config.json", "modules.json", "sentence_bert_config.json")
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt")
