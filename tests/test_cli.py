@@ -181,6 +181,10 @@ def test_unknown_command(word, hint, capsys):
         (NotADirectoryError(20, "Not a directory", "a"), "[Errno 20] Not a directory: 'a'"),
         (PermissionError(13, "Permission denied", "a"), "[Errno 13] Permission denied: 'a'"),
         (OSError(), "OSError"),
+        (
+            RuntimeError("It requires tensorboard to be installed."),
+            "It requires tensorboard to be installed. TensorBoard comes with pip install 'frugalvit[track]'.",
+        ),
     ],
 )
 def test_user_errors_are_one_line(command, error, line, capsys):

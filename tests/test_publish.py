@@ -265,6 +265,21 @@ def test_a_link_in_the_place_of_the_cards_picture_is_refused(trained):
         publish.main([str(trained), "--dry-run"])
 
 
+def test_what_lies_beside_a_model_stays_here(trained, tmp_path):
+    edit_card("A card", "![](data.png)")(trained)
+    strays = {"access_tokens.json", "token.json", "chat_log.txt", "vocab.bak", "a.png", "notes.txt"}
+    for name in (*strays, "data.png"):
+        (trained / name).touch()
+    publish.main([str(trained), "--output", str(tmp_path / "out")])
+    published = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "data.png" in published and not strays & published
+
+
+def test_a_repository_has_an_owner(trained):
+    with pytest.raises(ValueError, match="REPO_ID is 'model', expected owner/name"):
+        publish.main([str(trained), "model", "--dry-run"])
+
+
 def test_code_that_computes_something_else_is_found(trained):
     edit_code(trained)
     with pytest.raises(ValueError, match="Without frugalvit the model computes something else, by up to"):

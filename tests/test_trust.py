@@ -124,6 +124,7 @@ def manifest(name: str = "onnx", file: str = "model.onnx", spec: dict = SPEC) ->
         (REPORT, manifest("openvino")),
         # PyTorch imports the module that the structure of a defaultdict names.
         (REPORT, manifest(spec=SPEC | {"type": "collections.defaultdict", "context": json.dumps(IMPORTS)})),
+        (REPORT, json.dumps(manifest()).replace("logits", r"default\\u005ffactory")),
         ("{", manifest()),
         (REPORT | {"format": []}, manifest()),
         (REPORT | {"parts": {"model": {"outputs": ["forward"]}}}, manifest()),

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,21 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         write(output, "newer")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert (output / "model.safetensors").read_text() == "new" and Path.rename is rename
+
+
+def test_an_overwritten_folder_comes_back_where_renaming_fails(tmp_path, monkeypatch):
+    output, rename = tmp_path / "model", Path.rename
+    write(output, "old")
+
+    def fail(path, target):
+        if path.suffix == ".partial":
+            raise OSError("no room")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no room"):
+        write(output, "new")
+    assert (output / "model.safetensors").read_text() == "old" and os.listdir(tmp_path) == ["model"]
 
 
 def test_two_folders_are_written_at_once(tmp_path):
@@ -140,3 +157,15 @@ def test_what_is_no_json_is_said(text, tmp_path):
     (tmp_path / "file.json").write_text(text)
     with pytest.raises(ValueError, match="file.json' is no JSON"):
         read_json(tmp_path / "file.json")
+
+
+def test_a_redirected_stream_is_written_to_and_permissions_stay(tmp_path):
+    (tmp_path / "secret.json").touch(mode=0o600)
+    write_text(tmp_path / "secret.json", "new")
+    assert (tmp_path / "secret.json").stat().st_mode & 0o777 == 0o600
+    code = (
+        "from frugalvit.common.files import write_text; print('before', flush=True); write_text('/dev/stdout', 'new')"
+    )
+    with (tmp_path / "out.txt").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=120)
+    assert (tmp_path / "out.txt").read_text() == "before\nnew"

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save, save_file
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import frugalvit
+from frugalvit.modeling import hub
 from frugalvit.modeling.hub import HubModel, flatten_imports, source_files
 from kinds import KINDS
 
@@ -288,6 +289,12 @@ class TestFolder:
             assert type(names["model"]).__name__ == (KINDS[kind].base if as_base else model_class).__name__
             output = main_output(names["model"], pixel_values)
             assert_same(output, saved[1][folder.name], exactly="Segmentation" not in model_class.__name__)
+
+    def test_card_of_a_model_that_fsdp_shares_out(self, make_model):
+        model = make_model("classifier", "bootstrapped")
+        card = hub.model_card(model)
+        model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})
+        assert hub.model_card(model).data == card.data and "FSDP" not in hub.model_card(model).text
 
     @pytest.mark.parametrize("is_main_process", [True, False])
     def test_only_the_main_process_writes_and_keeps_a_card(self, is_main_process, make_model, tmp_path):

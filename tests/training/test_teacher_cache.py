@@ -2,12 +2,14 @@
 
 import json
 
+import datasets
 import numpy as np
 import pytest
 from accelerate.state import AcceleratorState
 
 from frugalvit.modeling.hosts import Anatomy
 from frugalvit.training import bootstrap
+from frugalvit.training.components.teacher_cache import fingerprint_images
 
 
 SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
@@ -69,6 +71,19 @@ def test_what_is_damaged_or_missing_is_embedded_again(teacher, tmp_path, asked):
     (cache / "epoch-00000-checksums.npy").unlink()
     assert run(teacher, tmp_path / "third", "--teacher-cache", str(cache), epochs=1) == expected
     assert asked == [32] * 5
+
+
+def test_files_are_the_same_wherever_they_were_unpacked(tmp_path):
+    """But others are others, and so is a choice of them."""
+
+    def images(folder, names):
+        paths = [str(tmp_path / folder / name) for name in names]
+        return datasets.Dataset.from_dict({"image": paths}).cast_column("image", datasets.Image(decode=False))
+
+    names = ["cat/0.png", "cat/1.png", "dog/0.png"]
+    assert fingerprint_images(images("a", names)) == fingerprint_images(images("b", names))
+    others = [images("a", names[::-1]), images("a", names).select([0, 1])]
+    assert len({fingerprint_images(each) for each in (images("a", names), *others)}) == 3
 
 
 def test_views_that_come_again_are_embedded_once(teacher, tmp_path, asked):
