@@ -114,7 +114,7 @@ class Towers:
         return self.tokenize(["a photo of a cat", "this is a ship."]) | {"pixel_values": pixel_values}
 
     def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """What the vision model makes of images, by itself."""
+        """Embed images by the vision model itself."""
         return self.vision_model(pixel_values)["pooler_output" if self.is_siglip else "image_embeds"]
 
 

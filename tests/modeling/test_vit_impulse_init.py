@@ -1,7 +1,5 @@
 """The ViT of impulse initialization: its computations, and when its attention is initialized."""
 
-import json
-
 import pytest
 import torch
 import transformers
@@ -173,12 +171,6 @@ class TestInitialization:
         initialize_attention_(expected, name, positions="keep", **options)
         expected = expected.state_dict()
         assert all(torch.equal(weight, expected[key]) for key, weight in model.state_dict().items())
-
-    def test_the_name_that_values_had_before(self, make_config, tmp_path):
-        config = make_config("vit_impulse_init", value_init="default")
-        assert config.impulse_value_init == config.value_init == "default"
-        config.save_pretrained(tmp_path)
-        assert "value_init" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
 
     def test_random_positions_are_learned(self, make_config):
         model = ViTImpulseInitModel(make_config("vit_impulse_init", position_embedding="random"))
