@@ -11,8 +11,6 @@ PACKAGES = {
     "frugalvit.modeling.hosts": "modeling/hosts",
     "frugalvit.common": "frugalvit/common",
     "frugalvit.training": "training",
-    "frugalvit.training.components": "training/components",
-    "frugalvit.training.options": "training/options",
     "frugalvit.checkpoints": "checkpoints",
 }
 

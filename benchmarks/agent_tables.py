@@ -36,11 +36,10 @@ from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.labels import class_names
 from frugalvit.training import joint, train
-from frugalvit.training.components.arguments import run_as_program
+from frugalvit.training.arguments import run_as_program
 from shared import (
     budget_settings,
     last_accuracies,
-    last_model,
     parse_table,
     print_rows,
     run_row,
@@ -59,10 +58,9 @@ TRANSFORMERS = {"initialization": "default"}
 # The training of one alone sees the images as the joint one does, without mixing and smoothing.
 ALONE = {
     "weight_decay": 0.05,
-    "warmup_epochs": 0,
     "randaugment_layers": 0,
     "mixup": 0,
-    "label_smoothing": 0,
+    "label_smoothing_factor": 0,
     "crop_size": 32,
     "max_grad_norm": 0,
     "initialization": "reference",
@@ -75,9 +73,8 @@ AGENT_ALONE = ALONE | {
     "model_type": "agent_cnn",
     "config_overrides": f"image_size=32,{AGENT},branch_dropout=0",
 }
-CLIPPED = {"max_grad_norm": 0.1}
 # Not clipped: the reference's configuration says 1, which its code never reads.
-SAM = {"optimizer": "sam", "sam_rho": 0.1}
+SAM = {"sam_rho": 0.1}
 PAIR = {"vit": VIT, "agent": AGENT, "padding_mode": "reflect"}
 JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))
 NO_HINT = {"config_overrides": "hint_weight=0"}
@@ -86,13 +83,13 @@ CONTROL = {"config_overrides": "hint_weight=0,divergence_weight=0"}
 TABLES = {
     "joint": {
         "ViT alone": (train, VIT_ALONE),
-        "ViT alone, clipped at 0.1": (train, VIT_ALONE | CLIPPED),
+        "ViT alone, clipped at 0.1": (train, VIT_ALONE | {"max_grad_norm": 0.1}),
         "ViT alone, Transformers' start": (train, VIT_ALONE | TRANSFORMERS),
         "ViT alone, impulse": (train, VIT_ALONE | IMPULSE),
         "agent alone": (train, AGENT_ALONE),
         "joint, no hint, no divergence": (joint, JOINT | CONTROL),
         "joint": (joint, JOINT),
-        "joint, clipped at 0.1": (joint, JOINT | CLIPPED),
+        "joint, clipped at 0.1": (joint, JOINT | {"vit_max_grad_norm": 0.1}),
         "joint, no hint": (joint, JOINT | NO_HINT),
         "joint, Transformers' start": (joint, JOINT | TRANSFORMERS),
         "shared": (joint, SHARED),
@@ -154,8 +151,8 @@ def main():
     for name in names:
         results = [run(arguments, name, *table[name], seed)[1] for seed in arguments.seeds]
         row = {"row": name, **last_accuracies(results)}
-        if "agent_accuracy" in results[0]["epochs"][-1]:
-            values = [result["epochs"][-1]["agent_accuracy"] for result in results]
+        if "eval_agent_accuracy" in results[0]:
+            values = [result["eval_agent_accuracy"] for result in results]
             row |= {"agent": statistics.mean(values), "agent_spread": spread(values), "agent_accuracies": values}
         rows.append(row)
         print_rows(rows)
@@ -164,7 +161,7 @@ def main():
 
 def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
     """Folder and results of a row's run with a seed, trained now or before."""
-    batch_size = {"batch_size": 64 if arguments.paper_recipe else 32}
+    batch_size = {"per_device_train_batch_size": 64 if arguments.paper_recipe else 32}
     return run_row(arguments, recipe, name, seed, batch_size | options(arguments, name, row))
 
 
@@ -198,7 +195,8 @@ def gradients(arguments, names: list[str]) -> list[dict]:
     measured = {}
     for seed, name in itertools.product(arguments.seeds, names):
         if name == "trained":
-            model, _ = last_model(run(arguments, "joint", *TABLES["joint"]["joint"], seed)[0])
+            folder, _ = run(arguments, "joint", *TABLES["joint"]["joint"], seed)
+            model = BootstrappedViTForImageClassification.from_pretrained(folder)
         else:
             torch.manual_seed(seed)
             pair = joint.TwinArguments(JOINT["variant"], VIT, AGENT, initialization=STARTS[name])

@@ -13,8 +13,8 @@ each head (section 3 of Hyeon-Woo et al.), `features` the length of feature vect
 """
 
 import copy
-import json
 import math
+import re
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +36,7 @@ from frugalvit.configuration.configuration_base import INITIALIZATIONS
 from frugalvit.modeling.initialization import initialize_attention_
 from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train
+from frugalvit.training.models import build_model
 from shared import make_parser
 
 
@@ -106,15 +107,16 @@ def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedMod
 
 
 def own_start(run: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """Draw the model again with which a run of `frugalvit train` or `frugalvit joint` began, by the run's command."""
-    _, command, *argv = shlex.split(json.loads((run / "results.json").read_text(encoding="utf-8"))["command"])
-    groups = {"train": train, "joint": joint}[command].parse(argv)
-    [seed] = [group.seed for group in groups if hasattr(group, "seed")]
+    """Draw the model again with which a run of `frugalvit train` or `frugalvit joint` began, by the command in its
+    card."""
+    [command] = re.findall(r"^frugalvit (?:train|joint) .*$", (run / "README.md").read_text("utf-8"), re.MULTILINE)
+    _, name, *argv = shlex.split(command)
+    options, _, args = {"train": train, "joint": joint}[name].make_parser().parse(argv)
     names = list(model.config.id2label.values())
-    set_seed(seed)
-    if command == "joint":
-        return joint.build_twins(groups[0], names, seed)
-    return train.build_model(groups[0], groups[2], names, seed)[0]
+    set_seed(args.seed)
+    if name == "joint":
+        return joint.build_twins(options, names, args.seed)
+    return build_model(options, args, names)[0]
 
 
 def rows(measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int]) -> list[dict[str, object]]:

@@ -34,6 +34,7 @@ from shared import (
     folder_name,
     last_accuracies,
     make_parser,
+    precision_arguments,
     print_rows,
     run_training,
     spread,
@@ -47,19 +48,19 @@ from token_merging import merging
 # Rows: name -> arguments of the command besides the shared ones. "{16 tokens}" is the folder of that row's run.
 TABLES = {
     "tokens": {
-        "8 tokens": ["--num-latent-tokens", "7"],
+        "8 tokens": ["--num_tokens", "7"],
         "16 tokens": [],
-        "32 tokens": ["--num-latent-tokens", "31"],
+        "32 tokens": ["--num_tokens", "31"],
         "16 tokens, continued": ["--student", "{16 tokens}"],
-        "16 to 32 tokens, continued": ["--student", "{16 tokens}", "--num-latent-tokens", "31"],
-        "16 tokens at 48 px, continued": ["--student", "{16 tokens}", "--image-size", "48"],
+        "16 to 32 tokens, continued": ["--student", "{16 tokens}", "--num_tokens", "31"],
+        "16 tokens at 48 px, continued": ["--student", "{16 tokens}", "--image_size", "48"],
     },
     "losses": {
         "bootstrapping": [],
-        "with classification loss": ["--label-loss-weight", "1"],
-        "with classification loss, weight 10": ["--label-loss-weight", "10"],
-        "with tokens aligned": ["--token-loss-weight", "2"],  # ours
-        "without reusing weights": ["--no-inherit-blocks"],
+        "with classification loss": ["--label_loss_weight", "1"],
+        "with classification loss, weight 10": ["--label_loss_weight", "10"],
+        "with tokens aligned": ["--token_loss_weight", "2"],  # ours
+        "without reusing weights": ["--no_inherit_blocks"],
         "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
         "KL distillation, temperature 5": ["--loss", "kl", "--temperature", "5"],
         "supervised from scratch": "train",
@@ -67,25 +68,26 @@ TABLES = {
     "blocks": {
         "default: truncate 2, tune 2 of 4": [],
         "all frozen: truncate 2, tune 0 of 4": ["--tune", "0"],
-        "all tunable: truncate 2, tune 4 of 4": ["--tune-all"],
+        "all tunable: truncate 2, tune 4 of 4": ["--tune_all"],
         "without truncation, tune 2 of 6": ["--truncate", "0"],
         "without truncation, tune 4 of 6": ["--truncate", "0", "--tune", "4"],
     },
     "choices": {
         "ours": [],
-        "equal initial RoIs left equal, as paper and code do": ["--no-break-ties"],
+        "equal initial RoIs left equal, as paper and code do": ["--no_break_ties"],
         "RoIs encoded as the paper prints it, not as its code does": [
-            *("--config-overrides", f"{STUDENT},roi_encoding=paper")
+            "--config_overrides",
+            f"{STUDENT},roi_encoding=paper",
         ],
     },
 }
 
-# Numbers of tokens of "elastic", and its rows: name -> arguments of `frugalvit bootstrap` besides the shared ones.
+# Rows of "elastic": name -> numbers of tokens, and the weight of the loss from the largest.
 COUNTS = [3, 7, 11, 15]
 ELASTIC = {
-    **{f"{count} tokens": ["--num-latent-tokens", str(count)] for count in COUNTS},
-    "all numbers": ["--elastic-token-counts", *map(str, COUNTS)],
-    "all numbers, and from the largest": ["--elastic-token-counts", *map(str, COUNTS), "--elastic-loss-weight", "2"],
+    **{f"{count} tokens": ([count], 0) for count in COUNTS},
+    "all numbers": (COUNTS, 0),
+    "all numbers, and from the largest": (COUNTS, 2),
 }
 
 
@@ -108,7 +110,7 @@ def main():
         {"elastic": train_elastic, "compare": compare_elastic}[arguments.table](arguments)
         return
 
-    teacher_accuracy = run(arguments, "16 tokens", [], arguments.seeds[0])["best"]["teacher_accuracy"]
+    teacher_accuracy = run(arguments, "16 tokens", [], arguments.seeds[0])["eval_teacher_accuracy"]
     rows = []
     for name in wanted_rows(arguments, TABLES[arguments.table]):
         extra = TABLES[arguments.table][name]
@@ -149,20 +151,19 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     """Results of a row's run with a seed, trained now or before."""
     folder = folder_of(arguments, name, seed)
     shared = [
-        *("--train-split", f"train[:{arguments.images}]", "--seed", str(seed)),
-        *("--batch-size", "64", "--mixed-precision", arguments.mixed_precision),
+        *("--train_split", f"train[:{arguments.images}]", "--seed", str(seed)),
+        *("--per_device_train_batch_size", "64", *precision_arguments(arguments)),
     ]
     if extra == "train":
-        argv = [*shared, "--epochs", str(arguments.epochs), *scratch_arguments(arguments)]
-        return run_training(train, folder, argv)
+        return run_training(train, folder, [*shared, *scratch_arguments(arguments)])
     continued = "--student" in extra
     extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
     epochs = arguments.continued_epochs if continued else arguments.epochs
     # The paper continues at a quarter of the first learning rate.
-    rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
+    rate, warmup = (arguments.learning_rate / 4, 0) if continued else (arguments.learning_rate, 1 / epochs)
     argv = [
-        *(*shared, "--teacher", arguments.teacher, "--recipe", "paper", "--config-overrides", STUDENT),
-        *("--epochs", str(epochs), "--learning-rate", str(rate), *extra),
+        *(*shared, "--teacher", arguments.teacher, "--recipe", "paper", "--config_overrides", STUDENT),
+        *("--num_train_epochs", str(epochs), "--learning_rate", str(rate), "--warmup_steps", str(warmup), *extra),
     ]
     return run_training(bootstrap, folder, argv)
 
@@ -175,23 +176,23 @@ def scratch_arguments(arguments) -> list[str]:
     fields += ("intermediate_size", "focusing_hidden_size", "layer_norm_eps")
     sizes = ",".join(f"{field}={json.dumps(getattr(config, field))}" for field in fields)
     return [
-        *("--model-type", "sparseformer", "--config-overrides", f"{sizes},{STUDENT}"),
-        *("--warmup-epochs", "1", "--learning-rate", str(arguments.learning_rate)),
-        *("--image-std", "0.25", "0.25", "0.25"),
+        *("--model_type", "sparseformer", "--config_overrides", f"{sizes},{STUDENT}"),
+        *("--num_train_epochs", str(arguments.epochs), "--warmup_steps", str(1 / arguments.epochs)),
+        *("--learning_rate", str(arguments.learning_rate), "--image_std", "0.25", "0.25", "0.25"),
     ]
 
 
 def train_elastic(arguments):
     """A row for each student and number of tokens."""
     rows = []
-    for name, extra in ELASTIC.items():
-        last = [run_elastic(arguments, name, seed)["epochs"][-1] for seed in arguments.seeds]
-        elastic = "--elastic-token-counts" in extra
-        for count in COUNTS if elastic else [int(extra[-1])]:
-            accuracies = [result[f"accuracy_{count}" if elastic else "accuracy"] for result in last]
+    for name, (counts, _) in ELASTIC.items():
+        results = [run_elastic(arguments, name, seed) for seed in arguments.seeds]
+        for count in counts:
+            metric = "eval_accuracy" if len(counts) == 1 else f"eval_accuracy_{count}"
+            accuracies = [result[metric] for result in results]
             row = {"student": name, "num_tokens": count, "accuracy": statistics.mean(accuracies)}
             row |= {"spread": spread(accuracies), "accuracies": accuracies}
-            rows.append(row | {"teacher_accuracy": last[0]["teacher_accuracy"]})
+            rows.append(row | {"teacher_accuracy": results[0]["eval_teacher_accuracy"]})
     print_rows(rows)
     data = f"CIFAR-10, {' '.join(arguments.dataset)}, 32 px"
     write_table(arguments.results_dir / "elastic_cifar10.json", {"seeds": arguments.seeds}, rows, data=data)
@@ -199,11 +200,13 @@ def train_elastic(arguments):
 
 def run_elastic(arguments, name: str, seed: int) -> dict:
     """Results of a student that goes on from the one that ships, trained now or before."""
+    counts, weight = ELASTIC[name]
     argv = [
         *("--teacher", arguments.teacher, "--student", "checkpoints/cifar10-sparseformer", *data_arguments(arguments)),
-        *("--eval-split", "train" if arguments.eval_dataset else "test", "--no-compare", "--crop-scale", "0.8", "1"),
-        *("--token-loss-weight", "2", "--batch-size", "64", "--warmup-epochs", "0.1", "--epochs", "1"),
-        *("--learning-rate", "1e-3", "--seed", str(seed), *ELASTIC[name]),
+        *("--eval_split", "train" if arguments.eval_dataset else "test", "--crop_scale", "0.8", "1"),
+        *("--token_loss_weight", "2", "--elastic_loss_weight", str(weight), "--num_tokens", *map(str, counts)),
+        *("--per_device_train_batch_size", "64", "--warmup_steps", "0.1", "--num_train_epochs", "1"),
+        *("--learning_rate", "1e-3", "--seed", str(seed)),
     ]
     return run_training(bootstrap, arguments.runs_dir / folder_name(name, seed), argv)
 

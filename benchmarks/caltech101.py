@@ -54,6 +54,7 @@ from shared import (
     add_precision_argument,
     add_run_arguments,
     make_parser,
+    precision_arguments,
     print_rows,
     run_training,
     spread,
@@ -66,10 +67,10 @@ from token_merging import SEARCH_RATE, MergedViT, contender, diffrate, merging, 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
 VARIANTS = {
     "fixed": ["--focusing", "inherited"],
-    "elastic": ["--focusing", "inherited", "--elastic-token-counts", "9", "16", "25", "36", "49", "64"],
+    "elastic": ["--focusing", "inherited", "--num_tokens", "9", "16", "25", "36", "49", "64"],
     # With --tokens 256, the teacher's at 224 pixels: as many products as 64 tokens through twelve blocks.
     "3 blocks": ["--focusing", "inherited", "--truncate", "9"],
-    "paper": ["--recipe", "paper", "--learning-rate", "2e-3", "--warmup-epochs", "0.5"],
+    "paper": ["--recipe", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
 # Sureness from which on an image needs no more tokens, and how many it is looked at with.
 CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
@@ -125,16 +126,16 @@ def run_command(parser, commands: Mapping[str, tuple[Callable, tuple[str, ...]]]
 def train_teacher(arguments):
     """Fine-tune a teacher for five epochs at half of the size, then for half an epoch at the model's size."""
     shared = [
-        *("--dataset", arguments.train, "--eval-split", "none", "--crop", "resized", "--batch-size", str(BATCH_SIZE)),
-        *("--mixed-precision", arguments.mixed_precision, "--attn-implementation", "eager", "--layer-decay", "0.85"),
+        *("--dataset", arguments.train, "--eval_split", "none", "--crop", "resized", *precision_arguments(arguments)),
+        *("--attn_implementation", "eager", "--layer_decay", "0.85", "--warmup_steps", "0.1"),
     ]
     small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"
-    first = ["--model", arguments.model, "--train-image-size", "112", "--epochs", "5", "--crop-scale", "0.3", "1.0"]
-    first += ["--learning-rate", "3e-4", "--head-multiplier", "5", "--warmup-epochs", "0.5", "--mixup", "0.1"]
-    run_training(train, small, [*shared, *first])
-    second = ["--model", str(small), "--epochs", "1", "--steps-per-epoch", "55", "--crop-scale", "0.4", "1.0"]
-    second += ["--learning-rate", "1e-4", "--warmup-epochs", "0.1", "--mixup", "0"]
-    run_training(train, teacher, [*shared, *second, "--gradient-accumulation-steps", "4"])
+    first = ["--model", arguments.model, "--train_image_size", "112", "--num_train_epochs", "5", "--mixup", "0.1"]
+    first += ["--learning_rate", "3e-4", "--head_multiplier", "5", "--crop_scale", "0.3", "1.0"]
+    run_training(train, small, [*shared, *first, "--per_device_train_batch_size", str(BATCH_SIZE)])
+    second = ["--model", str(small), "--max_steps", "55", "--crop_scale", "0.4", "1.0", "--learning_rate", "1e-4"]
+    second += ["--mixup", "0", "--gradient_accumulation_steps", "4"]
+    run_training(train, teacher, [*shared, *second, "--per_device_train_batch_size", str(BATCH_SIZE // 4)])
     print_accuracy(arguments, teacher)
 
 
@@ -159,16 +160,10 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
     measured_file = folder / "measured.json"
     if measured_file.is_file():
         return json.loads(measured_file.read_text(encoding="utf-8"))
-    epoch = len(load_images([arguments.train], "train")) // BATCH_SIZE
-    epochs = max(round(steps / epoch), 1)
-    argv = [
-        *shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed),
-        *("--epochs", str(epochs), "--steps-per-epoch", str(min(steps, epoch)), "--num-latent-tokens", str(tokens)),
-        *("--view-epochs", "2", "--teacher-cache", str(arguments.runs_dir / f"cache-seed{seed}"), *VARIANTS[variant]),
-    ]
+    argv = shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed)
+    argv += ["--max_steps", str(steps), "--num_tokens", str(tokens), *VARIANTS[variant]]
     run_training(bootstrap, folder, argv)
-    views = epochs * min(steps, epoch) * BATCH_SIZE
-    about = {"variant": variant, "views": views, "seed": seed}
+    about = {"variant": variant, "views": steps * BATCH_SIZE, "seed": seed}
     measured = [about | row for row in measure_student(arguments, folder)]
     write_json(measured_file, measured)
     return measured
@@ -177,8 +172,8 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
 def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: int) -> list[str]:
     """The options that all students here are bootstrapped with."""
     return [
-        *("--teacher", str(teacher), "--dataset", str(images), "--eval-split", "none", "--no-compare"),
-        *("--batch-size", str(BATCH_SIZE), "--seed", str(seed), "--mixed-precision", arguments.mixed_precision),
+        *("--teacher", str(teacher), "--dataset", str(images), "--eval_split", "none", "--seed", str(seed)),
+        *("--per_device_train_batch_size", str(BATCH_SIZE), *precision_arguments(arguments)),
     ]
 
 
@@ -387,8 +382,8 @@ def compare_features(arguments):
         left_out = [class_names(train)[label] for label in LEFT_OUT]
         train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
     student = runs / f"features-elastic-seed{seed}"
-    argv = [*shared_arguments(arguments, arguments.model, kept, seed), "--epochs", str(epochs), *VARIANTS["elastic"]]
-    run_training(bootstrap, student, [*argv, "--num-latent-tokens", "64"])
+    argv = shared_arguments(arguments, arguments.model, kept, seed)
+    run_training(bootstrap, student, [*argv, "--num_train_epochs", str(epochs), *VARIANTS["elastic"]])
     contenders = load_teachers(arguments.model, "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
     contenders += load_students(str(student), METHODS["elastic"], "student")
     rows = compare(contenders, test, train, batch_size=32, rounds=1, memory=False)

@@ -85,14 +85,14 @@ QUESTIONS = {
     "is this an animal or a vehicle ?": lambda name: "vehicle" if name in VEHICLES else "animal",
 }
 # Rows of both tables: latent tokens, and what bootstrapping adds. 64 patches and [CLS] are the CLIP's.
-READABLE = ["--token-loss-weight", "1", "--token-layers", "-2", "--token-distance", "raw"]
+READABLE = ["--token_loss_weight", "1", "--token_layers", "-2", "--token_distance", "raw"]
 STUDENTS = {
     "SparseFormer, 16 tokens": (15, []),
     "SparseFormer, 16 readable tokens": (15, READABLE),
     "SparseFormer, 32 readable tokens": (31, READABLE),
     # What of that makes them readable.
-    "SparseFormer, 16 tokens, normalized": (15, ["--token-loss-weight", "1", "--token-layers", "-2"]),
-    "SparseFormer, 16 tokens, all layers": (15, ["--token-loss-weight", "1", "--token-distance", "raw"]),
+    "SparseFormer, 16 tokens, normalized": (15, ["--token_loss_weight", "1", "--token_layers", "-2"]),
+    "SparseFormer, 16 tokens, all layers": (15, ["--token_loss_weight", "1", "--token_distance", "raw"]),
 }
 INHERITED = [*READABLE, "--focusing", "inherited"]
 STUDENTS_INHERITED = {
@@ -102,7 +102,7 @@ STUDENTS_INHERITED = {
 # Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
 ALIGNED = {
     "own answers": (list(STUDENTS)[:3], []),
-    "own answers, LoRA": (["SparseFormer, 16 readable tokens"], ["--lora-rank", "8"]),
+    "own answers, LoRA": (["SparseFormer, 16 readable tokens"], ["--lora_rank", "8"]),
     "conversations": (["SparseFormer, 16 readable tokens"], ["--dataset"]),
 }
 
@@ -149,13 +149,13 @@ def main():
 def shared_arguments(arguments, seed: int) -> list[str]:
     """The options that the command lines of all trainings share."""
     return [
-        *(*data_arguments(arguments), "--train-split", f"train[:{arguments.images}]"),
-        *("--eval-split", test_split(arguments), "--mixed-precision", "no", "--seed", str(seed)),
+        *(*data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
+        *("--eval_split", test_split(arguments), "--seed", str(seed), "--crop_scale", "0.8", "1"),
     ]
 
 
 def test_split(arguments) -> str:
-    return f"{default_split(arguments.eval_dataset)}[:{arguments.test_images}]"
+    return f"{default_split(arguments.eval_dataset or arguments.dataset)}[:{arguments.test_images}]"
 
 
 def test_images(arguments) -> datasets.Dataset:
@@ -179,17 +179,13 @@ def train_clip(arguments, seed: int) -> Path:
 def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
     """The folder of a SparseFormer, bootstrapped now or before."""
     tokens, extra = (STUDENTS | STUDENTS_INHERITED)[name]
-    paper = ["--recipe", "paper", "--config-overrides", STUDENT, "--learning-rate", "4e-3"]
     folder = arguments.runs_dir / folder_name(name, seed)
-    run_training(
-        bootstrap,
-        folder,
-        [
-            *("--teacher", str(clip), *shared_arguments(arguments, seed), "--crop-scale", "0.8", "1", "--no-compare"),
-            *(*([] if name in STUDENTS_INHERITED else paper), "--num-latent-tokens", str(tokens)),
-            *("--epochs", str(arguments.epochs), "--batch-size", "64", *extra),
-        ],
-    )
+    argv = ["--teacher", str(clip), *shared_arguments(arguments, seed), "--num_tokens", str(tokens), *extra]
+    argv += ["--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", "64"]
+    if name in STUDENTS:
+        argv += ["--recipe", "paper", "--config_overrides", STUDENT, "--learning_rate", "4e-3"]
+        argv += ["--warmup_steps", str(1 / arguments.epochs)]
+    run_training(bootstrap, folder, argv)
     return folder
 
 
@@ -402,17 +398,12 @@ def align(arguments, llava: Path, student: Path, name: str, extra: list[str], se
     """The folder of a LLaVA that learned to read a student, now or before."""
     folder, data = arguments.runs_dir / folder_name(name, seed), shared_arguments(arguments, seed)
     if extra == ["--dataset"]:
-        data = ["--dataset", str(write_conversations(arguments)), "--eval-split", "none", "--seed", str(seed)]
+        data = ["--dataset", str(write_conversations(arguments)), "--eval_split", "none", "--seed", str(seed)]
         extra = []
-    run_training(
-        align_llava,
-        folder,
-        [
-            *("--model", str(llava), "--vision-model", str(student), *data, "--crop-scale", "0.8", "1"),
-            *("--prompt", "{image} {question}", "--questions", *QUESTIONS, "--answer-tokens", "1"),
-            *("--epochs", str(arguments.align_epochs), "--eval-batch-size", "128", *extra),
-        ],
-    )
+    argv = ["--model", str(llava), "--vision_model", str(student), *data, *extra]
+    argv += ["--prompt", "{image} {question}", "--questions", *QUESTIONS, "--answer_tokens", "1"]
+    argv += ["--num_train_epochs", str(arguments.align_epochs), "--per_device_eval_batch_size", "128"]
+    run_training(align_llava, folder, argv)
     return folder
 
 

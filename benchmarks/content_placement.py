@@ -48,6 +48,7 @@ from shared import (
     add_precision_argument,
     add_run_arguments,
     make_parser,
+    precision_arguments,
     print_rows,
     run_training,
     spread,
@@ -60,9 +61,9 @@ from token_merging import merging
 PLACEMENTS = {
     "grid": [],
     "detail": ["--placement", "content"],
-    "contrast": ["--placement", "content", "--placement-rule", "contrast"],
-    "learned": ["--placement", "content", "--placement-rule", "learned"],
-    "entropy": ["--placement", "content", "--placement-rule", "entropy"],
+    "contrast": ["--placement", "content", "--placement_rule", "contrast"],
+    "learned": ["--placement", "content", "--placement_rule", "learned"],
+    "entropy": ["--placement", "content", "--placement_rule", "entropy"],
 }
 TOKENS = [9, 16, 25, 36, 49, 64]
 # What students are trained on besides photographs.
@@ -101,10 +102,10 @@ def train_teacher(arguments):
     """Fine-tune a pretrained ViT at its own size alone."""
     folder = arguments.runs_dir / f"{arguments.name}-teacher"
     argv = [
-        *("--model", arguments.model, "--dataset", arguments.train, "--eval-split", "none", "--crop", "resized"),
-        *("--epochs", "12", "--batch-size", "64", "--crop-scale", "0.4", "1.0", "--learning-rate", "2e-4"),
-        *("--layer-decay", "0.85", "--head-multiplier", "5", "--warmup-epochs", "1", "--mixup", "0.1"),
-        *("--mixed-precision", arguments.mixed_precision),
+        *("--model", arguments.model, "--dataset", arguments.train, "--eval_split", "none", "--crop", "resized"),
+        *("--num_train_epochs", "12", "--per_device_train_batch_size", "64", "--crop_scale", "0.4", "1.0"),
+        *("--learning_rate", "2e-4", "--layer_decay", "0.85", "--head_multiplier", "5"),
+        *("--warmup_steps", str(1 / 12), "--mixup", "0.1", *precision_arguments(arguments)),
     ]
     run_training(train, folder, argv)
     print_accuracy(arguments, folder)
@@ -213,15 +214,13 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
     if measured_file.is_file():
         return json.loads(measured_file.read_text(encoding="utf-8"))
     argv = [
-        *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval-split", "none", "--no-compare"),
-        *("--focusing", "inherited", "--elastic-token-counts", *map(str, TOKENS), *PLACEMENTS[placement]),
-        *("--zoom-out", str(ZOOM_OUT), "--canvas-images", str(CANVAS_IMAGES), "--epochs", str(arguments.epochs)),
-        *("--learning-rate", str(arguments.learning_rate), "--batch-size", str(arguments.batch_size)),
-        *("--inherited-learning-rate", str(arguments.inherited_learning_rate), "--seed", str(seed)),
-        *("--mixed-precision", arguments.mixed_precision),
-        # All students of a seed see the same views.
-        *("--teacher-cache", str(arguments.runs_dir / f"{arguments.name}-teacher-seed{seed}")),
-        *(("--config-overrides", f"placement_random_share={arguments.random_share}") if content else ()),
+        *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval_split", "none", "--seed", str(seed)),
+        *("--focusing", "inherited", "--num_tokens", *map(str, TOKENS), *PLACEMENTS[placement]),
+        *("--zoom_out", str(ZOOM_OUT), "--canvas_images", str(CANVAS_IMAGES)),
+        *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", str(arguments.batch_size)),
+        *("--learning_rate", str(arguments.learning_rate)),
+        *("--inherited_lr_factor", str(arguments.inherited_learning_rate), *precision_arguments(arguments)),
+        *(("--config_overrides", f"placement_random_share={arguments.random_share}") if content else ()),
     ]
     run_training(bootstrap, folder, argv)
     model, processor = load_image_classifier(folder, "cpu")

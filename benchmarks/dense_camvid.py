@@ -217,7 +217,7 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
     for seed in arguments.seeds if kind == HEADLINE else arguments.seeds[:1]:
         name = folder_name(f"{kind} {arguments.bootstrap_epochs} epochs", seed)
         folders.append(folder := arguments.runs_dir / name)
-        if (folder / "results.json").is_file():
+        if (folder / "README.md").is_file():
             continue
         teacher, _ = load_vision_model(arguments.teacher, "cpu")
         torch.manual_seed(seed)
@@ -228,8 +228,8 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
             num_train_epochs=arguments.bootstrap_epochs,
             per_device_train_batch_size=16,
             learning_rate=2e-3,
-            inherited_learning_rate=0.0 if kind == ALONE else 0.05,
-            warmup_epochs=arguments.bootstrap_epochs / 20,
+            inherited_lr_factor=0.0 if kind == ALONE else 0.05,
+            warmup_steps=0.05,
             dense_loss_weight=1.0,
             crop_scale=[0.4, 1.0],
             crop_ratio=[1.2, 1.5],
@@ -237,7 +237,7 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
             use_cpu=choose_device().type == "cpu",
         )
         images = load_masked_images([arguments.train], "train").select_columns(["image"])
-        BootstrapTrainer(teacher, student, options, images, processing_class=processor).train()
+        BootstrapTrainer(teacher, student, options, images, processing_class=processor).run()
     return folders
 
 

@@ -35,6 +35,7 @@ import time
 import torch
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
+from frugalvit.common.loading import choose_device
 from frugalvit.configuration.configuration_base import VALUE_INITS
 from frugalvit.training import train
 from shared import budget_settings, last_accuracies, parse_table, print_rows, run_row, wanted_rows, write_table
@@ -201,14 +202,14 @@ def main():
     table, rows = CONVMIXER if arguments.table == "convmixer" else VIT_TABLES[arguments.table], []
     for name in wanted_rows(arguments, table):
         results = [run(arguments, name, table[name], seed) for seed in arguments.seeds]
-        losses = [result["epochs"][-1]["train_loss"] for result in results]
+        losses = [result["loss"] for result in results]
         rows.append({"row": name, **last_accuracies(results), "train_loss": statistics.mean(losses)})
         print_rows(rows)
     write_table(
         arguments.results_dir / f"impulse_{arguments.table}.json",
         budget_settings(arguments) | {"architecture": architecture(arguments)},
         rows,
-        device=results[0]["device"],
+        device=choose_device().type,
     )
 
 
@@ -234,7 +235,7 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
     options = {
         "model_type": "convmixer" if convmixer else "vit_impulse_init",
         "config_overrides": ",".join(filter(None, overrides)),
-        "batch_size": 512 if arguments.paper_recipe else 64,
+        "per_device_train_batch_size": 512 if arguments.paper_recipe else 64,
         "learning_rate": 0.01 if convmixer else 1e-3,
         "weight_decay": 0.01,
         "warmup_epochs": 10 if arguments.paper_recipe else 1,

@@ -30,7 +30,6 @@ from frugalvit.training import segment
 from shared import (
     add_run_arguments,
     folder_name,
-    last_model,
     make_parser,
     peak_memory,
     print_rows,
@@ -70,16 +69,16 @@ AutoModelForSemanticSegmentation.register(ViTConfig, ViTLinearForSemanticSegment
 # Rows: name -> arguments of the command.
 ROWS = {
     f"SparseFormer, {TOKENS} tokens": [
-        *("--model", "checkpoints/cifar10-sparseformer", "--num-latent-tokens", str(TOKENS)),
-        *("--learning-rate", "5e-4", "--head-multiplier", "2", "--layer-decay", "0.9"),
+        *("--model", "checkpoints/cifar10-sparseformer", "--num_latent_tokens", str(TOKENS)),
+        *("--learning_rate", "5e-4", "--head_multiplier", "2", "--layer_decay", "0.9"),
     ],
     "ViT, linear head": [
-        *("--model", "checkpoints/cifar10-vit", "--learning-rate", "5e-4", "--head-multiplier", "2"),
-        *("--layer-decay", "0.9"),
+        *("--model", "checkpoints/cifar10-vit", "--learning_rate", "5e-4", "--head_multiplier", "2"),
+        *("--layer_decay", "0.9"),
     ],
     "SegFormer from scratch": [
-        *("--model-type", "segformer", "--config-overrides", SEGFORMER, "--learning-rate", "1e-3"),
-        *("--head-multiplier", "1", "--layer-decay", "1"),
+        *("--model_type", "segformer", "--config_overrides", SEGFORMER, "--learning_rate", "1e-3"),
+        *("--head_multiplier", "1", "--layer_decay", "1"),
     ],
 }
 
@@ -109,17 +108,13 @@ def main():
 def train(arguments, name: str, recipe: list[str], seed: int) -> Path:
     """The folder of a model, trained now or before."""
     folder = arguments.runs_dir / folder_name(name, seed)
-    run_training(
-        segment,
-        folder,
-        [
-            *("--dataset", *arguments.dataset, "--eval-dataset", *arguments.eval_dataset),
-            *("--class-names", *CLASSES, "--ignored-labels", str(VOID), "--seed", str(seed)),
-            *("--image-size", *map(str, SIZE), "--epochs", str(arguments.epochs)),
-            *("--batch-size", "8", "--warmup-steps", "50", "--drop-path", "0", "--scale", "0.8", "2"),
-            *recipe,
-        ],
-    )
+    argv = [
+        *("--dataset", *arguments.dataset, "--eval_dataset", *arguments.eval_dataset, "--seed", str(seed)),
+        *("--class_names", *CLASSES, "--ignored_labels", str(VOID), "--image_size", *map(str, SIZE)),
+        *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", "8"),
+        *("--warmup_steps", "50", "--drop_path", "0", "--scale", "0.8", "2", *recipe),
+    ]
+    run_training(segment, folder, argv)
     return folder
 
 
@@ -145,13 +140,9 @@ def measure(arguments, folders: list[Path]) -> dict[str, object]:
 
 
 def load(folder: Path):
-    """A model as it was after the last epoch, and its image processor."""
-
-    def read(folder: Path, device: str):
-        auto_class = AutoModelForSemanticSegmentation
-        return load_with_image_processor(folder, device, False, "a semantic segmentation model", lambda _: auto_class)
-
-    return last_model(folder, read)
+    """A trained model and its image processor."""
+    auto_class = AutoModelForSemanticSegmentation
+    return load_with_image_processor(folder, "cpu", False, "a semantic segmentation model", lambda _: auto_class)
 
 
 def make_pass(folder: Path, size: tuple[int, int]) -> Callable[[], object]:

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import datasets
 import torch
-from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch import nn
 from torchvision.transforms import v2
-from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
 from frugalvit.common.choices import SUBSET
@@ -27,7 +25,7 @@ from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
-from frugalvit.common.loading import load_image_classifier
+from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import macs_of
 from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.common.speed import images_per_second
@@ -87,6 +85,12 @@ def add_data_arguments(parser: argparse.ArgumentParser):
 def add_precision_argument(parser: argparse.ArgumentParser, default: str):
     """Add the precision of trainings, which is the same on all machines by default."""
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default=default, help="default: %(default)s")
+
+
+def precision_arguments(arguments) -> list[str]:
+    """The precision as a training's command line names it; with bf16, Transformers wants to be told of a CPU."""
+    on_cpu = choose_device().type == "cpu"
+    return ["--bf16", "--use_cpu", str(on_cpu)] if arguments.mixed_precision == "bf16" else []
 
 
 def parse_table(
@@ -166,8 +170,10 @@ def evaluation_images(arguments) -> datasets.Dataset:
     )
 
 
-def row_arguments(row: dict) -> list[str]:
-    """A row's arguments as the command line names them."""
+def row_arguments(row: dict, epochs: int) -> list[str]:
+    """A row's arguments as the command line of its training names them, with its `warmup_epochs` as a share."""
+    row = {"warmup_epochs": 0, **row, "num_train_epochs": epochs}
+    row["warmup_steps"] = row.pop("warmup_epochs") / epochs
     values = {field: value if isinstance(value, list) else [value] for field, value in row.items()}
     return [text for field, value in values.items() for text in (f"--{field}", *map(str, value))]
 
@@ -182,42 +188,36 @@ def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
 def run_row(arguments, recipe, name: str, seed: int, options: dict) -> tuple[Path, dict]:
     """Folder and results of a row's training with a seed, run now or before; `arguments` as of `parse_table`."""
     argv = ["--seed", str(seed), *data_arguments(arguments)]
-    argv += ["--train-split", f"train[:{arguments.images}]" if arguments.images else "train"]
-    argv += ["--epochs", str(arguments.epochs), "--mixed-precision", arguments.mixed_precision]
+    argv += ["--train_split", f"train[:{arguments.images}]" if arguments.images else "train"]
     given = {name: getattr(arguments, name) for name in ("crop", "flip", "dataset_config", "label_column")}
-    argv += row_arguments(options | {name: value for name, value in given.items() if value})
+    argv += row_arguments(options | {name: value for name, value in given.items() if value}, arguments.epochs)
+    argv += precision_arguments(arguments)
     folder = arguments.runs_dir / folder_name(name, seed, argv)
     return folder, run_training(recipe, folder, argv)
 
 
 def run_training(recipe, folder: Path, argv: list[str]) -> dict:
-    """Run a training in a folder, or find the run of the same command there, and return its results."""
-    argv, file = ["--output", str(folder), *argv], folder / "results.json"
-    if file.is_file():
-        results = json.loads(file.read_text(encoding="utf-8"))
-        if results["command"] == shlex.join([*recipe.PROG.split(), *argv]):
-            return results
-    # What ran before may have wanted another precision.
-    AcceleratorState._reset_state(True)
-    try:
-        recipe.main(argv)
-    except ValueError as error:
-        raise SystemExit(f"{folder.name}: {error}") from error
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def last_model(folder: Path, load=load_image_classifier) -> tuple[PreTrainedModel, object]:
-    """The model of a run's last epoch, and its image processor. The folder's own is that of the best epoch on the test
-    images, which would favor the model that varies most."""
-    model, image_processor = load(folder, "cpu")
-    model.load_state_dict(load_file(max(folder.glob("checkpoints/step-*")) / "model.safetensors"))
-    return model, image_processor
+    """Run a training in a folder, or find the run of the same command there, and return the last value of each name in
+    its log. It leaves the model of the last epoch: choosing one by its accuracy would be choosing on test images."""
+    argv = ["--output_dir", str(folder), *argv, "--load_best_model_at_end", "False", "--logging_strategy", "epoch"]
+    command, note = shlex.join([*recipe.PROG.split(), *argv]), folder.with_name(f"{folder.name}.txt")
+    if folder.is_dir() and note.is_file() and (before := note.read_text("utf-8")) != command:
+        raise SystemExit(f"{folder} is the run of another command; remove it and {note.name}: {before}")
+    # The card is written last.
+    if not (folder / "README.md").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(command, "utf-8")
+        try:
+            recipe.main(argv)
+        except ValueError as error:
+            raise SystemExit(f"{folder.name}: {error}") from error
+    log = json.loads((folder / "trainer_state.json").read_text("utf-8"))["log_history"]
+    return {name: value for record in log for name, value in record.items()}
 
 
 def last_accuracies(results: list[dict]) -> dict:
-    """Mean, standard deviation and values over seeds, of the last epoch: choosing an epoch by its accuracy would be
-    choosing on test images."""
-    accuracies = [result["epochs"][-1]["accuracy"] for result in results]
+    """Mean, standard deviation and values of accuracy over seeds."""
+    accuracies = [result["eval_accuracy"] for result in results]
     return {"accuracy": statistics.mean(accuracies), "spread": spread(accuracies), "accuracies": accuracies}
 
 

@@ -130,8 +130,9 @@ def main():
         add("DiffRate", make(), "rates searched")
         add_tuned("DiffRate", make)
     folders = [arguments.runs_dir / folder_name("student", seed) for seed in arguments.seeds]
-    budget = ["--train-split", f"train[:{arguments.images}]", "--epochs", str(arguments.epochs)]
-    budget += ["--batch-size", str(BATCH_SIZE), "--teacher", arguments.teacher, "--recipe", "small"]
+    budget = ["--train_split", f"train[:{arguments.images}]", "--num_train_epochs", str(arguments.epochs)]
+    budget += ["--per_device_train_batch_size", str(BATCH_SIZE), "--warmup_steps", str(0.5 / arguments.epochs)]
+    budget += ["--teacher", arguments.teacher, "--recipe", "small"]
     results = [
         run_training(bootstrap, folder, [*budget, "--seed", str(seed)])
         for folder, seed in zip(folders, arguments.seeds, strict=True)
@@ -302,7 +303,7 @@ def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageForm
     for batch in DataLoader(Views(images, lambda image: view(image)["pixel_values"]), 256):
         logits = model(image_format.normalize(batch["pixel_values"].to(device))).logits
         right.append(logits.argmax(1).cpu() == batch["labels"])
-    return {"epochs": [{"accuracy": torch.cat(right).float().mean().item()}]}
+    return {"eval_accuracy": torch.cat(right).float().mean().item()}
 
 
 def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Contender:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from .training.bootstrap import BootstrapArguments as BootstrapArguments
     from .training.bootstrap import BootstrapTrainer as BootstrapTrainer
     from .training.bootstrap import bootstrap as bootstrap
-    from .training.components.callbacks import HintDecayCallback as HintDecayCallback
+    from .training.joint import HintDecayCallback as HintDecayCallback
     from .training.joint import JointArguments as JointArguments
     from .training.joint import JointTrainer as JointTrainer
     from .training.losses import AlignmentLoss as AlignmentLoss

@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        from .training.components.arguments import reason
+        from .training.arguments import reason
 
         if debug or not (message := reason(error)):
             raise

@@ -21,7 +21,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 from tqdm import tqdm
 
-from .common.classes import match_labels
 from .common.command_line import (
     CommandParser,
     add_dataset_arguments,
@@ -34,7 +33,7 @@ from .common.command_line import (
 from .common.contender import Contender, measure_speeds
 from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
-from .common.labels import check_labels, class_names, label_numbers
+from .common.labels import check_labels, class_names, label_numbers, match_labels
 from .common.loading import choose_device
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from .architectures import has_rois, load_model
-from .common.classes import match_labels
 from .common.command_line import CommandParser, add_dataset_arguments, positive, probability
 from .common.data import load_images, sample, split_names
 from .common.exported import (
@@ -31,7 +30,7 @@ from .common.exported import (
     parts_of,
 )
 from .common.files import whole_folder, write_json
-from .common.labels import class_names, label_numbers
+from .common.labels import class_names, label_numbers, match_labels
 from .common.loading import load_image_processor
 from .common.reading import Reader
 from .common.scores import check_scores

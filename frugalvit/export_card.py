@@ -9,7 +9,7 @@ from .common.loading import split_revision
 from .common.tables import format_markdown
 from .common.views import ImageFormat
 from .modeling.hub import make_card, pipeline_tag
-from .training.components.cards import license_of
+from .training.cards import license_of
 
 
 FILTERS = {0: "NEAREST", 2: "BILINEAR", 3: "BICUBIC"}

@@ -84,11 +84,12 @@ def main(argv: list[str] | None = None) -> None:
         focusing="inherited",
         train_split=f"train[:{train}]",
         eval_split=NO_EVALUATION,
-        epochs=1,
-        batch_size=BATCH_SIZE,
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH_SIZE,
         learning_rate=LEARNING_RATE,
         seed=arguments.seed,
-        compare=False,
+        bf16=bf16,
+        use_cpu=device.type == "cpu",
     )
 
     print(f"\n2/3  Both on {held_back} photographs that were held back, and the teacher with smaller images.\n")
@@ -114,8 +115,8 @@ def main(argv: list[str] | None = None) -> None:
         f"{format_table(shorten(rows, precision))}\n\n± is a standard error; images/s are those of batches of "
         f"{BATCH_SIZES[-1]} in {precision}. It took {duration(seconds)}. In {folder}: student/, comparison.png, "
         "rois.png, results.json.\n\nNext, with your own ViT and your own photographs, which need no labels:\n"
-        "  frugalvit bootstrap --teacher YOUR_VIT --dataset PHOTOGRAPHS --focusing inherited --elastic-token-counts "
-        f"{' '.join(map(str, TOKENS))} --epochs 1 --output student\n"
+        "  frugalvit bootstrap --teacher YOUR_VIT --dataset PHOTOGRAPHS --focusing inherited --num_tokens "
+        f"{' '.join(map(str, TOKENS))} --num_train_epochs 1 --output_dir student\n"
         "  frugalvit compare YOUR_VIT student --dataset PHOTOGRAPHS --output comparison\n"
         "  frugalvit predict PHOTOGRAPHS --model student --num-tokens 36"
     )
@@ -146,7 +147,7 @@ def claim(folder: Path):
     """Raise a ValueError if a folder has something else in it; a quickstart that was interrupted there goes on."""
     if (folder / "results.json").exists():
         raise ValueError(f"--output {folder} holds a finished quickstart. Give another folder, or remove it.")
-    interrupted = (folder / "student" / "metrics.jsonl").exists()
+    interrupted = {path.name for path in folder.glob("*")} == {"student"}
     if folder.exists() and not interrupted and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output {folder} exists and is not an empty folder. Give another, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)

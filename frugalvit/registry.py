@@ -45,7 +45,7 @@ FUNCTIONS = {
     "extract_features": "frugalvit.evaluation.embeddings",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
-    "HintDecayCallback": "frugalvit.training.components.callbacks",
+    "HintDecayCallback": "frugalvit.training.joint",
     "ImageClassificationArguments": "frugalvit.training.train",
     "ImageClassificationTrainer": "frugalvit.training.train",
     "impulse_init_": "frugalvit.modeling.initialization",

@@ -6,10 +6,11 @@ python model_cards/render.py
 import re
 from pathlib import Path
 
+import yaml
 from huggingface_hub import ModelCard
 
 from frugalvit.architectures import variants
-from frugalvit.training.components.arguments import RECIPE_FILES, read_recipe
+from frugalvit.training.arguments import RECIPES
 
 
 HERE = Path(__file__).resolve().parent
@@ -57,7 +58,7 @@ def describe_recipe(file: Path) -> dict:
     for found in filter(None, (counted, theirs)):
         notes = notes.replace(found[0], "")
     return {
-        "arguments": read_recipe(file)[1],
+        "arguments": yaml.safe_load(text),
         "about": about,
         "commands": commands,
         "notes": notes.strip(),
@@ -141,7 +142,7 @@ def list_of(recipes: dict[str, dict]) -> str:
 
 def render() -> dict[str, str]:
     """Return all texts that this program writes, by path relative to this folder."""
-    recipes = {file.stem: describe_recipe(file) for file in sorted(RECIPE_FILES.glob("*.yaml"))}
+    recipes = {name: describe_recipe(file) for name, file in RECIPES.items()}
     cards = {f"papers/{name}.md": card_of(name, recipe) for name, recipe in recipes.items()}
     return {"README.md": list_of(recipes), **cards}
 

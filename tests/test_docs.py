@@ -42,7 +42,7 @@ NOT_HERE = {
     "pip install": "an environment is not changed by a test; .ci/run installs",
     "pytest": "this is it",
     "python -c": "tests/test_readme.py runs it for every model that ships",
-    "ACCELERATE_USE_CPU=true torchrun": "tests/training/test_processes.py",
+    "torchrun": "tests/training/test_processes.py",
     "python -m http.server": "it serves until it is stopped",
     "frugalvit quickstart": "tests/test_quickstart.py and .ci/run",
     "frugalvit export": "tests/test_export.py exports in each format; int8 alone takes longer than all of this page",
@@ -50,9 +50,8 @@ NOT_HERE = {
     "frugalvit predict docs/dog.png --model exported": "tests/test_export.py, as what is exported",
     "frugalvit bootstrap --teacher google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
     "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
-    "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output dinov2": "as the next",
-    "frugalvit align-llava --model LLAVA --vision-model dinov2-tower": "tests/training/test_align_llava.py",
-    "frugalvit info augreg-base-49-224": "a model of full size; tests/test_info.py",
+    "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output_dir dinov2-tower": "next",
+    "frugalvit align-llava --model LLAVA --vision_model dinov2-tower": "tests/training/test_align_llava.py",
     "frugalvit compare": "tests/test_compare.py; it measures memory in a process for each model",
 }
 # What a page says, and what stands for it: tiny models, and the images that ship.
@@ -68,24 +67,24 @@ STAND_INS = {
     "PHOTOGRAPHS": "photographs",
     "FOLDER": "sparseformer",
     "OTHER": "checkpoints/cifar10-vit",
-    'epochs=1, output="student"': 'epochs=1, output="student", batch_size=8, mixed_precision="no", compare=False',
+    'num_train_epochs=1, output="student"': 'num_train_epochs=1, output="student", per_device_train_batch_size=8',
 }
 # Options that make a command short, behind its own.
-TRAINS = ["--epochs", "1", "--batch-size", "8", "--num-workers", "0", "--mixed-precision", "no"]
+TRAINS = ["--num_train_epochs", "1", "--per_device_train_batch_size", "8"]
 NARROW = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=32"
 NARROW_AGENT = "hidden_size=32,num_hidden_layers=2,intermediate_size=32"
 SHORT = {
-    "bootstrap": [*TRAINS, "--no-compare"],
+    "bootstrap": TRAINS,
     "train": TRAINS,
     "joint": [*TRAINS, "--vit", f"image_size=32,patch_size=8,{NARROW}", "--agent", f"patch_size=8,{NARROW_AGENT}"],
     "segment": [
         *TRAINS,
-        *(["--warmup-steps", "0", "--image-size", "32", "--num-latent-tokens", "16", "--num-labels", "3"]),
+        *(["--warmup_steps", "0", "--image_size", "32", "--num_latent_tokens", "16", "--num_labels", "3"]),
     ],
-    "align-llava": [*TRAINS, "--answer-tokens", "2"],
+    "align-llava": [*TRAINS, "--answer_tokens", "2"],
     "swap": ["--images", "8"],
 }
-SUBSET = ["--train-split", "train[:64]", "--eval-split", "test[:8]", "--batch-size", "32"]
+SUBSET = ["--train_split", "train[:64]", "--eval_split", "test[:8]", "--per_device_train_batch_size", "32"]
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

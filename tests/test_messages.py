@@ -15,10 +15,10 @@ from frugalvit.cli import main
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier, load_vision_model
 from frugalvit.info import describe
-from frugalvit.training.components.classifiers import load_or_create
-from frugalvit.training.options.train import LearningArguments, ModelArguments
-from frugalvit.training.segment import MaskedImageArguments, SegmenterArguments
+from frugalvit.training.models import build_model
+from frugalvit.training.segment import MaskedDataArguments, SegmenterArguments
 from frugalvit.training.segment import build_model as build_segmenter
+from frugalvit.training.train import ImageClassificationArguments, ModelArguments
 from tiny import save_vit
 
 
@@ -27,9 +27,11 @@ LOADERS = {
     "classifier": load_image_classifier,
     "teacher": load_vision_model,
     "info": describe,
-    "train": lambda folder: load_or_create(ModelArguments(model=folder), LearningArguments(), ["a", "b"]),
+    "train": lambda folder: build_model(
+        ModelArguments(model=folder), ImageClassificationArguments(output_dir="out", use_cpu=True), ["a", "b"]
+    ),
     "segment": lambda folder: build_segmenter(
-        SegmenterArguments(model=folder, drop_path=0), MaskedImageArguments(dataset=["x"], num_labels=2)
+        SegmenterArguments(model=folder, drop_path=0), MaskedDataArguments(dataset=["x"], num_labels=2), False
     ),
 }
 

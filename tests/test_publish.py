@@ -27,7 +27,7 @@ from frugalvit import publish
 from frugalvit.cli import main
 from frugalvit.info import describe
 from frugalvit.publish import render_card
-from frugalvit.training.components.arguments import RECIPE_FILES
+from frugalvit.training.arguments import RECIPES
 from tiny import save_vit
 
 
@@ -312,7 +312,7 @@ def test_cards_of_the_papers_models_are_those_of_the_recipes(monkeypatch):
         for path in (folder / "README.md", *folder.glob("papers/*.md"))
     }
     of_papers = {path: text for path, text in cards.items() if path != "README.md"}
-    assert len(of_papers) == len([*RECIPE_FILES.glob("*.yaml")]) > 20
+    assert len(of_papers) == len(RECIPES) > 20
     for path, text in of_papers.items():
         name = Path(path).stem
         assert text.startswith(f"# {name}\n\n") and "**Weights are not published here.**" in text

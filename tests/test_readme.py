@@ -14,7 +14,7 @@ from frugalvit.cli import COMMANDS
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.registry import public_names
-from frugalvit.training.components.arguments import ArgumentParser
+from frugalvit.training.arguments import ArgumentParser
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,58 +1,74 @@
 """Let a LLaVA learn to read a SparseFormer: the projector alone, without labels or with conversations.
 
-    accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision-model TOWER --dataset IMAGES \\
-        --output OUT
+    accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
+        --output_dir OUT
 
 The tower takes the place of the LLaVA's own, as in `frugalvit swap`; tower and language model stay as they are. A
 PaliGemma is such a LLaVA, too.
 Without text, the LLaVA as it was is the teacher: it answers a question about each image, and the new one learns to
 give its answers, token by token with its distribution, from projected tokens whose mean is that of the old ones. With
-LLaVA's files of conversations (`--dataset FILE.json`), it learns their answers. `--lora-rank` tunes the language
+LLaVA's files of conversations (`--dataset FILE.json`), it learns their answers. `--lora_rank` tunes the language
 model, too (Hu et al. 2022), which is written with what was learned added to its weights.
 """
 
+import copy
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 
+import datasets
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
-from PIL import Image
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..common.choices import NO_EVALUATION
-from ..common.conversations import (
-    NO_ANSWER,
-    default_prompt,
-    hold_back_conversations,
-    is_conversations,
-    read_conversations,
-)
+from ..common.choices import DEVICE_MAPS, NO_EVALUATION, QUANTIZATIONS
 from ..common.loading import load_llava, load_vision_model
 from ..common.names import without_place
-from ..common.splits import load_splits
+from ..common.splits import hold_back, load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
-from ..modeling.swap import input_device, matching_processor, swap_vision_tower
-from .components.answers import Answers, answer, select
-from .components.arguments import DataArguments, OptimizerArguments, RunArguments, check, run_as_program
-from .components.augmentation import BootstrapView, PairedEvalView
-from .components.cards import say_license, write_card
-from .components.checkpoints import TrainingState
-from .components.images import as_images
-from .components.optimizers import optimizer_with_schedule
-from .components.partly_trained import Learner
-from .components.runs import ImageTrainingArguments, start_run, training_arguments
-from .options.align_llava import PRECISIONS, PROG, AnswerArguments, parse
-from .trainer import ImageTrainer
+from ..modeling.swap import matching_processor, swap_vision_tower
+from .arguments import (
+    ArgumentParser,
+    DataArguments,
+    ImageTrainingArguments,
+    argument,
+    check,
+    check_from,
+    check_ranges,
+    check_shares,
+    run_as_program,
+)
+from .augmentation import BootstrapView, PairedEvalView
+from .cards import write_card
+from .data import as_images
+from .llava import (
+    NO_ANSWER,
+    PALIGEMMA_PROMPT,
+    PROMPT,
+    Answers,
+    Learner,
+    answer,
+    default_prompt,
+    encode,
+    is_conversations,
+    pad,
+    read_conversations,
+    select,
+)
+from .optimizers import parameter_groups, with_rates
+from .trainer import ImageTrainer, run_command, start
 
 
+PROG = "frugalvit align-llava"
 # Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
 # beside 1e-3).
 LORA_RATE = 0.2
+# The training's precision for weights of another one than float32.
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Code in the model card.
 USE = """
 
@@ -62,25 +78,94 @@ print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 
 @dataclass
-class AlignLlavaArguments(AnswerArguments, OptimizerArguments, ImageTrainingArguments):
-    """Transformers' `TrainingArguments`, and the options of `frugalvit align-llava` by the same names.
-    `ImageClassificationArguments` says which of `TrainingArguments` are not read.
+class LlavaArguments:
+    """The LLaVA and the tower that it is to read."""
 
-    Args:
-        num_tokens (`int`, *optional*): Latent tokens of the tower; as many as it has by itself if not given.
-        lora_rank (`int`, *optional*, defaults to 0): Rank of the matrices that are learned beside the language model's
-            (LoRA); 0 leaves the language model as it is.
+    model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
+    vision_model: str = argument(
+        help="Folder or hub id of a SparseFormer that was bootstrapped from its tower, or, with a new first layer of "
+        "the projector, from another vision transformer."
+    )
+    quantize: str | None = argument(
+        None,
+        "Hold the language model's weights so (pip install 'frugalvit[quantize]'). They are written as they were.",
+        choices=[*QUANTIZATIONS],
+    )
+    device_map: str | None = argument(
+        None,
+        "Share the LLaVA out among the accelerators, the memory and the disk, as Accelerate does, in one process.",
+        choices=[*DEVICE_MAPS],
+    )
+
+
+@dataclass
+class QuestionDataArguments(DataArguments):
+    """Images to ask about, or LLaVA's conversations, to train and evaluate on, by their names."""
+
+    image_folder: str | None = argument(
+        None, "Where images of conversations are. Default: the folder of the conversations."
+    )
+
+
+def is_prompt(text: str) -> bool:
+    """Whether a text has places for an image and a question, and no others."""
+    try:
+        return {name for _, name, *_ in Formatter().parse(text) if name is not None} == {"image", "question"}
+    except ValueError:
+        return False
+
+
+@dataclass
+class AlignLlavaArguments(ImageTrainingArguments):
+    """`ImageTrainingArguments` of a LLaVA: questions about the images, and what learns. With `bf16` or `fp16`, weights
+    that stay as they are have that precision, too, in memory and as they are written; those that learn are float32.
 
     Raises:
         ValueError: if a value does not fit.
     """
 
-    num_tokens: int | None = None
-    lora_rank: int = 0
+    metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
+    eval_on_start: bool = argument(True, "Measure the LLaVA with the new tower before training, too.")
+    num_train_epochs: float = argument(1.0, "Epochs.")
+    per_device_train_batch_size: int = argument(32, "Images of a step on a device.")
+    per_device_eval_batch_size: int = argument(32, "Images of an evaluation step on a device.")
+    learning_rate: float = argument(1e-3, "Highest learning rate, that of the projector; LoRA's is a fifth.")
+    warmup_steps: float = argument(0.03, "Steps of warm-up, or a share of all.")
+    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
+    num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
+    lora_rank: int = argument(
+        0, "Rank of what is learned of the language model's matrices; 0 leaves them as they are."
+    )
+    questions: list[str] = argument(
+        ["What is in the image?", "Describe the image.", "What is this?"],
+        "Questions, one of which is asked about each view of an image.",
+    )
+    prompt: str | None = argument(
+        None,
+        "What a question is put into, with {image} and {question}. "
+        f"Default: {PROMPT!r} for a LLaVA, {PALIGEMMA_PROMPT!r} for a PaliGemma.",
+    )
+    answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
+    feature_loss_weight: float = argument(
+        1.0, "Weight of an added distance of the projected tokens' mean from that of the LLaVA as it was."
+    )
+    crop_scale: list[float] = argument([0.5, 1.0], "Lowest and highest share of the area that a crop shows.")
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self, lambda value: value > 0, "a positive number", "learning_rate")
+        check(self, lambda value: not value, "0, as answers have no smoothed labels", "label_smoothing_factor")
+        check(self, lambda texts: texts and all(texts), "one text or more", "questions")
+        check(self, is_prompt, "a text with {image}, {question} and no other braces", "prompt")
+        check_from(self, 0, "lora_rank", "feature_loss_weight")
+        check_from(self, 1, "num_tokens", "answer_tokens")
+        check_shares(self, "flip")
+        check_ranges(self, "crop_scale")
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the trainer moves the model; it does not, as the LLaVA may be on several devices."""
+        """Whether Transformers moves the model; it does not, as the LLaVA may be on several devices."""
         return False
 
 
@@ -92,20 +177,19 @@ class AlignLlavaTrainer(ImageTrainer):
         original (`PreTrainedModel`): The LLaVA with its own tower, in the precision that it is to have.
         tower (`SparseFormerPreTrainedModel`): A SparseFormer that was bootstrapped from that tower.
         args (`AlignLlavaArguments`): How it learns.
-        train_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or `Questions`.
-        eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
+        train_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or conversations, as
+            `read_conversations` returns them.
+        eval_dataset (*optional*): The same, to choose the best epoch on.
         processing_class: The LLaVA's processor.
         callbacks (*optional*): As Transformers has them.
-        tower_name (`str`, *optional*): The tower's name, for the card; by default where it was loaded from.
-        quantize (`str`, *optional*): How the language model of `original` is quantized, as of `--quantize`. The
-            written model has its weights as they were before, plus what LoRA learned.
-        command (*optional*): Arguments of `ImageTrainer` that a command gives, as `run` and `data`.
+        base_model, tower_name (`str`, *optional*): Names of LLaVA and tower, for the card; by default where they were
+            loaded from.
+        quantize (`str`, *optional*): How the language model of `original` is quantized. The written model has the
+            weights of `base_model`, plus what LoRA learned.
 
     Raises:
         ValueError: if LLaVA, tower, images and arguments do not fit each other, or with FSDP or DeepSpeed.
     """
-
-    metric = "agreement"
 
     def __init__(
         self,
@@ -114,99 +198,100 @@ class AlignLlavaTrainer(ImageTrainer):
         args: AlignLlavaArguments,
         train_dataset,
         eval_dataset=None,
-        test_dataset=None,
         processing_class=None,
         callbacks=None,
-        *,
+        base_model: str | None = None,
         tower_name: str | None = None,
         quantize: str | None = None,
-        **command,
     ):
-        train, evaluation, test = map(as_questions, (train_dataset, eval_dataset, test_dataset))
+        args = copy.copy(args)
+        args.eval_on_start = args.eval_on_start and eval_dataset is not None
+        precision = PRECISIONS.get(original.dtype)
+        if precision and not getattr(args, precision):
+            raise ValueError(f"{precision} is False, expected True for a LLaVA in {original.dtype}.")
+        if not quantize and getattr(original, "hf_device_map", None) is None:
+            original.to(args.device)
         self.original, self.processor, self.quantize = original, processing_class, quantize
         self.prompt = default_prompt(processing_class) if args.prompt is None else args.prompt
         self.tower_name = tower_name or tower.config._name_or_path
-        self.image_tokens_before = count_image_tokens(original, processing_class)
+        self.has_new_layer = original.config.vision_config.hidden_size != tower.config.hidden_size
         self.llava = swap_vision_tower(original, tower, new_first_layer=True)
-        self.widths = original.config.vision_config.hidden_size, tower.config.hidden_size
         if args.num_tokens is not None:
             self.llava.set_num_tokens(args.num_tokens)
-        self.new_processor = matching_processor(processing_class, self.llava)
+        processor = matching_processor(processing_class, self.llava)
         learner = Learner(self.llava)
         if args.lora_rank:
             learner.add_lora(args.lora_rank)
-        student_format = ImageFormat.from_processor(self.new_processor.image_processor)
-        self.learns_from_original = train.conversations is None
-        teacher_format = (
-            ImageFormat.from_processor(processing_class.image_processor) if self.learns_from_original else None
-        )
+        train = self.take_images(train_dataset)
+        self.has_teacher = "turns" not in train.features
+        student_format = ImageFormat.from_processor(processor.image_processor)
+        teacher_format = ImageFormat.from_processor(processing_class.image_processor) if self.has_teacher else None
         eval_view = PairedEvalView(student_format, teacher_format)
         view = BootstrapView(student_format, teacher_format, args.crop_scale, flip=args.flip)
         super().__init__(
-            *(learner, args),
+            model=learner,
+            args=args,
+            train_dataset=train,
+            eval_dataset=eval_dataset,
             # What is said of a part of an image may be about another one.
-            train=(train.images, view if self.learns_from_original else eval_view),
-            evaluation=(evaluation.images, eval_view),
-            test=test.images,
+            train_view=view if self.has_teacher else eval_view,
+            eval_view=eval_view,
+            processing_class=processor,
             callbacks=callbacks,
-            **command,
+            base_model=base_model or original.config._name_or_path,
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError("What learns is small and the rest stays as it is: leave FSDP and DeepSpeed out.")
-        self.train_questions = train
-        self.questions = {self.eval_loader: evaluation, self.test_loader: test}
-        # What there is to say about each batch of a loader's images, which are the same in every epoch.
-        self.found: dict[object, dict[int, Answers]] = defaultdict(dict)
-        self.before: float | None = None
+            raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
+        # Token ids and labels of each image's text, by data set: they are the same in every evaluation.
+        self.known = defaultdict(dict)
 
-    def outline(self) -> str:
-        """The number of tokens of an image and of parameters that learn, in a sentence."""
-        learned = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-        before, now = self.widths
-        new = f" The projector's first layer is new: the tower has {now:,} channels, the old one {before:,}."
-        return (
-            f"{self.llava.config.image_seq_length} tokens an image instead of {self.image_tokens_before}; "
-            f"{learned:,} of {sum(parameter.numel() for parameter in self.model.parameters()):,} parameters learn."
-            f"{new if now != before else ''}"
-        )
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As in Transformers; what goes on was measured before it began."""
+        self.args.eval_on_start = self.args.eval_on_start and not resume_from_checkpoint
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def train(self, *arguments, **options):
-        """As `ImageTrainer.train`; the share of right tokens is measured before, too."""
-        if self.eval_loader and self.before is None:
-            self.before = self.measure(self.model, self.test_loader or self.eval_loader)["agreement"]
-            self.accelerator.print(f"Before: {self.before:.2%} of the answers' tokens are right.")
-        return super().train(*arguments, **options)
+    def check_finite(self, step: int, weights: Iterable[torch.Tensor] = ()):
+        # What is offloaded stays as it was.
+        super().check_finite(step, (weight for weight in weights if not weight.is_meta))
 
-    def make_optimizer(self) -> tuple:
+    def take_images(self, images):
+        is_table = isinstance(images, datasets.Dataset) and "turns" in images.features
+        return images.cast_column("image", datasets.Image(decode=False)) if is_table else as_images(images)
+
+    def parameter_groups(self, model) -> list[dict]:
         in_projector = {*self.llava.model.multi_modal_projector.parameters()}
-        learned = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        rates = {parameter: 1.0 if parameter in in_projector else LORA_RATE for parameter in learned}
-        return optimizer_with_schedule(self.model, self.args, self.epochs, self.loader.steps_per_epoch, rates=rates)
+        rates = {parameter: LORA_RATE for parameter in model.parameters() if parameter not in in_projector}
+        return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
-    def ask(self, batch: dict, part: "Questions") -> Answers:
-        """Return the questions about a batch of images, and the answers to them: those of the conversations, or else
-        of the LLaVA as it was."""
-        keys = list(zip(batch["epoch"].tolist(), batch["index"].tolist(), strict=True))
-        if part.conversations is not None:
-            return Answers([part.conversations[index] for _, index in keys])
-        questions = self.args.questions
-        chosen = [random_seed(self.args.seed, *key, CAPTION) % len(questions) for key in keys]
+    def ask(self, batch: dict, images) -> tuple[list[tuple[list[int], list[int]]], Answers | None]:
+        """Return the token ids and labels of a text about each image of a batch, of conversations in `images`, or else
+        with the answers of the LLaVA as it was, which are returned, too."""
+        args, indices = self.args, batch["index"].tolist()
+
+        def encoded(turns: list) -> tuple[list[int], list[int]]:
+            return encode(self.processing_class, self.llava.config.image_seq_length, turns, self.prompt)
+
+        if "turns" in images.features:
+            return [encoded(images[index]["turns"]) for index in indices], None
+        epochs = batch["epoch"].tolist() if "epoch" in batch else [0] * len(indices)
+        seeds = [random_seed(args.seed, *key, CAPTION) for key in zip(epochs, indices, strict=True)]
+        questions = [args.questions[seed % len(args.questions)] for seed in seeds]
         pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
         with self.accelerator.autocast(), self.model.as_it_was():
-            return answer(
-                *(self.original, self.processor, pixel_values, [questions[number] for number in chosen]),
-                *(self.prompt, self.args.answer_tokens),
-            )
+            answers = answer(self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens)
+        asked = [encoded([(question, None)]) for question in questions]
+        rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers.tokens, strict=True)]
+        return rows, answers
 
-    def read(self, model, batch: dict, answers: Answers) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
+    def read(self, model, batch: dict, rows: list) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
         """Let the new LLaVA predict each token of the answers.
 
         Returns:
             Its logits, `(answer tokens, vocabulary)` in float32, the tokens themselves, `(answer tokens,)`, how many
             of them are about each image, and the mean projected token of each image, `(batch, hidden_size)`.
         """
-        device = self.accelerator.device
-        inputs, labels = answers.inputs(self.new_processor, self.llava.config.image_seq_length, self.prompt)
+        device = self.args.device
+        inputs, labels = pad(rows, self.processing_class)
         inputs = {name: value.to(device) for name, value in inputs.items()}
         # Nothing is asked about what stands before the answers; the token before them is asked for the first.
         asked = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
@@ -220,146 +305,126 @@ class AlignLlavaTrainer(ImageTrainer):
         return said, tokens, answered.sum(1).tolist(), seen.to(device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        answers = self.ask(inputs, self.train_questions)
-        said, tokens, _, seen = self.read(model, inputs, answers)
-        if answers.logits is None:
+        rows, answers = self.ask(inputs, self.train_dataset.images)
+        said, tokens, _, seen = self.read(model, inputs, rows)
+        if answers is None:
             return F.cross_entropy(said, tokens)
         loss = divergence(said, answers.logits, 1.0)
         distance = (seen - answers.seen).square().sum(1) / answers.seen.square().sum(1)
         return loss + self.args.feature_loss_weight * distance.mean()
 
-    @torch.inference_mode()
-    def measure(self, model, loader) -> dict[str, float]:
-        model.eval()
-        shares, known = [], self.found[loader]
-        # Finding the answers takes long.
-        hidden = None if self.accelerator.is_main_process else True
-        for number, batch in enumerate(tqdm(loader, desc="answers", leave=False, disable=hidden)):
-            if number not in known:
-                # Distributions of all answers would fill the memory.
-                known[number] = Answers(self.ask(batch, self.questions[loader]).conversations)
-            with self.accelerator.autocast():
-                said, tokens, lengths, _ = self.read(model, batch, known[number])
-            right = (said.argmax(-1) == tokens).float().split(lengths)
-            shares.append(self.accelerator.gather_for_metrics(torch.stack([values.mean() for values in right])))
-        return {"agreement": torch.cat(shares).mean().item()}
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        """As in Transformers."""
+        self.evaluated = dataloader.dataset
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    @torch.no_grad()
+    def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
+        """Return, for each image, the share of the answer's tokens that the model predicts."""
+        inputs = self._prepare_inputs(inputs)
+        known = self.known[self.evaluated]
+        indices = inputs["index"].tolist()
+        if not known.keys() >= {*indices}:
+            # Finding the answers takes long.
+            known |= zip(indices, self.ask(inputs, self.evaluated.images)[0], strict=True)
+        with self.accelerator.autocast():
+            said, tokens, lengths, _ = self.read(model, inputs, [known[index] for index in indices])
+        right = (said.argmax(-1) == tokens).float().split(lengths)
+        shares = torch.stack([values.mean() for values in right])
+        return None, shares, torch.zeros_like(shares)
+
+    def measure(self, prediction) -> dict[str, float]:
+        """`agreement`, the mean share of the answers' tokens that are predicted."""
+        return {"agreement": prediction.predictions.mean()}
 
     @property
-    def saved(self):
-        return self.model
+    def trained(self) -> PreTrainedModel:
+        return self.llava
 
-    def summary(self, state: TrainingState) -> str:
-        rank, tokens = self.args.lora_rank, self.llava.config.image_seq_length
+    def weights(self) -> dict[str, torch.Tensor]:
+        if not self.args.should_save:
+            return {}
+        plain = load_llava(self.base_model, "cpu", self.llava.dtype)[0].model.language_model if self.quantize else None
+        return self.model.whole_state(plain)
+
+    def write_card(self, folder: Path):
+        # A PaliGemma's processor ends the line itself.
+        token = self.processor.image_token
+        place = token if self.prompt.endswith("\n") else f"{token}\n"
+        prompt = self.prompt.removesuffix("\n").format(image=place, question=self.args.questions[0])
+        # Its parameters are counted, without LoRA's and as they are before they are quantized.
+        with torch.device("meta"):
+            plain = type(self.llava)(self.llava.config)
+        write_card(folder, self, plain, use=USE.format(prompt=prompt))
+
+    def summary(self, metrics: dict[str, float]) -> str:
+        rank = self.args.lora_rank
+        tokens = self.llava.config.image_seq_length
         language_model = f" and the language model (LoRA of rank {rank})" if rank else ""
-        new = "" if len({*self.widths}) == 1 else ", its first layer a new one,"
-        source = "answers of the LLaVA as it was" if self.learns_from_original else "conversations"
+        new = ", its first layer a new one," if self.has_new_layer else ""
+        source = "answers of the LLaVA as it was" if self.has_teacher else "conversations"
         text = (
             f"{without_place(self.base_model)} with {tokens} tokens an image, those of "
             f"{without_place(self.tower_name)}; the projector{new}{language_model} learned from {source}"
         )
-        if self.before is None or "agreement" not in state.measured:
+        if "agreement" not in metrics:
             return f"{text}, not evaluated."
-        return f"{text}: {state.measured['agreement']:.2%} of the answers' tokens are right, {self.before:.2%} before."
+        start = [
+            each["eval_agreement"] for each in self.state.log_history if each["step"] == 0 and "eval_agreement" in each
+        ]
+        before = f", {start[0]:.2%} before" if start and not (self.data and self.data.tested) else ""
+        return f"{text}: {metrics['agreement']:.2%} of the answers' tokens are right{before}."
 
-    def write_repository(self, folder: Path, state: TrainingState, weights: dict[str, torch.Tensor]):
-        plain = None
-        if self.quantize:
-            plain = load_llava(self.base_model, "cpu", self.llava.dtype)[0].model.language_model
-        weights = self.model.whole_state(plain)
-        # Saving takes them out of it. A head that is the embeddings counts once.
-        num_parameters = sum({weight.data_ptr(): weight.numel() for weight in weights.values()}.values())
-        self.llava.save_pretrained(folder, state_dict=weights)
-        self.new_processor.save_pretrained(folder)
-        # A PaliGemma's processor ends the line itself.
-        token = self.processor.image_token
-        place = token if self.prompt.endswith("\n") else f"{token}\n"
-        example = self.prompt.removesuffix("\n").format(image=place, question=self.args.questions[0])
-        write_card(
-            *(folder, self.llava, self.summary(state), self.data, self.run, state, self.base_model, self.metric),
-            use=USE.format(prompt=example),
-            num_parameters=num_parameters,
-        )
+
+def load_questions(data: QuestionDataArguments) -> tuple:
+    """Load the images or conversations to train, to evaluate and to test on."""
+    if not is_conversations(data.dataset):
+        return load_splits(data)
+    train = read_conversations(data.dataset[0], data.image_folder)
+    if data.eval_split == NO_EVALUATION:
+        return train, None, None
+    if data.eval_dataset:
+        check(data, is_conversations, "a file of conversations, too", "eval_dataset")
+        data.evaluated = "all"
+        return train, read_conversations(data.eval_dataset[0], data.image_folder), None
+    data.evaluated = "a tenth, held back"
+    return *hold_back(train), None
+
+
+def make_parser() -> ArgumentParser:
+    return ArgumentParser(
+        [LlavaArguments, QuestionDataArguments, AlignLlavaArguments],
+        PROG,
+        "Let a LLaVA learn to read a SparseFormer: the projector alone, without labels or with conversations.",
+    )
+
+
+def make_trainer(options: LlavaArguments, data: QuestionDataArguments, args: AlignLlavaArguments) -> AlignLlavaTrainer:
+    """Return the trainer for the arguments of the command."""
+    start(args)
+    check(options, lambda _: args.world_size == 1, "none with several processes", "device_map")
+    train, evaluation, test = load_questions(data)
+    dtype = next((dtype for dtype, name in PRECISIONS.items() if getattr(args, name)), torch.float32)
+    original, processor = load_llava(options.model, args.device, dtype, options.quantize, options.device_map)
+    tower, _ = load_vision_model(options.vision_model, "cpu")
+    trainer = AlignLlavaTrainer(
+        original,
+        tower,
+        args,
+        train,
+        evaluation,
+        processor,
+        base_model=options.model,
+        tower_name=options.vision_model,
+        quantize=options.quantize,
+    )
+    trainer.test_images = test
+    return trainer
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train as a command line says."""
-    trainer = make_trainer(parse(argv), argv)
-    trainer.accelerator.print(trainer.outline())
-    trainer.train()
-    trainer.say_result("agreement")
-    return 0
-
-
-def make_trainer(groups: tuple, argv: list[str] | None) -> AlignLlavaTrainer:
-    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
-    parts, asking, data, optimization, run = groups
-    choose_precision(parts.dtype, run)
-    start_run(run, PROG, argv, list(groups))
-    say_license(run, parts.model)
-    state = PartialState()
-    single = state.num_processes == 1
-    check(parts.device_map, parts.device_map is None or single, "device_map", "none with several processes")
-    train, evaluation, test = load_questions(data, asking, run.seed)
-    dtype = getattr(torch, parts.dtype)
-    original, processor = load_llava(parts.model, state.device, dtype, parts.quantize, parts.device_map)
-    tower, _ = load_vision_model(parts.vision_model, "cpu")
-    args = training_arguments(AlignLlavaArguments, run, data, parts, asking, optimization)
-    return AlignLlavaTrainer(
-        *(original, tower, args, train, evaluation, test, processor),
-        tower_name=parts.vision_model,
-        quantize=parts.quantize,
-        run=run,
-        data=data,
-        base_model=parts.model,
-    )
-
-
-def choose_precision(dtype: str, run: RunArguments):
-    """Set the run's mixed precision to that of the weights that stay as they are; raise a ValueError if another one
-    was asked for."""
-    if (needed := PRECISIONS[dtype]) and run.mixed_precision == "auto":
-        run.mixed_precision = needed
-    fits = needed in (None, run.mixed_precision)
-    check(run.mixed_precision, fits, "mixed_precision", f"{needed}, as --dtype is {dtype}")
-
-
-@dataclass
-class Questions:
-    """Images to ask about, None for none, and conversations about each, None where the LLaVA as it was is asked."""
-
-    images: object
-    conversations: list[list[tuple[str, str]]] | None = None
-
-
-def as_questions(given) -> Questions:
-    """Return `Questions` as they are, and images as questions to the LLaVA as it was. A trainer takes both."""
-    return given if isinstance(given, Questions) else Questions(None if given is None else as_images(given))
-
-
-def load_questions(data: DataArguments, asking: AnswerArguments, seed: int) -> tuple[Questions, Questions, Questions]:
-    """The questions to train, to evaluate and to test on."""
-    if not is_conversations(data.dataset):
-        return tuple(Questions(images) for images in load_splits(data))
-    train = read_conversations(data.dataset[0], asking.image_folder)
-    data.evaluated = "all"
-    if data.eval_split == NO_EVALUATION:
-        data.evaluated = None
-        return Questions(*train), Questions(None), Questions(None)
-    if data.eval_dataset:
-        check(data.eval_dataset, is_conversations(data.eval_dataset), "eval_dataset", "a file of conversations, too")
-        evaluation = read_conversations(data.eval_dataset[0], asking.image_folder)
-        return Questions(*train), Questions(*evaluation), Questions(None)
-    data.evaluated = "a tenth, held back"
-    train, held_back = hold_back_conversations(*train, seed)
-    return Questions(*train), Questions(*held_back), Questions(None)
-
-
-@torch.no_grad()
-def count_image_tokens(llava, processor) -> int:
-    """Number of tokens that the language model of a LLaVA reads of an image."""
-    pixel_values = processor.image_processor(Image.new("RGB", (8, 8)), return_tensors="pt")["pixel_values"]
-    pixel_values = pixel_values.to(input_device(llava), llava.dtype)
-    return len(llava.get_image_features(pixel_values).pooler_output[0])
+    return run_command(make_parser(), make_trainer, argv)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
 """Train a ViT together with an agent CNN, from which it learns its biases (Zhang et al., Bootstrapping ViTs).
 
-    accelerate launch -m frugalvit.training.joint --output OUT --variant joint-small
+    accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
 
-The defaults are the reference implementation's for CIFAR-10, its start (`--initialization reference`), places of
+The defaults are the reference implementation's for CIFAR-10, its start (`initialization="reference"`), places of
 dropout and clipping among them. Not as there: hints fade with every step, not with every epoch, and biases and norms
-do not decay. The agent's BatchNorm knows the images of its own process alone, so that several processes do not have
+do not decay. The agent's BatchNorm reads the images of its own process alone, so that several processes do not have
 the losses of one to the digit.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from transformers import ViTImageProcessor
+from transformers import TrainerCallback, ViTImageProcessor
 
-from ..common.files import whole_folder
+from ..common.choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
 from ..common.labels import class_names
 from ..common.metrics import TopKAccuracy
 from ..common.splits import load_splits
@@ -25,55 +23,132 @@ from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .components.arguments import DataArguments, RunArguments, read_values, run_as_program
-from .components.augmentation import SmallDataView
-from .components.callbacks import HintDecayCallback
-from .components.cards import count_measured, name_images, say_license, write_card
-from .components.checkpoints import TrainingState
-from .components.images import labeled_images
-from .components.models import choose_attention, configure_start
-from .components.optimizers import optimizer_with_schedule
-from .components.runs import ImageTrainingArguments, start_run, training_arguments
-from .options.joint import CLIPPING, PROG, JointOptimizerArguments, LearningArguments, TwinArguments, parse
-from .trainer import ImageTrainer
+from .arguments import ArgumentParser, DataArguments, argument, check, check_from, read_values, run_as_program
+from .augmentation import SmallDataArguments
+from .cards import name_images, write_card
+from .data import labeled_images
+from .models import choose_attention, configure_start
+from .trainer import ImageTrainer, run_command, start
 
 
-# Folders of the two models within a run's, and what their accuracies are called.
+PROG = "frugalvit joint"
+# Folders of the two models within that of the pair, and the names of their accuracies.
 PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
+# The reference's clipping of the ViT's gradient; for Joint- and Shared-S, and with SAM, it has none.
+CLIPPING = {"joint-base": 2.0, "shared-base": 0.1}
 
 
 @dataclass
-class JointArguments(LearningArguments, JointOptimizerArguments, ImageTrainingArguments):
-    """Transformers' `TrainingArguments`, and the options of `frugalvit joint` by the same names.
-    `ImageClassificationArguments` says which of `TrainingArguments` are not read.
+class TwinArguments:
+    """The two models and what they teach each other."""
+
+    variant: str = argument("joint-small", "The paper's models.", choices=JOINT_VARIANTS)
+    vit: str = argument("", "Other values of the ViT's configuration, for example image_size=32,patch_size=4.")
+    agent: str = argument("", "Other values of the agent's, for example patch_size=4.")
+    config_overrides: str = argument("", "Other values of the pair's, for example hint_weight=5,temperature=2.")
+    without_hint_at: list[float] = argument(
+        [], "Relative depths, above 0 to 1, where tokens get no hint: 1 is the last block."
+    )
+    initialization: str = argument(
+        REFERENCE,
+        "reference, of both models, as the paper's code has it; default, Transformers' and PyTorch's own; or that and "
+        "another start of the ViT's attention.",
+        choices=[REFERENCE, "default", *INITIALIZATIONS],
+    )
+    initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
+
+    def __post_init__(self):
+        fits = lambda depths: all(0 < depth <= 1 for depth in depths)  # noqa: E731
+        check(self, fits, "numbers above 0, to 1", "without_hint_at")
+
+
+@dataclass
+class JointArguments(SmallDataArguments):
+    """How both are trained: views of images, clipping, and Transformers' arguments.
 
     Args:
-        num_train_epochs (`float`, *optional*, defaults to 240): Epochs.
-        per_device_train_batch_size (`int`, *optional*, defaults to 64): Images of a step on a device.
-        max_grad_norm (`float`, *optional*, defaults to 0.0): Norm that the ViT's gradient is clipped to; 0 clips none.
+        vit_max_grad_norm (`float`, *optional*): Norm that the ViT's gradient alone is clipped to, before
+            `max_grad_norm` would clip that of both; with `sam_rho`, the second gradient of a step.
 
     Raises:
         ValueError: if a value does not fit.
     """
 
-    num_train_epochs: float = 240.0
-    per_device_train_batch_size: int = 64
-    max_grad_norm: float = 0.0
+    num_train_epochs: float = argument(240, "Epochs, in whose steps the weight of the hints decays linearly to 0.")
+    per_device_train_batch_size: int = argument(64, "Images of a step on a device.")
+    max_grad_norm: float = argument(0.0, "Norm that the gradient of both models is clipped to; 0 clips none.")
+    vit_max_grad_norm: float | None = argument(
+        None,
+        "Norm that the ViT's gradient is clipped to; 0 clips none. Default: the reference's, 2 for joint-base, 0.1 "
+        "for shared-base, 0 for the small ones and with sam_rho.",
+    )
+    padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
+    crop_size: int | None = argument(
+        32, "Pixels of the images when they are padded and cropped, before they are resized for the model."
+    )
+    crop_scale: list[float] = argument([0.6, 1.0], "Lowest and highest share of the area for crop resized.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_from(self, 0, "vit_max_grad_norm")
+
+
+class HintDecayCallback(TrainerCallback):
+    """Decays the hints of a `BootstrappedViTForImageClassification` as `frugalvit joint` does.
+
+    Their weight falls linearly to 0 (Zhang et al., arXiv 2112.03552), step by step; in the reference implementation it
+    falls with every epoch. The callback sets the model's `hint_share`, from 1 to 0, while the model trains, also for
+    evaluations in between. Afterwards it is 1 again.
+
+    Example:
+        `Trainer(model, arguments, train_dataset=images, callbacks=[HintDecayCallback()])`
+
+    Raises:
+        ValueError: when training begins, if the model has no hints.
+    """
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        # Within what others, such as PEFT, may have wrapped around it.
+        self.pairs = [module for module in model.modules() if "hint_share" in vars(module)]
+        if not self.pairs:
+            raise ValueError(
+                f"A {type(model).__name__} has no hints to decay; expected a BootstrappedViTForImageClassification."
+            )
+        # A tensor, as a compiled model would be compiled anew for each number.
+        share = torch.ones((), device=args.device)
+        for pair in self.pairs:
+            pair.hint_share = share
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.pairs[0].hint_share.fill_(1 - state.global_step / state.max_steps)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        for pair in self.pairs:
+            pair.hint_share = 1.0
+
+
+class ClipViTCallback(TrainerCallback):
+    """Clips the gradient of a trainer's ViT to `args.vit_max_grad_norm`."""
+
+    def __init__(self, trainer: "JointTrainer"):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.accelerator.clip_grad_norm_(self.trainer.trained.vit.parameters(), args.vit_max_grad_norm)
 
 
 class JointTrainer(ImageTrainer):
     """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.).
 
-    The weight of the hints falls to 0 with the steps. `max_grad_norm` clips the ViT's gradient. Both models alone lie
-    in the folders `vit` and `agent` of the output folder afterwards.
+    The weight of the hints falls to 0 with the steps. After `run()`, the folders `vit` and `agent` in `output_dir`
+    have each of the two models alone.
 
     Args:
         model (`BootstrappedViTForImageClassification`): The ViT and its agent.
         args (`JointArguments`): How it is trained.
         train_dataset: Images with labels, see `BootstrapTrainer`.
-        eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
+        eval_dataset (*optional*): The same, to choose the best epoch on.
         callbacks (*optional*): As Transformers has them.
-        command (*optional*): Arguments of `ImageTrainer` that a command gives, and `attn_implementation`.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.
@@ -85,163 +160,126 @@ class JointTrainer(ImageTrainer):
         args: JointArguments,
         train_dataset,
         eval_dataset=None,
-        test_dataset=None,
         callbacks=None,
-        **command,
     ):
-        attention = command.pop("attn_implementation", None)
-        train, evaluation, test = labeled_images(train_dataset, eval_dataset, test_dataset)
+        train, evaluation = labeled_images(train_dataset, eval_dataset)
         values = image_processor_config(model.config)
-        processor = ViTImageProcessor(
-            **{name: value for name, value in values.items() if name != "image_processor_type"}
-        )
+        values.pop("image_processor_type")
+        processor = ViTImageProcessor(**values)
         image_format = ImageFormat.from_processor(processor)
-        view = SmallDataView(
-            image_format,
-            args.crop,
-            padding=args.crop_padding,
-            padding_mode=args.padding_mode,
-            crop_size=args.crop_size,
-            scale=args.crop_scale,
-            flip=args.flip,
-            randaugment_layers=0,
-        )
         super().__init__(
-            *(model, args),
-            train=(train, view),
-            evaluation=(evaluation, EvalView(image_format)),
-            test=test,
+            model=model,
+            args=args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            train_view=args.view(image_format, randaugment_layers=0),
+            eval_view=EvalView(image_format),
             processing_class=processor,
             callbacks=[HintDecayCallback(), *(callbacks or ())],
-            **command,
         )
-        if self.is_deepspeed_enabled:
-            raise ValueError("This training clips the gradient of a part of its model, which DeepSpeed cannot.")
+        if args.vit_max_grad_norm:
+            if self.is_deepspeed_enabled:
+                raise ValueError(f"vit_max_grad_norm is {args.vit_max_grad_norm}, expected 0 with DeepSpeed.")
+            self.add_callback(ClipViTCallback(self))
         # An agent has no attention.
-        choose_attention(model.vit, attention, self.accelerator.device)
+        choose_attention(model.vit, args.attn_implementation, args.device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"])
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
+        """The loss of both models; in evaluation, without hints."""
+        hints = {} if model.training else {"hint_share": 0.0}
+        outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"], **hints)
+        logits = {"vit": outputs.logits, "agent": outputs.agent_logits}
+        return (outputs.loss, logits) if return_outputs else outputs.loss
 
-    def clipped(self, model):
-        return self.accelerator.unwrap_model(model).vit
+    def evaluation_loop(self, *args, **kwargs):
+        """As in Transformers."""
+        self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
+        return super().evaluation_loop(*args, **kwargs)
 
-    def make_optimizer(self) -> tuple:
-        return optimizer_with_schedule(
-            *(self.model, self.args, self.epochs, self.loader.steps_per_epoch, self.args.optimizer),
-            sam_rho=self.args.sam_rho,
-        )
+    def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
+        """Add a batch, or all images, to the ViT's `accuracy` and to `agent_accuracy`; return these with the last
+        one."""
+        labels = torch.as_tensor(prediction.label_ids).cpu().numpy()
+        for metric, logits in zip(self.accuracies.values(), prediction.predictions, strict=True):
+            metric.add_batch(predictions=torch.as_tensor(logits).float().cpu().numpy(), references=labels)
+        return {name: metric.compute()["accuracy"] for name, metric in self.accuracies.items() if compute_result}
 
-    def measure(self, model, loader) -> dict[str, float]:
-        return evaluate_twins(self.accelerator, model, loader)
+    def summary(self, metrics: dict[str, float]) -> str:
+        return f"A ViT and its agent CNN, {self.result(metrics)}"
 
-    def summary(self, state: TrainingState) -> str:
-        return f"A ViT and its agent CNN, {accuracies(self.data, self.run, state.measured)}"
+    def result(self, metrics: dict[str, float]) -> str:
+        """Describe how the two were trained, and how well they classify."""
+        together = f"trained together on {name_images(self.data)}"
+        if "accuracy" not in metrics:
+            return f"{together}, not evaluated."
+        images = "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
+        return f"{together}: accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}{images}."
 
-    def train(self, *arguments, **options):
-        output = super().train(*arguments, **options)
-        if self.accelerator.is_main_process:
+    def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
+        """As in `ImageTrainer`; also leaves the two models alone in `vit` and `agent`."""
+        metrics = super().run(data, test_dataset)
+        if self.args.should_save:
+            pair = BootstrappedViTForImageClassification.from_pretrained(self.args.output_dir)
             for name, accuracy in PARTS.items():
-                save_alone(name, accuracy, self.processing_class, self.data, self.run, self.progress.now)
-        return output
+                folder, model = Path(self.args.output_dir) / name, getattr(pair, name)
+                own = {"accuracy": metrics[accuracy]} if accuracy in metrics else {}
+                model.save_pretrained(folder)
+                self.processing_class.save_pretrained(folder)
+                summary = f"The {name} of the two that were {self.result(metrics)}"
+                write_card(folder, self, model, summary, metrics=own)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Models alone")
+        return metrics
+
+
+def build_twins(options: TwinArguments, names: list[str], seed: int = 0) -> BootstrappedViTForImageClassification:
+    """Return a new ViT and its agent for these class names, in float32."""
+    values = VARIANTS[options.variant]
+    fields = {
+        **values,
+        "vit_config": values["vit_config"] | read_values("vit", options.vit),
+        "agent_config": values["agent_config"] | read_values("agent", options.agent),
+        **read_values("config_overrides", options.config_overrides),
+        "initialization": "default",
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+    config = BootstrappedViTConfig(**fields)
+    blocks = config.vit_config.num_hidden_layers
+    without = {math.ceil(depth * blocks - 1e-6) - 1 for depth in options.without_hint_at}
+    if without:
+        hinted = range(blocks) if config.hint_layers is None else config.hint_layers
+        config.hint_layers = [layer for layer in hinted if layer not in without]
+    configure_start(config, options.initialization, options.initialization_options, seed)
+    return BootstrappedViTForImageClassification._from_config(config)
+
+
+def make_parser() -> ArgumentParser:
+    return ArgumentParser(
+        [TwinArguments, DataArguments, JointArguments],
+        PROG,
+        "Train a BootstrappedViT: a ViT together with an agent CNN, from which it learns its biases (Zhang et al., "
+        "Bootstrapping ViTs).",
+    )
+
+
+def make_trainer(options: TwinArguments, data: DataArguments, args: JointArguments) -> JointTrainer:
+    """Return the trainer for the arguments of the command."""
+    start(args)
+    if args.vit_max_grad_norm is None and not args.sam_rho:
+        args.vit_max_grad_norm = CLIPPING.get(options.variant.removesuffix("-res"))
+    train, evaluation, test = load_splits(data, learns_labels=True)
+    trainer = JointTrainer(build_twins(options, class_names(train), args.seed), args, train, evaluation)
+    trainer.test_images = test
+    return trainer
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train as a command line says."""
-    trainer = make_trainer(parse(argv), argv)
-    trainer.train()
-    trainer.say_result("accuracy", "agent_accuracy")
-    trainer.accelerator.print(f"The ViT alone is in {Path(trainer.args.output_dir) / 'vit'}.")
-    return 0
+    return run_command(make_parser(), make_trainer, argv)
 
 
-def make_trainer(groups: tuple, argv: list[str] | None) -> JointTrainer:
-    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
-    twins, data, learning, optimization, run = groups
-    if run.max_grad_norm is None:
-        run.max_grad_norm = CLIPPING.get(twins.variant.removesuffix("-res"), 0.0)
-    start_run(run, PROG, argv, list(groups))
-    say_license(run)
-    train, evaluation, test = load_splits(data, learns_labels=True)
-    model = build_twins(twins, class_names(train), run.seed)
-    if run.compile:
-        model.compile()
-    args = training_arguments(JointArguments, run, data, learning, optimization)
-    return JointTrainer(
-        *(model, args, train, evaluation, test),
-        run=run,
-        data=data,
-        attn_implementation=twins.attn_implementation,
-    )
-
-
-def build_twins(arguments: TwinArguments, names: list[str], seed: int = 0) -> BootstrappedViTForImageClassification:
-    """Return a new ViT and its agent for these class names, in float32."""
-    values = VARIANTS[arguments.variant]
-    config = BootstrappedViTConfig(
-        **{
-            **values,
-            "vit_config": values["vit_config"] | read_values("vit", arguments.vit),
-            "agent_config": values["agent_config"] | read_values("agent", arguments.agent),
-            **read_values("config_overrides", arguments.config_overrides),
-            "initialization": "default",
-        },
-        id2label=dict(enumerate(names)),
-        label2id={name: index for index, name in enumerate(names)},
-    )
-    blocks = config.vit_config.num_hidden_layers
-    without = {math.ceil(depth * blocks - 1e-6) - 1 for depth in arguments.without_hint_at}
-    if without:
-        hinted = range(blocks) if config.hint_layers is None else config.hint_layers
-        config.hint_layers = [layer for layer in hinted if layer not in without]
-    configure_start(config, arguments.initialization, arguments.initialization_options, seed)
-    return BootstrappedViTForImageClassification._from_config(config)
-
-
-@torch.inference_mode()
-def evaluate_twins(accelerator: Accelerator, model, loader) -> dict[str, float]:
-    """Measure the `loss` of both, without hints, and the `accuracy` of the ViT and the `agent_accuracy`, over all
-    processes."""
-    was_training = model.training
-    model.eval()
-    accuracies, loss, count = {"accuracy": TopKAccuracy(), "agent_accuracy": TopKAccuracy()}, 0.0, 0
-    for batch in loader:
-        outputs = model(pixel_values=batch["pixel_values"], labels=batch["labels"], hint_share=0.0)
-        logits = (outputs.logits.float(), outputs.agent_logits.float())
-        *logits, losses, labels = accelerator.gather_for_metrics(
-            (*logits, outputs.loss.float().expand(len(batch["labels"])), batch["labels"])
-        )
-        loss += losses.sum().item()
-        count += len(labels)
-        for metric, scores in zip(accuracies.values(), logits, strict=True):
-            metric.add_batch(predictions=scores.cpu().numpy(), references=labels.cpu().numpy())
-    model.train(was_training)
-    measured = {name: metric.compute()["accuracy"] for name, metric in accuracies.items()}
-    return {"loss": loss / count, **measured}
-
-
-def accuracies(data: DataArguments, run: RunArguments, measured: dict[str, float]) -> str:
-    together = f"trained together on {name_images(data.dataset)}"
-    if "accuracy" not in measured:
-        return f"{together}, not evaluated."
-    both = f"{measured['accuracy']:.2%} and {measured['agent_accuracy']:.2%}"
-    return f"{together}: accuracy {both}{count_measured(run)}."
-
-
-def save_alone(name: str, accuracy: str, processor, data: DataArguments, run: RunArguments, state: TrainingState):
-    """Write one of the two models, as it was in the best epoch, to a folder of its own within the run's."""
-    model = getattr(BootstrappedViTForImageClassification.from_pretrained(run.output_dir), name)
-    best = {"epoch": state.best["epoch"]}
-    if accuracy in state.measured:
-        best["accuracy"] = state.measured[accuracy]
-    alone = dataclasses.replace(state, best=best)
-    with whole_folder(Path(run.output_dir) / name, overwrite=True) as folder:
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
-        summary = f"The {name} of the two that were {accuracies(data, run, state.measured)}"
-        write_card(folder, model, summary, data, run, alone)
-
+__all__ = ["HintDecayCallback", "JointArguments", "JointTrainer"]
 
 if __name__ == "__main__":
     run_as_program(main, PROG)

@@ -1,8 +1,8 @@
 """Fine-tune a model for semantic segmentation: SparseFormers, and all of Transformers that have a class for it.
 
-    accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num-latent-tokens 256 --image-size 512 \\
-        --dataset ADE20K --train-split training --eval-split validation --reduce-labels --num-labels 150 \\
-        --output OUT
+    accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num_latent_tokens 256 --image_size 512 \\
+        --dataset ADE20K --train_split training --eval_split validation --reduce_labels --num_labels 150 \\
+        --output_dir OUT
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the recipe of
 ViT-Adapter (Chen et al. 2023) with 80,000 iterations and more images a step. The defaults are what that has for both
@@ -12,79 +12,159 @@ decay 0.01 and drop path 0.3 as for base (large: 1, 0.05, 0.4), and a rate that 
 towards the image as for large (base: 1).
 """
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
+import datasets
+import torch
+import torch.nn.functional as F
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel, SegformerImageProcessor
 
+from ..common.choices import IGNORED
 from ..common.loading import load_image_processor
-from ..common.masks import MaskReader, SegmentationEvalView, SegmentationView, load_masked_splits
-from ..common.metrics import evaluate_segmenter
+from ..common.masks import MaskReader, load_masked_images, load_masked_splits
+from ..common.scores import check_scores
 from ..common.views import ImageFormat
 from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..modeling.segmentation import semantic_segmentation_loss
-from .components.arguments import run_as_program
-from .components.cards import count_measured, name_images, say_license
-from .components.checkpoints import TrainingState
-from .components.models import load_checkpoint, new_config, new_model, read_config, set_drop_path
-from .components.optimizers import learning_rate_factors, optimizer_with_schedule
-from .components.runs import ImageTrainingArguments, start_run, training_arguments
-from .options.segment import (
-    PROG,
-    AugmentationArguments,
-    MaskedImageArguments,
-    SegmenterArguments,
-    SegmentOptimizerArguments,
-    parse,
+from .arguments import (
+    ArgumentParser,
+    DataArguments,
+    ImageTrainingArguments,
+    argument,
+    check,
+    check_from,
+    check_ranges,
+    check_shares,
+    run_as_program,
 )
-from .trainer import ImageTrainer
+from .augmentation import SegmentationEvalView, SegmentationView
+from .cards import name_images
+from .data import PlainImages
+from .models import load_checkpoint, new_config, new_model, read_config, set_drop_path
+from .optimizers import learning_rate_factors, parameter_groups, with_rates
+from .trainer import ImageTrainer, run_command, start
 
 
-# What `--model` should be, for messages.
+PROG = "frugalvit segment"
+# Kind of the checkpoint to start from, for messages.
 KIND = "a model to go on from"
 
 
 @dataclass
-class SegmentationArguments(AugmentationArguments, SegmentOptimizerArguments, ImageTrainingArguments):
-    """Transformers' `TrainingArguments`, and the options of `frugalvit segment` by the same names.
-    `ImageClassificationArguments` says which of `TrainingArguments` are not read; `warmup_steps` is read here, if
-    `warmup_epochs` is 0.
+class SegmenterArguments:
+    """The segmentation model to train."""
 
-    Args:
-        num_train_epochs (`float`, *optional*): Epochs; as many as make 80,000 steps if not given.
-        per_device_train_batch_size (`int`, *optional*, defaults to 32): Images of a step on a device.
-        ignored_labels (`list[int]`, *optional*): Numbers in the masks that do not count, besides 255.
-        reduce_labels (`bool`, *optional*, defaults to `False`): Whether 0 in the masks does not count, and 1 is the
-            first class.
+    model: str | None = argument(
+        None, "Folder or hub id (@revision, too) of a bootstrapped SparseFormer or a segmentation model."
+    )
+    model_type: str | None = argument(None, "Architecture to train from scratch instead, a model_type.")
+    config_overrides: str = argument("", "Its configuration, for example hidden_sizes=[32,64,160,256].")
+    num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 256 in the paper.")
+    image_size: list[int] = argument([512], "Pixels of the crop, one number or height and width.")
+    drop_path: float = argument(0.3, "Largest stochastic depth rate.")
+    trust_remote_code: bool = argument(False, "Run code that comes with the model.")
+
+    def __post_init__(self):
+        if (self.model is None) == (self.model_type is None):
+            raise ValueError("Give either model, to go on from, or model_type, to train from scratch.")
+        check_from(self, 0, "drop_path")
+        fits = lambda size: len(size) in (1, 2) and min(size) >= 4  # noqa: E731
+        check(self, fits, "one number or two, at least 4", "image_size")
+
+
+@dataclass
+class MaskedDataArguments(DataArguments):
+    """Images with masks to train and evaluate on, by their names."""
+
+    dataset: list[str] = argument(
+        help="datasets hub id, parquet files or folder of them, folder with images/ and annotations/, or folder of "
+        "images with labelme's files beside them, whose labels are class_names or else sorted."
+    )
+    mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
+    num_labels: int | None = argument(None, "Number of classes, where class_names does not name them.")
+
+    def __post_init__(self):
+        if self.class_names and self.num_labels not in (None, len(self.class_names)):
+            raise ValueError(f"num_labels is {self.num_labels}, class_names has {len(self.class_names)}.")
+        check(self, lambda count: 2 <= count <= IGNORED, f"2 to {IGNORED}", "num_labels")
+
+
+@dataclass
+class SegmentationArguments(ImageTrainingArguments):
+    """`ImageTrainingArguments` of semantic segmentation: augmentation, learning rates, and labels that do not count.
 
     Raises:
         ValueError: if a value does not fit.
     """
 
-    num_train_epochs: float | None = None
-    per_device_train_batch_size: int = 32
-    ignored_labels: list[int] = field(default_factory=list)
-    reduce_labels: bool = False
+    metric_for_best_model: str = argument("mean_iou", "Metric that chooses the best model.")
+    num_train_epochs: float | None = argument(None, "Epochs. Default: as many as max_steps needs.")
+    max_steps: int = argument(-1, "Optimizer steps. Default: 80,000 without num_train_epochs.")
+    per_device_train_batch_size: int = argument(32, "Images of a step on a device.")
+    per_device_eval_batch_size: int = argument(16, "Images of an evaluation step on a device.")
+    learning_rate: float = argument(2e-5, "Highest learning rate, that of the last block.")
+    weight_decay: float = argument(0.01, "Weight decay; none on biases, norms, positions and [CLS].")
+    warmup_steps: float = argument(1500, "Steps of linear warm-up from 0, or a share of all.")
+    lr_scheduler_type: str = argument("linear", "Schedule after the warm-up, a name of Transformers.")
+    head_multiplier: float = argument(10.0, "The head's learning rate, in those of the last block.")
+    layer_decay: float = argument(0.95, "Factor of the learning rate from a block to the one before it.")
+    scale: list[float] = argument([0.5, 2.0], "Shorter side of the resized image, in shorter sides of the crop.")
+    max_share: float = argument(0.75, "Crops with more of one class are drawn anew.")
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+    distort: float = argument(0.5, "Probability of each change of brightness, contrast, saturation and hue.")
+    ignored_labels: list[int] = argument([], "Numbers in the masks that do not count, besides 255.")
+    reduce_labels: bool = argument(False, "0 in the masks does not count, 1 is the first class (ADE20K).")
+
+    def __post_init__(self):
+        if self.num_train_epochs is None:
+            self.num_train_epochs = 3.0
+            self.max_steps = self.max_steps if self.max_steps > 0 else 80_000
+        super().__post_init__()
+        check(self, lambda value: value > 0, "a positive number", "learning_rate")
+        check(self, lambda value: 0 < value <= 1, "a number above 0, up to 1", "layer_decay")
+        check(self, lambda value: not value, "0, as pixels have no smoothed labels", "label_smoothing_factor")
+        check_from(self, 0, "head_multiplier")
+        check_shares(self, "max_share", "flip", "distort")
+        check_ranges(self, "scale")
+
+
+class PlainPairs(PlainImages):
+    """A PyTorch dataset or a list of pairs of an image and its mask, or dictionaries of `image` and `mask`, as PIL
+    images, for example torchvision's `VOCSegmentation`."""
+
+    def __init__(self, source):
+        super().__init__(source, datasets.Features(dict.fromkeys(("image", "mask"), datasets.Image())))
+
+    def __getitem__(self, index: int) -> dict:
+        item = self.source[index]
+        image, mask = (item["image"], item["mask"]) if isinstance(item, dict) else item
+        return {"image": image, "mask": mask}
 
 
 class SegmentationTrainer(ImageTrainer):
     """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe.
 
+    ```python
+    args = SegmentationArguments(output_dir="trained", num_train_epochs=100, warmup_steps=0.05)
+    trainer = SegmentationTrainer(model, args, "path/to/images", processing_class=processor)
+    trainer.train()
+    trainer.save_model()
+    ```
+
     Args:
         model (`PreTrainedModel`): A `SparseFormerForSemanticSegmentation` or a model of Transformers for segmentation.
         args (`SegmentationArguments`): How it is trained.
-        train_dataset (`datasets.Dataset`): Images, in `image`, with masks, in `mask`, not decoded.
-        eval_dataset, test_dataset (`datasets.Dataset`, *optional*): The same, to choose the best epoch on and to
-            measure it on.
+        train_dataset: Images with masks: a `datasets.Dataset` or stream with the columns `image` and `mask`, a dataset
+            of PyTorch or a list of such pairs (see `PlainPairs`), or the name of what `load_masked_images` loads.
+        eval_dataset (*optional*): The same, to choose the best epoch on.
         processing_class: The model's image processor.
         callbacks (*optional*): As Transformers has them.
-        command (*optional*): Arguments of `ImageTrainer` that a command gives, as `run` and `data`.
+        base_model (`str`, *optional*): The model from which training starts, for the card.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.
     """
-
-    metric = "mean_iou"
 
     def __init__(
         self,
@@ -92,127 +172,163 @@ class SegmentationTrainer(ImageTrainer):
         args: SegmentationArguments,
         train_dataset,
         eval_dataset=None,
-        test_dataset=None,
         processing_class=None,
         callbacks=None,
-        **command,
+        base_model: str | None = None,
     ):
         image_format = ImageFormat.from_processor(processing_class)
-        read_mask = MaskReader(model.config.num_labels, args.ignored_labels, args.reduce_labels)
-        view = SegmentationView(image_format, read_mask, args.scale, args.max_share, args.flip, args.distort)
+        self.num_labels = model.config.num_labels
+        read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
         super().__init__(
-            *(model, args),
-            train=(train_dataset, view),
-            evaluation=(eval_dataset, SegmentationEvalView(image_format, read_mask)),
-            test=test_dataset,
+            model=model,
+            args=args,
+            train_dataset=self.take_images(train_dataset),
+            eval_dataset=eval_dataset,
+            train_view=SegmentationView(image_format, read_mask, args.scale, args.max_share, args.flip, args.distort),
+            eval_view=SegmentationEvalView(image_format, read_mask),
             processing_class=processing_class,
             callbacks=callbacks,
-            **command,
+            base_model=base_model,
         )
-        steps, args = self.loader.steps_per_epoch, self.args
-        args.warmup_epochs = args.warmup_epochs or args.warmup_steps / steps
-        if args.warmup_epochs >= self.epochs:
-            raise ValueError(
-                f"--warmup-steps {args.warmup_steps} is all of the training of {self.total_steps} steps; warm up for "
-                "fewer, or train for more --epochs."
-            )
-
-    @property
-    def total_steps(self) -> int:
-        if self.args.num_train_epochs is None:
-            self.args.num_train_epochs = self.run.epochs = math.ceil(80_000 / self.loader.steps_per_epoch)
-        return super().total_steps
 
     def take_images(self, images):
+        if isinstance(images, str | Path):
+            return load_masked_images(str(images), "train")
+        if not isinstance(images, datasets.Dataset | datasets.IterableDataset):
+            return PlainPairs(images)
+        for column in ("image", "mask"):
+            images = images.cast_column(column, datasets.Image(decode=False))
         return images
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(pixel_values=inputs["pixel_values"])
-        loss = semantic_segmentation_loss(outputs.logits, inputs["labels"], self.model.config.num_labels)
+        loss = semantic_segmentation_loss(outputs.logits, inputs["labels"], self.num_labels)
         return (loss, outputs) if return_outputs else loss
 
-    def make_optimizer(self) -> tuple:
-        rates = learning_rate_factors(self.model, self.args.head_multiplier, self.args.layer_decay)
-        return optimizer_with_schedule(self.model, self.args, self.epochs, self.loader.steps_per_epoch, rates=rates)
+    def parameter_groups(self, model) -> list[dict]:
+        rates = learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
+        return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
-    def measure(self, model, loader) -> dict[str, float]:
-        return evaluate_segmenter(self.accelerator, model, loader, self.model.config.num_labels)
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        """As in Transformers.
 
-    def summary(self, state: TrainingState) -> str:
-        images, measured = name_images(self.data.dataset), ", not evaluated."
-        if "mean_iou" in state.measured:
-            size = " x ".join(map(str, self.evaluation_part[1].formats["pixel_values"].size))
-            mean_iou = f"{state.measured['mean_iou']:.2%}{count_measured(self.run)}"
-            measured = f": mean IoU {mean_iou}, measured at {size} pixels."
-        return f"A {self.model.config.model_type} for semantic segmentation trained on {images}{measured}"
+        Raises:
+            ValueError: if the warm-up does not end.
+        """
+        if (warmup := self.args.get_warmup_steps(num_training_steps)) >= num_training_steps:
+            raise ValueError(
+                f"warmup_steps is {warmup}, expected less than the training's {num_training_steps} steps."
+            )
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    @torch.no_grad()
+    def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
+        """Return, for each image and class, the predicted, the rightly predicted and the real pixels that count,
+        `(batch, 3, num_labels)`, at the masks' resolution."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs["labels"]
+        logits = model(pixel_values=inputs["pixel_values"]).logits.float()
+        check_scores(logits)
+        logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
+        classes = self.num_labels
+        # One class more, for what does not count.
+        real = labels.flatten(1).long().clamp(max=classes)
+        predicted = logits.argmax(1).flatten(1).where(real < classes, classes)
+        right = real.where(predicted == real, classes)
+        numbers = torch.stack([predicted, right, real], dim=1).flatten(0, 1)
+        counts = torch.stack([each.bincount(minlength=classes + 1)[:classes] for each in numbers]).unflatten(
+            0, (-1, 3)
+        )
+        return None, counts, counts.new_zeros(len(counts))
+
+    def measure(self, prediction) -> dict[str, float]:
+        """`mean_iou`, `mean_accuracy` and `pixel_accuracy` of all pixels, as `SegmentationScores` has them."""
+        predicted, right, real = prediction.predictions.sum(0)
+        if not real.any():
+            raise ValueError("No pixel of the evaluation masks counts; check ignored_labels and reduce_labels.")
+        union = real + predicted - right
+        occurs, present = union > 0, real > 0
+        return {
+            "mean_iou": (right[occurs] / union[occurs]).mean(),
+            "mean_accuracy": (right[present] / real[present]).mean(),
+            "pixel_accuracy": right.sum() / real.sum(),
+        }
+
+    def summary(self, metrics: dict[str, float]) -> str:
+        measured = ", not evaluated"
+        if "mean_iou" in metrics:
+            images = "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
+            size = " x ".join(map(str, self.eval_view.formats["pixel_values"].size))
+            measured = f": mean IoU {metrics['mean_iou']:.2%}{images}, measured at {size} pixels"
+        kind = self.trained.config.model_type
+        return f"A {kind} for semantic segmentation trained on {name_images(self.data)}{measured}."
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train as a command line says."""
-    trainer = make_trainer(parse(argv), argv)
-    trainer.train()
-    trainer.say_result("mean_iou")
-    return 0
-
-
-def make_trainer(groups: tuple, argv: list[str] | None) -> SegmentationTrainer:
-    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
-    segmenter, data, augmentation, optimization, run = groups
-    start_run(run, PROG, argv, list(groups))
-    say_license(run, segmenter.model)
-    train, evaluation, test = load_masked_splits(data)
-    model, processor = build_model(segmenter, data)
-    if run.compile:
-        model.compile()
-    args = training_arguments(SegmentationArguments, run, data, augmentation, optimization)
-    return SegmentationTrainer(
-        *(model, args, train, evaluation, test, processor), run=run, data=data, base_model=segmenter.model
-    )
-
-
-def build_model(arguments: SegmenterArguments, data: MaskedImageArguments):
+def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_labels: bool):
     """Return the model for the data's classes, in float32, and its image processor."""
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
     if data.class_names:
         names = dict(enumerate(data.class_names))
-        labels = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
-    height, width = arguments.size
+        labels = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    height, width = options.image_size[0], options.image_size[-1]
     preprocessing = {}
-    if arguments.model:
-        config = read_config(arguments.model, KIND, arguments.trust_remote_code, **labels)
+    if options.model:
+        config = read_config(options.model, KIND, options.trust_remote_code, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
-                f"{arguments.model} is no segmentation model that would know the classes; say how many there are with "
-                "--num-labels, or name them with --class-names."
+                f"model {options.model} is no segmentation model, which has classes; give num_labels or class_names."
             )
-        set_drop_path(config, arguments.drop_path)
+        set_drop_path(config, options.drop_path)
         sparse = is_sparseformer(config)
         if sparse:
             config.image_size, config.resize_size = [height, width], None
-        elif arguments.num_latent_tokens:
-            raise ValueError(f"--num-latent-tokens is for SparseFormers, {arguments.model} is a {config.model_type}.")
-        remote = {"trust_remote_code": arguments.trust_remote_code}
-        options = {"num_latent_tokens": arguments.num_latent_tokens} if sparse else remote
-        model = load_checkpoint(AutoModelForSemanticSegmentation, arguments.model, config, KIND, **options)
-        given = load_image_processor(arguments.model, arguments.trust_remote_code, KIND)
+        elif options.num_latent_tokens:
+            raise ValueError(f"num_latent_tokens is for SparseFormers, {options.model} is a {config.model_type}.")
+        remote = {"trust_remote_code": options.trust_remote_code}
+        values = {"num_latent_tokens": options.num_latent_tokens} if sparse else remote
+        model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, **values)
+        given = load_image_processor(options.model, options.trust_remote_code, KIND)
         if getattr(given, "do_flip_channel_order", False):
-            raise ValueError(f"{arguments.model} takes blue before green before red, which `segment` does not.")
+            raise ValueError(f"model {options.model} takes blue, green and red, which `segment` does not.")
         names = ("image_mean", "image_std", "resample", "do_normalize")
         preprocessing = {name: getattr(given, name, None) for name in names}
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])
     else:
         if not labels:
-            raise ValueError(f"A new {arguments.model_type} needs its classes: --class-names or --num-labels.")
-        config = new_config(arguments.model_type, arguments.config_overrides, arguments.drop_path, **labels)
+            raise ValueError(f"A new {options.model_type} needs its classes: class_names or num_labels.")
+        config = new_config(options.model_type, options.config_overrides, options.drop_path, **labels)
         model = new_model(AutoModelForSemanticSegmentation, config)
-    # Nothing that the logits depend on: they would have no gradient, which several processes do not take.
+    # The logits do not depend on these: they would have no gradient, which several processes do not take.
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("auxiliary_head", "pooling_head"):
             module.requires_grad_(False)
-    processor = SegformerImageProcessor(
-        size={"height": height, "width": width}, do_reduce_labels=data.reduce_labels, **preprocessing
+    size = {"height": height, "width": width}
+    return model, SegformerImageProcessor(size=size, do_reduce_labels=reduce_labels, **preprocessing)
+
+
+def make_parser() -> ArgumentParser:
+    return ArgumentParser(
+        [SegmenterArguments, MaskedDataArguments, SegmentationArguments],
+        PROG,
+        "Fine-tune a model for semantic segmentation: a SparseFormer, or any that Transformers has a class for.",
     )
-    return model, processor
+
+
+def make_trainer(
+    options: SegmenterArguments, data: MaskedDataArguments, args: SegmentationArguments
+) -> SegmentationTrainer:
+    """Return the trainer for the arguments of the command."""
+    start(args)
+    train, evaluation, test = load_masked_splits(data)
+    model, processor = build_model(options, data, args.reduce_labels)
+    trainer = SegmentationTrainer(model, args, train, evaluation, processor, base_model=options.model)
+    trainer.test_images = test
+    return trainer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as a command line says."""
+    return run_command(make_parser(), make_trainer, argv)
 
 
 if __name__ == "__main__":

@@ -1,66 +1,135 @@
 """Train an image classifier from scratch or go on from a checkpoint: the standard recipe for little data.
 
-    accelerate launch -m frugalvit.training.train --output OUT --model-type vit --config-overrides patch_size=4,…
+    accelerate launch -m frugalvit.training.train --output_dir OUT --model_type vit --config_overrides patch_size=4,…
 
 RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image classifier of Transformers or of this
 package.
 """
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from transformers import PreTrainedModel
 
-from ..common.classes import match_labels
-from ..common.labels import class_names
+from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
+from ..common.labels import class_names, match_labels
 from ..common.loading import load_image_classifier
-from ..common.metrics import evaluate_classifier
+from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
 from ..common.splits import load_splits
 from ..common.views import EvalView, ImageFormat
 from ..modeling.layers import divergence
-from .components.arguments import OptimizerArguments, run_as_program
-from .components.augmentation import Mix, SmallDataView
-from .components.cards import count_measured, name_images, say_license
-from .components.checkpoints import TrainingState
-from .components.classifiers import build_model, choose_variant, format_in_training, typical_pixels
-from .components.images import labeled_images
-from .components.models import choose_attention
-from .components.optimizers import learning_rate_factors, optimizer_with_schedule
-from .components.runs import ImageTrainingArguments, start_run, training_arguments
-from .options.train import PROG, LearningArguments, parse
-from .trainer import ImageTrainer
+from .arguments import (
+    ArgumentParser,
+    DataArguments,
+    argument,
+    check,
+    check_from,
+    check_shares,
+    run_as_program,
+)
+from .augmentation import SmallDataArguments
+from .cards import name_images
+from .data import labeled_images, mixing
+from .models import build_model, check_takes, choose_attention, choose_variant, typical_pixels
+from .optimizers import learning_rate_factors, parameter_groups, with_rates
+from .trainer import ImageTrainer, run_command, start
 
 
-# How many times as large as they are images are shown to a new model without a word.
+PROG = "frugalvit train"
+# How many times their size images may be enlarged for a new model without a note.
 MOST_ENLARGED = 3
 
 
 @dataclass
-class ImageClassificationArguments(LearningArguments, OptimizerArguments, ImageTrainingArguments):
-    """Transformers' `TrainingArguments`, and the options of `frugalvit train` by the same names.
+class ModelArguments:
+    """The classifier to train."""
 
-    Arguments of `TrainingArguments` about optimizer and schedule, such as `optim` and `warmup_steps`, are not read,
-    but for the learning rate, the weight decay and Adam's numbers: see `optimizer`, `lr_scheduler` and
-    `warmup_epochs`.
+    model: str | None = argument(
+        None, "Folder or hub id (owner/name@revision, too) of an image classifier to go on from."
+    )
+    model_type: str | None = argument(
+        None,
+        "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit; without "
+        "config_overrides a ViT-T for images of the size that the data set's first ones have.",
+    )
+    config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
+    initialization: str = argument(
+        "default",
+        "default, the architecture's own; of a ViT's attention; or reference, of a whole vit or agent_cnn, as "
+        "`frugalvit joint` has it.",
+        choices=["default", *INITIALIZATIONS, REFERENCE],
+    )
+    initialization_options: str = argument(
+        "", "Arguments of frugalvit.initialize_attention_, for example kernel_size=5,value_init=mimetic."
+    )
+    context_broadcast: str | None = argument(
+        None, "Context Broadcasting to insert into every block.", choices=[*CONTEXT_BROADCASTS]
+    )
+    context_broadcast_position: list[str] = argument(
+        ["mlp_end"], "Where to insert it.", choices=[*CONTEXT_BROADCAST_POSITIONS]
+    )
+    context_broadcast_scale_init: float = argument(0.0, "Initial scale of cb_s.")
+    context_broadcast_blend: bool = argument(
+        False, "Insert it with a learned blend that leaves outputs unchanged at first, for trained models."
+    )
+    drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
+    image_size: int | None = argument(
+        None, "Pixels of the images, for architectures that take any size and to go on from model at another one."
+    )
+    image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, of values in 0..1, from scratch.")
+    image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
 
-    Args:
-        train_image_size (`int`, *optional*): Height and width in pixels of training images, if they are to be smaller
-            than the model's; the model then interpolates its positions.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the teacher.
-        num_train_epochs (`float`, *optional*, defaults to 100): Epochs.
-        per_device_train_batch_size (`int`, *optional*, defaults to 128): Images of a step on a device.
+    def __post_init__(self):
+        check_shares(self, "drop_path")
+        check_from(self, 1, "image_size")
+
+
+@dataclass
+class ImageClassificationArguments(SmallDataArguments):
+    """How it is trained: augmentation, distillation, learning rates of head and layers, and Transformers' arguments.
 
     Raises:
         ValueError: if a value does not fit.
     """
 
-    train_image_size: int | None = None
-    trust_remote_code: bool = False
-    num_train_epochs: float = 100.0
-    per_device_train_batch_size: int = 128
+    num_train_epochs: float = argument(100, "Epochs.")
+    per_device_train_batch_size: int = argument(128, "Images of a step on a device.")
+    warmup_steps: float = argument(0.05, "Steps of warm-up, or a share of all.")
+    label_smoothing_factor: float = argument(0.1, "Share of the target that is spread over all classes.")
+    randaugment_layers: int = argument(2, "RandAugment's operations for an image; 0 turns it off.")
+    randaugment_magnitude: int = argument(9, "RandAugment's strength, 0 to 30.")
+    erasing: float = argument(0.0, "Probability of erasing a rectangle, which then shows the mean.")
+    mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
+    cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
+    distill_from: str | None = argument(None, "Folder or hub id (@revision, too) of a classifier to learn from.")
+    distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
+    distill_kind: str = argument(
+        "soft", "soft: divergence from its distribution. hard: its best class is a label.", choices=["soft", "hard"]
+    )
+    distill_temperature: float = argument(1.0, "Temperature of both distributions in the divergence.")
+    head_multiplier: float = argument(1.0, "The classifier's learning rate, in those of the last block.")
+    layer_decay: float = argument(
+        1.0, "Factor of the learning rate from a block to the one before it; 0.65 to 0.85 for pretrained models."
+    )
+    train_image_size: int | None = argument(
+        None,
+        "Pixels of training images where they are fewer than the model's, which then interpolates its positions: a "
+        "quarter of the time at half of them, for the first epochs of fine-tuning.",
+    )
+    trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_shares(self, "erasing", "label_smoothing_factor", "distill_weight")
+        check_from(self, 0, "randaugment_layers", "mixup", "cutmix", "head_multiplier")
+        check_from(self, 1, "train_image_size")
+        check(self, lambda value: 0 <= value <= 30, "0 to 30", "randaugment_magnitude")
+        check(self, lambda value: 0 < value <= 1, "a number above 0, up to 1", "layer_decay")
+        check(self, lambda value: value > 0, "a positive number", "distill_temperature")
 
 
 class ImageClassificationTrainer(ImageTrainer):
@@ -72,16 +141,17 @@ class ImageClassificationTrainer(ImageTrainer):
     args = ImageClassificationArguments(output_dir="trained", num_train_epochs=100)
     trainer = ImageClassificationTrainer(model, args, images, held_back, processing_class=processor)
     trainer.train()
+    trainer.save_model()
     ```
 
     Args:
         model (`PreTrainedModel`): An image classifier.
         args (`ImageClassificationArguments`): How it is trained.
         train_dataset: Images with labels, see `BootstrapTrainer`.
-        eval_dataset, test_dataset (*optional*): The same, to choose the best epoch on and to measure it on.
+        eval_dataset (*optional*): The same, to choose the best epoch on.
         processing_class: The model's image processor.
         callbacks (*optional*): As Transformers has them.
-        command (*optional*): Arguments of `ImageTrainer` that a command gives, and `attn_implementation`.
+        base_model (`str`, *optional*): The model from which training starts, for the card.
 
     Raises:
         ValueError: if model, images and arguments do not fit each other.
@@ -93,165 +163,153 @@ class ImageClassificationTrainer(ImageTrainer):
         args: ImageClassificationArguments,
         train_dataset,
         eval_dataset=None,
-        test_dataset=None,
         processing_class=None,
         callbacks=None,
-        **command,
+        base_model: str | None = None,
     ):
-        attention = command.pop("attn_implementation", None)
-        train, evaluation, test = labeled_images(train_dataset, eval_dataset, test_dataset)
-        classes = classes_of(model.config, class_names(train))
-        image_format = ImageFormat.from_processor(processing_class)
-        self.view_format, self.options = format_in_training(model, image_format, args.train_image_size)
-        view = SmallDataView(
+        config = model.config
+        if config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(
+                f"The model's problem_type is {config.problem_type!r}, expected None or 'single_label_classification'."
+            )
+        train, evaluation = labeled_images(train_dataset, eval_dataset)
+        names, own = class_names(train), [config.id2label[label] for label in range(config.num_labels)]
+        image_format = self.view_format = ImageFormat.from_processor(processing_class)
+        self.interpolation = {}
+        if pixels := args.train_image_size:
+            if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
+                self.interpolation["interpolate_pos_encoding"] = True
+            check_takes(model, pixels, "train_image_size", **self.interpolation)
+            self.view_format = replace(image_format, size=(pixels, pixels))
+        view = args.view(
             self.view_format,
-            args.crop,
-            args.crop_padding,
-            padding_mode=args.padding_mode,
-            crop_size=args.crop_size,
-            scale=args.crop_scale,
-            ratio=args.crop_ratio,
-            flip=args.flip,
             randaugment_layers=args.randaugment_layers,
             randaugment_magnitude=args.randaugment_magnitude,
             erasing=args.erasing,
-            augmentation=args.augmentation,
         )
-        mix = Mix(model.config.num_labels, args.mixup, args.cutmix, args.label_smoothing, args.seed)
         super().__init__(
-            *(model, args),
-            train=(train, view),
-            evaluation=(evaluation, EvalView(image_format)),
-            test=test,
-            classes=classes,
-            loader_options={"mix": mix, "repeated_augmentation": args.repeated_augmentation},
+            model=model,
+            args=args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            train_view=view,
+            eval_view=EvalView(image_format),
+            mix=mixing(config.num_labels, args.mixup, args.cutmix),
+            classes=None if names == own else match_labels(names, config.id2label),
             processing_class=processing_class,
             callbacks=callbacks,
-            **command,
+            base_model=base_model,
         )
-        choose_attention(model, attention, self.accelerator.device)
-        self.teacher_loss = None
+        # Models that do not compute a loss themselves have labels, too.
+        self.label_names, self.accuracies = ["labels"], accuracies()
+        choose_attention(model, args.attn_implementation, args.device)
+        self.teacher = None
         if args.distill_from:
-            self.teacher_loss = load_teacher(args, self.view_format, model.config.num_labels, self.accelerator)
+            self.load_teacher(args.distill_from, config.num_labels)
 
-    def outline(self) -> str:
-        """The model and the length of the training, in a sentence."""
-        length = f"{self.run.epochs} x {self.loader.steps_per_epoch:,} x {self.run.batch_size:,}"
-        return (
-            f"{type(self.model).__name__}: {self.model.num_parameters():,} parameters, "
-            f"{' x '.join(map(str, self.view_format.size))} pixels, {self.model.config.num_labels:,} classes; "
-            f"epochs x steps x images: {length}."
-        )
+    def load_teacher(self, name: str, num_labels: int):
+        """Load and freeze the classifier to learn from."""
+        self.teacher, processor = load_image_classifier(name, self.args.device, self.args.trust_remote_code)
+        hold_teacher(self.accelerator, self.teacher)
+        self.teacher_format = ImageFormat.from_processor(processor)
+        if self.teacher.config.num_labels != num_labels:
+            raise ValueError(
+                f"distill_from {name} has {self.teacher.config.num_labels} classes, the data set {num_labels}."
+            )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs, targets = model(pixel_values=inputs["pixel_values"], **self.options), inputs["targets"]
+        """The recipe's loss; in evaluation, the cross-entropy alone."""
+        pixel_values, labels, args = inputs["pixel_values"], inputs["labels"], self.args
+        if not model.training:
+            logits = model(pixel_values=pixel_values).logits
+            loss = F.cross_entropy(logits.float(), labels)
+            return (loss, {"logits": logits}) if return_outputs else loss
+        outputs = model(pixel_values=pixel_values, **self.interpolation)
         # A distilled model has two classifiers: one learns from the labels, one from the teacher if there is one.
-        of_labels = getattr(outputs, "cls_logits", None)
-        of_labels, of_teacher = (
-            (outputs.logits,) * 2 if of_labels is None else (of_labels, outputs.distillation_logits)
-        )
-        loss = F.cross_entropy(of_labels, targets)
-        if self.teacher_loss:
-            loss = torch.lerp(loss, self.teacher_loss(of_teacher, inputs["pixel_values"]), self.args.distill_weight)
+        of_labels, of_teacher = outputs.logits, outputs.logits
+        if getattr(outputs, "cls_logits", None) is not None:
+            of_labels, of_teacher = outputs.cls_logits, outputs.distillation_logits
+        loss = F.cross_entropy(of_labels, labels, label_smoothing=args.label_smoothing_factor)
+        if self.teacher:
+            loss = torch.lerp(loss, self.teacher_loss(of_teacher, pixel_values), args.distill_weight)
         elif of_teacher is not of_labels:
-            loss = (loss + F.cross_entropy(of_teacher, targets)) / 2
+            loss = (loss + F.cross_entropy(of_teacher, labels, label_smoothing=args.label_smoothing_factor)) / 2
         return (loss, outputs) if return_outputs else loss
 
-    def make_optimizer(self) -> tuple:
-        args, rates = self.args, None
-        if (args.head_multiplier, args.layer_decay) != (1, 1):
-            rates = learning_rate_factors(self.model, args.head_multiplier, args.layer_decay)
-        return optimizer_with_schedule(
-            *(self.model, args, self.epochs, self.loader.steps_per_epoch, args.optimizer, rates),
-            sam_rho=args.sam_rho,
-        )
+    def teacher_loss(self, logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Return the divergence from the teacher's distribution, times temperature^2, or, with `distill_kind="hard"`,
+        the cross-entropy with the teacher's best class (DeiT)."""
+        pixel_values = self.teacher_format.convert(pixel_values, self.view_format)
+        with torch.no_grad(), self.accelerator.autocast():
+            expected = self.teacher(pixel_values=pixel_values).logits.float()
+        if self.args.distill_kind == "hard":
+            return F.cross_entropy(logits, expected.argmax(1))
+        return divergence(logits, expected, self.args.distill_temperature)
 
-    def measure(self, model, loader) -> dict[str, float]:
-        return evaluate_classifier(self.accelerator, model, loader)
+    def parameter_groups(self, model) -> list[dict]:
+        args, groups = self.args, parameter_groups(model, self.args.weight_decay)
+        if args.head_multiplier == args.layer_decay == 1:
+            return groups
+        rates = learning_rate_factors(model, args.head_multiplier, args.layer_decay)
+        return with_rates(groups, rates, args.learning_rate)
 
-    def summary(self, state: TrainingState) -> str:
-        config, accuracy = self.model.config, ", not evaluated"
-        if "accuracy" in state.measured:
-            accuracy = f": accuracy {state.measured['accuracy']:.2%}{count_measured(self.run)}"
+    def evaluation_loop(self, *args, **kwargs):
+        """As in Transformers."""
+        self.accuracies = accuracies()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
+        """Add a batch, or all images, to `accuracy` and `top5_accuracy`; return these with the last one."""
+        logits, labels = (torch.as_tensor(each).cpu() for each in (prediction.predictions, prediction.label_ids))
+        self.accuracies.add_batch(predictions=logits.float().numpy(), references=labels.numpy())
+        return self.accuracies.compute() if compute_result else {}
+
+    def summary(self, metrics: dict[str, float]) -> str:
+        config, measured = self.trained.config, ", not evaluated"
+        if "accuracy" in metrics:
+            images = "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
+            measured = f": accuracy {metrics['accuracy']:.2%}{images}"
         architecture = getattr(config, "architecture", config.model_type)
-        return f"A {architecture} classifier trained on {name_images(self.data.dataset)}{accuracy}."
+        return f"A {architecture} classifier trained on {name_images(self.data)}{measured}."
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train as a command line says."""
-    trainer = make_trainer(parse(argv), argv)
-    trainer.accelerator.print(trainer.outline())
-    trainer.train()
-    trainer.say_result("accuracy")
-    return 0
+def make_parser() -> ArgumentParser:
+    return ArgumentParser(
+        [ModelArguments, DataArguments, ImageClassificationArguments],
+        PROG,
+        "Train an image classifier from scratch or go on from a checkpoint: the standard recipe for little data.",
+    )
 
 
-def make_trainer(groups: tuple, argv: list[str] | None) -> ImageClassificationTrainer:
-    """Return the trainer for the options of the command; `argv` are its arguments, for the card."""
-    arguments, data, learning, optimization, run = groups
-    start_run(run, PROG, argv, list(groups))
-    say_license(run, arguments.model)
+def make_trainer(
+    options: ModelArguments, data: DataArguments, args: ImageClassificationArguments
+) -> ImageClassificationTrainer:
+    """Return the trainer for the arguments of the command."""
+    start(args)
     train, evaluation, test = load_splits(data, learns_labels=True)
-    is_chosen = not (arguments.model or arguments.model_type or arguments.config_overrides)
-    pixels = None if arguments.model else arguments.image_size or typical_pixels(train)
+    pixels = None if options.model else options.image_size or typical_pixels(train)
+    is_chosen = not (options.model or options.model_type or options.config_overrides)
     if is_chosen:
-        variant = choose_variant(arguments, pixels)
-        chosen = f"--model-type {arguments.model_type} --config-overrides {arguments.config_overrides}"
-        PartialState().print(f"No model is named; images of {pixels} pixels have {variant}: {chosen}")
-    model, processor = build_model(arguments, learning, class_names(train), run.seed)
+        variant = choose_variant(options, pixels)
+        fields = f"model_type {options.model_type}, config_overrides {options.config_overrides}"
+        PartialState().print(f"No model is named; images of {pixels} pixels have {variant}: {fields}")
+    model, processor = build_model(options, args, class_names(train))
     size = min(ImageFormat.from_processor(processor).size)
     if pixels and not is_chosen and size > MOST_ENLARGED * pixels:
         PartialState().print(
             f"Note: the new model sees images of {size} pixels, and these have {pixels}: they are enlarged. One for "
-            f"their own size is faster: --config-overrides image_size={pixels},patch_size=…"
+            f"their own size is faster: config_overrides image_size={pixels},patch_size=…"
         )
-    if run.compile:
-        model.compile()
-    args = training_arguments(ImageClassificationArguments, run, data, arguments, learning, optimization)
-    return ImageClassificationTrainer(
-        *(model, args, train, evaluation, test, processor),
-        run=run,
-        data=data,
-        base_model=arguments.model,
-        attn_implementation=arguments.attn_implementation,
+    trainer = ImageClassificationTrainer(
+        model, args, train, evaluation, processing_class=processor, base_model=options.model
     )
+    trainer.test_images = test
+    return trainer
 
 
-def classes_of(config, names: list[str]) -> list[int] | None:
-    """The classifier's number of each class of a data set; None where the data set's numbers are the classifier's, or
-    the classifier has no names.
-
-    Raises:
-        ValueError: if the classifier does not know a class.
-    """
-    own = [config.id2label[label] for label in range(config.num_labels)]
-    unnamed = own == [f"LABEL_{label}" for label in range(len(names))]
-    return None if own == names or unnamed else match_labels(names, config.id2label)
-
-
-def load_teacher(learning: LearningArguments, image_format: ImageFormat, num_labels: int, accelerator: Accelerator):
-    """Return the loss of distillation, a function of the student's logits and its pixels.
-
-    It is the divergence from the teacher's distribution, times temperature^2, or, with `distill_kind="hard"`, the
-    cross-entropy with the teacher's best class (DeiT).
-    """
-    teacher, processor = load_image_classifier(learning.distill_from, accelerator.device, learning.trust_remote_code)
-    hold_teacher(accelerator, teacher)
-    teacher_format = ImageFormat.from_processor(processor)
-    if teacher.config.num_labels != num_labels:
-        raise ValueError(
-            f"--distill-from {learning.distill_from} has {teacher.config.num_labels} classes, the data set "
-            f"{num_labels}."
-        )
-
-    def loss(logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), accelerator.autocast():
-            expected = teacher(pixel_values=teacher_format.convert(pixel_values, image_format)).logits.float()
-        if learning.distill_kind == "hard":
-            return F.cross_entropy(logits, expected.argmax(1))
-        return divergence(logits, expected, learning.distill_temperature)
-
-    return loss
+def main(argv: list[str] | None = None) -> int:
+    """Train as a command line says."""
+    return run_command(make_parser(), make_trainer, argv)
 
 
 if __name__ == "__main__":

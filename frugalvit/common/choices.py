@@ -13,8 +13,6 @@ OPEN_CLIP = "open_clip:"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 # The label of pixels that do not count.
 IGNORED = 255
-# Optimizers of training commands.
-OPTIMIZERS = ("adamw", "muon", "sam")
 # What `configuration/` and `modeling/` define, whose files import PyTorch: names that a test compares with theirs.
 INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
 REFERENCE = "reference"

@@ -11,15 +11,12 @@ import textwrap
 from .choices import DEVICE_MAPS, SUBSET
 
 
-# Options of arguments that Trainer names otherwise.
-RENAMED = {"--output-dir": "--output"}
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 
 
 def spelled(option: str) -> str:
     """An option's name as help and messages have it, for example `--batch-size` of `--batch_size`."""
-    option = option.replace("_", "-")
-    return RENAMED.get(option, option)
+    return option.replace("_", "-")
 
 
 class HelpFormatter(argparse.HelpFormatter):

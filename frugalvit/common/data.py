@@ -1,23 +1,28 @@
 """Images to train and evaluate on, from any source, in one form."""
 
 import glob
+import os
+import re
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
+import pyarrow.parquet as pq
 import torch
 
-from .classes import compose
-from .columns import check_image_column, find_column, find_image_column, holds
-from .decoding import undecoded
-from .folders import METADATA_FILES, images_within, leave_out, subfolders
+from .choices import SUBSET
+from .folders import find_parts, image_files, leave_out, metadata_files, parquet_files, read_folder, say_unread, unpack
 from .labels import name_labels
-from .sources import EXPECTED, find_source
-from .tables import first_line
+from .loading import split_revision
+from .resources import shipped_images
+from .tables import first_line, shortened
 
 
-# Shards of a stream of a folder's images.
-FOLDER_SHARDS = 1_024
+EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
+# Columns of images that have no type of their own, and columns of their files.
+IMAGE_COLUMNS = re.compile(r"(image|img|picture|photo)s?(_bytes)?|jpe?g|png|webp", re.IGNORECASE)
+PATH_COLUMNS = re.compile(r"((image|img)_)?(file|path)|file_?(name|path)", re.IGNORECASE)
 
 
 def load_images(
@@ -35,8 +40,9 @@ def load_images(
 
     Args:
         dataset (`str` or `list[str]`):
-            A hub id (owner/name@revision, too), a folder of images, see `find_parts`, or of parquet files, parquet
-            files (several, or with wildcards), or `"cifar10-subset"`, which ships with frugalvit.
+            A hub id (owner/name@revision, too), a folder of images or a zip file of one, see `read_folder`, a folder
+            that `datasets.load_dataset` reads, parquet files (several, or with wildcards), or `"cifar10-subset"`,
+            which ships with frugalvit.
         split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files that are given directly are
             "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
@@ -68,18 +74,15 @@ def select_images(
     """Return the columns of a table that `load_images` returns; `dataset` is the table's name in messages. Arguments
     and errors are those of `load_images`."""
     loaded = table._resolve_features() if table.features is None else table
-    features, streaming = loaded.features, isinstance(loaded, datasets.IterableDataset)
+    features = loaded.features
     image = find_image_column(features, image_column, dataset)
     classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
     label = find_column(features, label_column, classes, "label", dataset)
     # A stream does not tell which texts there are.
-    numbered = ("int",) if streaming and not class_names else ("int", "string")
-    if label is None and "label" in features and holds(features["label"], *numbered):
+    texts = ("string",) if class_names or not isinstance(loaded, datasets.IterableDataset) else ()
+    if label is None and holds(features.get("label"), "int", "uint", *texts):
         label = "label"
-    check_image_column(features, image, dataset)
-    if label and not (
-        isinstance(features[label], datasets.ClassLabel) or holds(features[label], "int", "uint", "string")
-    ):
+    if label and label not in classes and not holds(features[label], "int", "uint", "string"):
         raise ValueError(f"The column {label!r} of {dataset!r} holds {features[label]}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
     # This comes first: renaming the columns of a stream would read from it.
@@ -91,86 +94,23 @@ def select_images(
 def load_table(
     dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """A data set with all its columns. Arguments and errors as in `load_images`."""
+    """Load a data set with all its columns. Arguments and errors as in `load_images`."""
     source = find_source(dataset, name)
-    if source["path"] == "imagefolder" and "data_files" in source:
-        parts = source["data_files"]
-        if unknown := [name for name in names_in(split) if name not in parts]:
-            raise ValueError(f"Cannot load the split {unknown[0]!r} of {dataset!r}: it has {', '.join(parts)}.")
-        folders = [Path(folder) for part in parts.values() for folder in part]
-        if not any((folder / name).is_file() for folder in folders for name in METADATA_FILES):
-            return _read_parts(dataset, split, parts, streaming)
-        source |= _part_of_folder(dataset, split, parts)
     with _one_error(dataset, split):
+        if isinstance(source, Path):
+            return read_folder(source, split, streaming)
         return datasets.load_dataset(**source, split=split, streaming=streaming)
 
 
 def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
     """The splits of a data set. Arguments and errors as in `load_images`."""
     source = find_source(dataset, name)
+    if isinstance(source, Path):
+        return list(find_parts(source))
     if "data_files" in source:
         return list(source["data_files"])
     with _one_error(dataset):
-        return datasets.get_dataset_split_names(source.pop("path"), config_name=source.pop("name", None), **source)
-
-
-def _read_parts(
-    dataset, split: str, parts: dict[str, list[str]], streaming: bool
-) -> datasets.Dataset | datasets.IterableDataset:
-    """The images of parts of a folder: those in their class folders, however deep, or flat ones, which have no
-    labels."""
-    named = names_in(split)
-    found = {name: images_within(folders) for name, folders in parts.items()}
-    if empty := [name for name in named if not found[name]]:
-        raise ValueError(f"Cannot load {dataset!r}: there are no images in {', '.join(parts[empty[0]])}; {EXPECTED}.")
-    classes = {name: {_class_of(inside) for inside, _ in found[name] if "/" in inside} for name in found}
-    if len({bool(classes[name]) for name in named}) > 1:
-        raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
-    # Names are those of all parts: one part may lack a class.
-    names = sorted(set().union(*classes.values())) if classes[named[0]] else []
-    number_of = {name: number for number, name in enumerate(names)}
-    try:
-        slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(found[name]) for name in found})
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"Cannot take {split!r} of {dataset!r}: {first_line(error)}") from error
-    files = [file for each in slices for file in found[each.splitname][each.from_ : each.to]]
-    if names and (loose := [Path(path) for inside, path in files if "/" not in inside]):
-        leave_out(loose, "they lie beside the folders of classes")
-        files = [file for file in files if "/" in file[0]]
-    features, columns = {"image": datasets.Image()}, {"image": [undecoded(path) for _, path in files]}
-    if names:
-        features["label"] = datasets.ClassLabel(names=names)
-        columns["label"] = [number_of[_class_of(inside)] for inside, _ in files]
-    table = datasets.Dataset.from_dict(columns, datasets.Features(features))
-    return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS) or 1) if streaming else table
-
-
-def _class_of(inside: str) -> str:
-    """The class of an image by its path in a part."""
-    return compose(inside.partition("/")[0])
-
-
-def _part_of_folder(dataset, split: str, parts: dict[str, list[str]]) -> dict:
-    """Arguments of `datasets.load_dataset` for a split of a folder of images.
-
-    `datasets` takes the names of folders for labels, and the name of a part for a label where it has no folders.
-    Parts with and without classes are therefore loaded apart.
-    """
-    named = names_in(split)
-    flat = {name: not any(map(subfolders, map(Path, folders))) for name, folders in parts.items()}
-    if len({flat[name] for name in named}) > 1:
-        raise ValueError(f"Cannot load {split!r} of {dataset!r}: only some of these parts have classes.")
-    data_files = {
-        name: [f"{glob.escape(folder)}/**" for folder in folders]
-        for name, folders in parts.items()
-        if flat[name] == flat[named[0]]
-    }
-    return {"data_files": data_files, "drop_labels": True if flat[named[0]] else None}
-
-
-def names_in(split: str) -> list[str]:
-    """The splits that a text such as `"train[:50%]+test"` names."""
-    return [part.partition("[")[0].strip() for part in split.split("+")]
+        return datasets.get_dataset_split_names(source.pop("path"), source.pop("name"), **source)
 
 
 def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
@@ -181,9 +121,124 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
     return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
 
 
+def find_source(dataset: str | list[str], name: str | None = None) -> Path | dict:
+    """Return the folder of images that is a data set, or else arguments of `datasets.load_dataset`.
+
+    Raises:
+        ValueError: if there is no such data set, or its parquet files name their classes differently.
+    """
+    paths = [dataset] if isinstance(dataset, str) else list(dataset)
+    path = Path(paths[0])
+    if paths == [SUBSET]:
+        path = shipped_images("cifar10")
+    if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
+        found = {pattern: [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern)) for pattern in paths}
+        if lacking := [pattern for pattern, files in found.items() if not files]:
+            raise ValueError(f"There is no file {lacking[0]!r}; expected a parquet file or a pattern of some.")
+        files = [file for each in found.values() for file in each]
+        with _one_error(dataset):
+            _check_names_of_classes(files)
+        return {"path": "parquet", "data_files": {"train": [*map(glob.escape, files)]}}
+    if len(paths) > 1:
+        raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
+    if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
+        with _one_error(dataset):
+            return _find_in_folder(path if path.is_dir() else unpack(path), name)
+    hub_id, revision = split_revision(paths[0])
+    if path.exists() or paths[0].startswith((".", "~", os.sep)) or hub_id.count("/") > 1:
+        raise ValueError(f"{paths[0]!r} is no data set; {EXPECTED}.")
+    return {"path": hub_id, "name": name, **revision}
+
+
+def _find_in_folder(folder: Path, name: str | None) -> Path | dict:
+    """`find_source` of a folder: its images, or else what `datasets` reads, or else its zip files."""
+    tables, archives = parquet_files(folder), sorted(folder.glob("*.zip"))
+    if next(image_files(folder), None):
+        if tables or archives:
+            leave_out([*tables, *archives], "images come first")
+        metadata = {part: metadata_files(inside) for part, inside in find_parts(folder).items()}
+        data_files = {part: [glob.escape(str(files[0]))] for part, files in metadata.items() if files}
+        return {"path": "imagefolder", "data_files": data_files} if data_files else folder
+    if archives and not tables:
+        return _find_in_folder(unpack(*archives), name)
+    if not tables and not next(folder.rglob("*.tar"), None):
+        say_unread(folder)
+        raise ValueError(f"it has no images; {EXPECTED}")
+    if glob.has_magic(str(folder.resolve())):
+        raise ValueError("its path has one of *?[, which datasets takes for a pattern; rename it")
+    _check_names_of_classes(tables)
+    # A name such as "csv" would be that of a format.
+    return {"path": str(folder.resolve()), "name": name}
+
+
+def _check_names_of_classes(files: list):
+    """Raise a ValueError if parquet files name their classes differently: `datasets` takes the first file's names."""
+    known = {}
+    for file in files:
+        for column, feature in datasets.Features.from_arrow_schema(pq.read_schema(file)).items():
+            if isinstance(feature, datasets.ClassLabel):
+                names = known.setdefault(column, feature.names)
+                if names != feature.names:
+                    raise ValueError(
+                        f"{files[0]} has the classes {shortened(names)} in its column {column}, {file} "
+                        f"{shortened(feature.names)}; expected the same in the same order"
+                    )
+
+
+def image_columns(features: Mapping) -> list[str]:
+    """The columns of images: those of that type; or else of bytes, if possible with a name that says so; or else of
+    texts that are named as images or their paths."""
+    typed = [name for name, feature in features.items() if is_image(feature)]
+    binary = [name for name, feature in features.items() if holds(feature, "binary")]
+    texts = [name for name, feature in features.items() if holds(feature, "string")]
+    signs = (typed, filter(IMAGE_COLUMNS.fullmatch, binary), binary)
+    signs += (filter(IMAGE_COLUMNS.fullmatch, texts), filter(PATH_COLUMNS.fullmatch, texts))
+    return next(filter(None, map(list, signs)), [])
+
+
+def find_image_column(features: Mapping, given: str | None, dataset) -> str:
+    """Return the only column of images, or the one that is given; raise a ValueError if it is none."""
+    column = find_column(features, given, image_columns(features), "image", dataset)
+    check_image_column(features, column, dataset)
+    return column
+
+
+def find_column(features: Mapping, given: str | None, found: list[str], what: str, dataset) -> str | None:
+    """Return the column that is given, or else the only one that was found; there may be none of labels."""
+    if given is not None:
+        if given not in features:
+            raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
+        return given
+    if len(found) > 1 or (what == "image" and not found):
+        raise ValueError(
+            f"{dataset!r} has {len(found) or 'no'} {what} columns among {', '.join(features)}; expected one. "
+            f"Name it with --{what}-column."
+        )
+    return found[0] if found else None
+
+
+def check_image_column(features: Mapping, column: str, dataset):
+    """Raise a ValueError if a column holds neither images nor what they could be read from: bytes, or paths."""
+    if not (is_image(features[column]) or holds(features[column], "binary", "string")):
+        raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
+
+
+def is_image(feature) -> bool:
+    """Whether a column is one of images, by its type."""
+    # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
+    return isinstance(feature, datasets.Image) or (
+        isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
+    )
+
+
+def holds(feature, *types: str) -> bool:
+    """Whether a column is one of values of such types."""
+    return isinstance(feature, datasets.Value) and feature.dtype.removeprefix("large_").startswith(types)
+
+
 @contextmanager
-def _one_error(dataset, split: str | None = None):
-    """Within, an error that `datasets` raises when it loads a data set becomes a clear one of one line."""
+def _one_error(dataset: str | list[str], split: str | None = None):
+    """Turn an error of `datasets` into a ValueError of one line that names the data set."""
     given = dataset if isinstance(dataset, str) else dataset[0]
     part = f"the split {split!r} of " if split else ""
     try:
@@ -192,5 +247,5 @@ def _one_error(dataset, split: str | None = None):
         raise ValueError(f"Cannot read the data set {given!r}: {first_line(error.__cause__ or error)}") from error
     except (datasets.exceptions.DatasetsError, OSError) as error:
         raise ValueError(f"Cannot load the data set {given!r} ({first_line(error)}); {EXPECTED}.") from error
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:
         raise ValueError(f"Cannot load {part}{given!r}: {first_line(error)}") from error

@@ -49,12 +49,8 @@ UNREAD_ENDINGS = {
     for ending in endings.split()
     if ending not in IMAGE_ENDINGS
 }
-# Folders that machines make beside people's own: network disks, operating systems and programs. They hold thumbnails,
-# copies and what was thrown away. Hidden ones begin with a dot.
-_MADE_BY_MACHINES = {
-    *("@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "@tmp", "@sharebin", "@sharesnap"),
-    *("__macosx", "$recycle.bin", "recycler", "system volume information", "lost+found", "__pycache__", "_vti_cnf"),
-}
+# Folders of operating systems; those whose names begin with a dot or an @ are hidden, or of network disks.
+_SYSTEM_FOLDERS = ("__macosx", "$recycle.bin", "system volume information", "lost+found")
 ORIENTATION = ExifTags.Base.Orientation
 
 
@@ -76,14 +72,9 @@ def is_image_file(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
 
 
-def is_unread_picture(path: Path) -> bool:
-    """Whether a file is by its name a picture of a format that is not read."""
-    return path.suffix.lower() in UNREAD_ENDINGS and not path.name.startswith(".")
-
-
 def made_by_machines(folder: str) -> bool:
-    """Whether a folder has a name that machines give, so that its images are not people's own."""
-    return folder.startswith(".") or folder.lower() in _MADE_BY_MACHINES or folder.lower().endswith(".lrdata")
+    """Whether a folder has a name that programs give, so that its images are thumbnails, copies or deleted ones."""
+    return folder.startswith((".", "@")) or folder.lower() in _SYSTEM_FOLDERS
 
 
 def open_image(file: str | Path | io.BytesIO) -> Image.Image:

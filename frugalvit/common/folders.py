@@ -1,173 +1,182 @@
-"""Folders of images: their files, and the part of a data set that each is."""
+"""Folders and zip files of images: their parts, classes and files."""
 
+import atexit
 import functools
 import os
-import re
+import shutil
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import datasets
 from accelerate import PartialState
 
-from .decoding import UNREAD_ENDINGS, is_image_file, is_unread_picture, made_by_machines
-from .tables import printable, shortened
+from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, is_image_file, made_by_machines, undecoded
+from .labels import compose
+from .tables import first_line, printable, shortened
 
 
-# Names of folders that hold a part of the images, as `datasets` has them.
+# Names of folders that hold a part of the images.
 PART_FOLDERS = {
-    "train": re.compile(r"train(ing)?", re.IGNORECASE),
-    "validation": re.compile(r"val(id(ation)?)?|dev", re.IGNORECASE),
-    "test": re.compile(r"test(ing)?|eval(uation)?", re.IGNORECASE),
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
 }
-# What may follow the name of a part: years and numbers, and of parquet files how many there are of them and a hash; or
-# other words, which may as well name a class ("train freight").
-_NUMBERS = re.compile(r"[-._ 0-9]*|-\d+-of-\d+(-[0-9a-f]+)?")
-_WORDS = re.compile(r"[-._ 0-9].*")
-# What several files are packed into.
-ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar")
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Shards of a stream of a folder's images.
+FOLDER_SHARDS = 1_024
 
 
-def find_parts(folder: str | Path) -> dict[str, list[str]]:
-    """The folders that a folder of images consists of, by split.
+def part_called(name: str) -> str | None:
+    """The split that a folder's name stands for, or None."""
+    return next((split for split, names in PART_FOLDERS.items() if name.lower() in names), None)
 
-    These are the topmost folders that are called like a part (`train`, `val`, `validation`, `test`, …), as ImageNet
-    has them, with a year or number or without. Other words may follow (`train_images`) where nothing else there holds
-    images. Without such folders all of it is "train". In a part, images lie in one folder a class; or flat, without
-    labels; or a `metadata.csv` (`file_name,label`) names them. Names of files say nothing.
 
-    Raises:
-        ValueError: if a `metadata.csv` is beside the parts rather than in them.
+def find_parts(folder: Path) -> dict[str, Path]:
+    """Find the folders that are parts of a data set by their names, see `PART_FOLDERS`.
+
+    A single one beside other folders with images is a class. A folder that holds one folder alone is entered. Without
+    parts, all images are "train".
     """
-    level = [Path(folder)]
-    while level:
-        parts, below = defaultdict(list), []
-        for parent in level:
-            children = subfolders(parent)
-            named, others = _parts_among(children)
-            # A class may be called so, too.
-            if len(named) > 1 or not others:
-                if named and others:
-                    leave_out(others, f"{' and '.join(child.name for child in named)} are parts of {parent}")
-                for child, split in named.items():
-                    parts[split].append(str(child))
-                metadata = [name for name in METADATA_FILES if (parent / name).is_file()]
-                if named and metadata:
-                    raise ValueError(
-                        f"{parent / metadata[0]} is beside the parts {', '.join(child.name for child in named)}; "
-                        "expected one of its own in each of them."
-                    )
-            if not has_images(parent):
-                below += children
-        if parts:
-            break
-        level = below
-    return {split: parts[split] for split in PART_FOLDERS if split in parts} or {"train": [str(folder)]}
+    while True:
+        children = [child for child in subfolders(folder) if next(image_files(child), None)]
+        parts = {split: child for split in PART_FOLDERS for child in children if part_called(child.name) == split}
+        others = [child for child in children if child not in parts.values()]
+        metadata = metadata_files(folder)
+        if len(parts) > 1 or (parts and not others):
+            if metadata:
+                raise ValueError(f"{metadata[0]} lies beside the parts {', '.join(parts)}, expected one in each")
+            if others:
+                leave_out(others, f"the folders beside them are {' and '.join(parts)}")
+            return parts
+        if len(children) != 1 or metadata or has_images(folder) or has_images(children[0]):
+            return {"train": folder}
+        folder = children[0]
 
 
-def _parts_among(children: list[Path]) -> tuple[dict[Path, str], list[Path]]:
-    """Folders that are parts of a data set by their names, with their splits, and the other folders with images."""
-    named = {child: split for child in children if (split := part_called(child.name))}
-    worded = {child: split for child in children if (split := part_called(child.name, _WORDS)) and child not in named}
-    others = [child for child in children if child not in named | worded and next(image_files(child), None)]
-    splits = {*named.values(), *worded.values()}
-    # Two flat folders are two classes unless one is to train on and another is not.
-    flat = len(named | worded) > 1 and any(map(has_images, worded)) and not (len(splits) > 1 and "train" in splits)
-    if others or flat:
-        return named, [*others, *(child for child in worded if next(image_files(child), None))]
-    return named | worded, []
+def read_folder(folder: Path, split: str, streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
+    """Read the images of parts of a folder, or of slices of these, not decoded.
+
+    The first folder in a part is an image's class, however deep the image lies. A part without folders has no labels.
+    """
+    say_unread(folder)
+    parts = {part: _labeled_files(files) for part, files in find_parts(folder).items()}
+    sizes = {part: len(files) for part, files in parts.items()}
+    slices = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    found = [file for each in slices for file in parts[each.splitname][each.from_ : each.to]]
+    labels = [label for label, _ in found if label]
+    if not found or 0 < len(labels) < len(found):
+        raise ValueError("only some of these parts have classes" if labels else "there are no images")
+    columns = {"image": [undecoded(path) for _, path in found]}
+    features = {"image": datasets.Image(decode=False)}
+    if labels:
+        # Of all parts: one may lack a class.
+        features["label"] = datasets.ClassLabel(
+            names=sorted({name for files in parts.values() for name, _ in files if name})
+        )
+        columns["label"] = features["label"].str2int(labels)
+    table = datasets.Dataset.from_dict(columns, datasets.Features(features))
+    return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS)) if streaming else table
 
 
-def part_called(name: str, suffix: re.Pattern = _NUMBERS) -> str | None:
-    """The split that a folder's name stands for, with numbers after it or without, or with a match of `suffix`."""
-    for split, pattern in PART_FOLDERS.items():
-        if (found := pattern.match(name)) and suffix.fullmatch(name, found.end()):
-            return split
-    return None
+def _labeled_files(part: Path) -> list[tuple[str, Path]]:
+    """The class and path of each image of a part; all classes are "" where there are none."""
+    inside = [(path.relative_to(part).parts, path) for path in image_files(part)]
+    found = [(compose(parts[0]), path) for parts, path in inside if len(parts) > 1]
+    loose = [("", path) for parts, path in inside if len(parts) == 1]
+    if found and loose:
+        leave_out([path for _, path in loose], "they lie beside folders of classes")
+    return sorted(found or loose)
 
 
 def subfolders(folder: Path) -> list[Path]:
+    """The folders in a folder, but those that programs made."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and not made_by_machines(path.name))
 
 
 def has_images(folder: Path) -> bool:
+    """Whether images lie in a folder itself."""
     return any(map(is_image_file, folder.iterdir()))
 
 
-def files_within(folder: str | Path, fits: Callable[[Path], bool]) -> Iterator[Path]:
-    """Files whose names fit in a folder and in those within it, but for folders that machines make. Symbolic links are
-    followed, though not in circles.
+def metadata_files(folder: Path) -> list[Path]:
+    """Tables of a folder's images as `datasets` reads them."""
+    return [folder / name for name in METADATA_FILES if (folder / name).is_file()]
 
-    Raises:
-        PermissionError: if a folder may not be looked into: its images would be missing without a word.
+
+def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
+    """Yield the files with these endings in a folder and all within it, but those in folders that programs made.
+
+    Links are followed after the folders themselves, and no folder is entered twice. A folder that may not be read is
+    an `OSError`: its images would be missing without a word.
     """
 
     def refuse(error: OSError):
-        # Others are gone since they were listed.
-        if isinstance(error, PermissionError):
-            raise error
+        raise error
 
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        above = os.path.realpath(parent)
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not made_by_machines(name)
-            and not f"{above}{os.sep}".startswith(f"{os.path.realpath(os.path.join(parent, name))}{os.sep}")
-        )
-        found = (Path(parent, name) for name in sorted(names) if not name.startswith(".") and fits(Path(name)))
-        yield from (path for path in found if path.is_file())
+    roots, entered = [folder], set()
+    for root in roots:
+        for parent, folders, names in os.walk(root, onerror=refuse):
+            real = os.path.realpath(parent)
+            if real in entered:
+                folders.clear()
+                continue
+            entered.add(real)
+            folders[:] = sorted(name for name in folders if not made_by_machines(name))
+            roots += [path for name in folders if os.path.islink(path := os.path.join(parent, name))]
+            fitting = [name for name in names if os.path.splitext(name)[1].lower() in endings and name[0] != "."]
+            yield from (path for name in sorted(fitting) if (path := Path(parent, name)).is_file())
 
 
 def image_files(folder: str | Path) -> Iterator[Path]:
-    """The images in a folder and those within it, see `files_within`."""
-    return files_within(folder, is_image_file)
+    """Yield the images in a folder and all within it, see `files_within`."""
+    return files_within(folder, IMAGE_ENDINGS)
 
 
-def parquet_files(folder: Path) -> list[Path]:
-    """The parquet files in a folder and those within it, but for metadata of images."""
-    return list(files_within(folder, lambda path: path.suffix == ".parquet" and path.name not in METADATA_FILES))
+def parquet_files(folder: str | Path) -> list[Path]:
+    """The parquet files in a folder and all within it, but tables of images."""
+    return [path for path in files_within(folder, {".parquet"}) if path.name not in METADATA_FILES]
 
 
-def images_within(folders: list[str]) -> list[tuple[str, str]]:
-    """Images in folders, in order, as pairs of the path within the folder and the whole path. Print how many pictures
-    are not read."""
-    found, unread = [], []
-    for folder in folders:
-        for path in files_within(folder, lambda path: is_image_file(path) or is_unread_picture(path)):
-            if is_image_file(path):
-                found.append((path.relative_to(folder).as_posix(), str(path)))
-            else:
-                unread.append(path)
-    _say_unread(unread)
-    return sorted(found)
+@functools.cache
+def unpack(*archives: Path) -> Path:
+    """Unpack zip files into a temporary folder of this process, each into a folder of its name, and return the folder
+    of one file, or the folder of these folders: parts, or classes."""
+    root = Path(tempfile.mkdtemp(prefix="frugalvit-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    for archive in archives:
+        folder = root / (archive.stem.strip(".") or "zip")
+        folder.mkdir()
+        try:
+            with zipfile.ZipFile(archive) as file:
+                tops = {name.partition("/")[0] for name in file.namelist() if is_image_file(Path(name))}
+                file.extractall(root if tops == {folder.name} else folder)
+        # RuntimeError: a password is needed, or Python does not know the compression.
+        except (zipfile.BadZipFile, RuntimeError, EOFError, OSError) as error:
+            raise ValueError(f"{archive} cannot be unpacked ({first_line(error)}); give a folder") from error
+        if len(archives) > 1 and len(subfolders(folder)) > 1 and not part_called(folder.name):
+            raise ValueError(f"{archive} is one of {len(archives)} zip files of several folders; unpack them into one")
+    return root if len(archives) > 1 else folder
 
 
 def say_unread(folder: str | Path):
-    """Print how many pictures in a folder and within it are not read, such as .heic, and what to do, and which
-    archives are not looked into."""
-    _say_unread(list(files_within(folder, is_unread_picture)))
-    if archives := list(files_within(folder, lambda path: path.suffix.lower() in ARCHIVES)):
-        leave_out(archives, "archives are not looked into here; unpack them")
+    """Print how many pictures in a folder and all within it are not read, such as .heic, and what to do."""
+    counts = Counter(path.suffix.lower() for path in files_within(folder, UNREAD_ENDINGS))
+    for ending, count in sorted(counts.items()):
+        where, advice = printable(str(folder)), UNREAD_ENDINGS[ending]
+        _say_once(f"Left out of {where}, as they are not read: {count:,} {ending}. To have them: {advice}.")
 
 
-def _say_unread(pictures: list[Path]):
-    by_advice = defaultdict(list)
-    for ending, count in sorted(Counter(path.suffix.lower() for path in pictures).items()):
-        by_advice[UNREAD_ENDINGS[ending]].append(f"{count:,} {ending}")
-    for advice, found in by_advice.items():
-        where = printable(os.path.commonpath([path.parent for path in pictures]))
-        _say_once(f"Left out, as they are not read: {', '.join(found)} in {where}. To have them: {advice}.", where)
-
-
-def leave_out(paths: Iterable[Path], reason: str):
-    paths = list(paths)
-    names = shortened([printable(path.name) for path in paths])
-    _say_once(f"Left out, as {reason}: {names}.", str(paths[0].parent))
+def leave_out(paths: list[Path], reason: str):
+    """Print that files or folders are left out, and why."""
+    where, names = printable(str(paths[0].parent)), shortened([printable(path.name) for path in paths])
+    _say_once(f"Left out of {where}, as {reason}: {names}.")
 
 
 # A folder is looked through for its parts, and then for each of them.
 @functools.cache
-def _say_once(message: str, where: str):
+def _say_once(message: str):
     PartialState().print(message, file=sys.stderr)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datasets import Features
 from PIL import Image
 from tqdm import tqdm
 
-from .columns import features_of, find_image_column
+from .data import find_image_column
 from .decoding import read_image, read_record
 from .folders import image_files, parquet_files, say_unread
 from .tables import printable
@@ -89,7 +90,7 @@ def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"Cannot read {str(path)!r}: it is no parquet file or is corrupt.") from error
     with file:
-        column = find_image_column(features_of(file.schema_arrow), image_column, str(path))
+        column = find_image_column(Features.from_arrow_schema(file.schema_arrow), image_column, str(path))
         for batch in file.iter_batches(64, columns=[column]):
             for value in batch.column(0).to_pylist():
                 yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}

@@ -1,19 +1,29 @@
-"""Labels of images: numbers and names of classes."""
+"""Labels of images: their names, and the classes of a model that they are."""
 
+import re
 import sys
+import unicodedata
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import datasets
 import numpy as np
 import pyarrow.compute as pc
 from accelerate import PartialState
 
-from .classes import compose
-from .columns import holds
 from .tables import shortened
 
 
+IMAGENET_CLASSES = 1000
 # Classes that get their numbers for names.
 MOST_CLASSES = 100_000
+# Transformers' names for classes that have none, and numbers.
+_NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
+
+
+def compose(text: str) -> str:
+    """Write letters and their accents in one character each: macOS writes them apart in names of files."""
+    return unicodedata.normalize("NFC", text)
 
 
 def class_names(images) -> list[str] | None:
@@ -26,50 +36,30 @@ def label_numbers(images: datasets.Dataset) -> np.ndarray:
     if not len(images):
         return np.zeros(0, dtype=np.int64)
     column = images.select_columns("label").with_format("arrow")[:]["label"]
-    return pc.fill_null(column, -1).to_numpy().astype(np.int64)
+    return pc.fill_null(column.cast("int64"), -1).to_numpy().copy()
 
 
-def name_labels(loaded, names: list[str] | None, default_names: list[str] | None):
-    """Return a data set with its labels as a `ClassLabel`."""
-    feature, streams = loaded.features["label"], isinstance(loaded, datasets.IterableDataset)
-    names, default_names = (given and [compose(name) for name in given] for given in (names, default_names))
-    if names is None and isinstance(feature, datasets.ClassLabel):
-        if not streams and (highest := label_numbers(loaded).max(initial=-1)) >= len(feature.names):
-            raise ValueError(f"The labels go up to {highest}, and {len(feature.names)} classes have names.")
-        return loaded
-    given, names = "--class-names" if names else "classes of the training images", names or default_names
-    if streams:
+def name_labels(images, names: list[str] | None, default_names: list[str] | None):
+    """Return images with their labels, numbers or texts, as a `ClassLabel`; arguments as in `load_images`."""
+    feature = images.features["label"]
+    own = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    names = names or own or default_names
+    if isinstance(images, datasets.IterableDataset):
         if names is None:
             raise ValueError("The stream's labels have no names; give them with --class-names.")
-    elif holds(feature, "string"):
-        loaded = _compose_labels(loaded)
-        found = sorted(filter(None, loaded.unique("label")))
+    elif "string" in feature.dtype:
+        found = sorted(label for label in images.unique("label") if label is not None)
         names = names or found
         if unknown := [label for label in found if label not in names]:
             raise ValueError(f"The labels {shortened(unknown)} are none of the classes {shortened(names)}.")
     else:
-        highest = label_numbers(loaded).max(initial=-1)
-        if not names and highest >= MOST_CLASSES:
-            raise ValueError(
-                f"The labels go up to {highest}, expected class numbers from 0 to less than {MOST_CLASSES:,}; name "
-                "another column with --label-column."
-            )
+        highest = label_numbers(images).max(initial=-1)
+        if highest >= (len(names) if names else MOST_CLASSES):
+            numbers = f"expected class numbers from 0 to less than {MOST_CLASSES:,} (--label-column)"
+            known = f"and {len(names)} classes have names (--class-names)" if names else numbers
+            raise ValueError(f"The labels go up to {highest}, {known}.")
         names = names or [str(label) for label in range(highest + 1)]
-        if highest >= len(names):
-            raise ValueError(f"{len(names)} {given} do not fit the labels, which go up to {highest}.")
-    if feature == datasets.Value("large_string"):
-        # `datasets` 5.1 makes class numbers of these alone.
-        loaded = loaded.cast_column("label", datasets.Value("string"))
-    return loaded.cast_column("label", datasets.ClassLabel(names=names))
-
-
-def _compose_labels(images: datasets.Dataset) -> datasets.Dataset:
-    """Compose letters and accents in texts that are labels, as in names of classes."""
-    if all(label is None or label == compose(label) for label in images.unique("label")):
-        return images
-    labels = images.select_columns("label").with_format("arrow")[:]["label"]
-    composed = pc.utf8_normalize(labels, form="NFC").combine_chunks()
-    return images.remove_columns("label").add_column("label", composed.to_pylist())
+    return images if names == own else images.cast_column("label", datasets.ClassLabel(names=names))
 
 
 def check_labels(images: datasets.Dataset, split: str):
@@ -78,21 +68,6 @@ def check_labels(images: datasets.Dataset, split: str):
     if len(missing):
         others = f", as {len(missing) - 1:,} others of {len(images):,}" if len(missing) > 1 else ""
         raise ValueError(f"Image {missing[0]} of the split {split!r} has no label{others}; choose another split.")
-
-
-def say_if_few_classes(images: datasets.Dataset, part: str):
-    """Print a note if images are the first of a data set that is sorted by class: numbers on them are about few
-    classes alone."""
-    if "label" not in images.features or not len(images):
-        return
-    labels, names = label_numbers(images), class_names(images)
-    known = np.unique(labels[labels >= 0])
-    if len(labels) > 1 and len(known) < len(names) and (np.diff(labels) >= 0).all():
-        PartialState().print(
-            f"Note: {part} is the beginning of images that are sorted by class, {len(labels):,} images of "
-            f"{shortened([names[label] for label in known])} of {len(names)} classes, and no sample of all.",
-            file=sys.stderr,
-        )
 
 
 def check_same_classes(names: list[str] | None, images):
@@ -104,3 +79,68 @@ def check_same_classes(names: list[str] | None, images):
             f"The training images have the classes {shortened(names)}, the evaluation images {shortened(others)}; "
             "expected the same in the same order. Name them with --class-names if the data sets do not."
         )
+
+
+def say_if_few_classes(images: datasets.Dataset, part: str):
+    """Print a note if images are the first of a data set that is sorted by class, and so no sample of it."""
+    if "label" not in images.features or len(images) < 2:
+        return
+    labels, names = label_numbers(images), class_names(images)
+    known = np.unique(labels[labels >= 0])
+    if len(known) < len(names) and (np.diff(labels) >= 0).all():
+        PartialState().print(
+            f"Note: {part} is the beginning of images that are sorted by class, {len(labels):,} images of "
+            f"{shortened([names[label] for label in known])} of {len(names)} classes, and no sample of all.",
+            file=sys.stderr,
+        )
+
+
+def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
+    """Return the model's index of each class of a data set.
+
+    Classes are matched by name: exactly, or else without regard to case, to marks between words and to the way in
+    which Unicode writes accents. Those of ImageNet are matched by WordNet's numbers ("n01440764"), too. Names that are
+    numbers of the model's classes mean these. If the model's classes have no names, the data set's are the first ones.
+
+    Raises:
+        ValueError: if the data set has classes that the model does not know, or one that could be several of its, as
+            ImageNet's two cranes.
+    """
+    found = [[] for _ in names]
+    for form in (compose, _plain):
+        known = defaultdict(list)
+        for index, label in id2label.items():
+            known[form(label)].append(index)
+        found = [indices or known.get(form(name), []) for name, indices in zip(names, found, strict=True)]
+    if all(found):
+        for name, indices in zip(names, found, strict=True):
+            if len(indices) > 1:
+                raise ValueError(
+                    f"The model has {len(indices)} classes called {name!r} ({', '.join(map(str, indices))}). Name the "
+                    "data set's classes by the model's numbers, in the order of the labels (--class-names)."
+                )
+        return [index for [index] in found]
+    if len(id2label) == IMAGENET_CLASSES:
+        from timm.data import ImageNetInfo
+
+        synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
+        if all(name in synsets for name in names):
+            return [synsets[name] for name in names]
+    if all(name.isdecimal() and int(name) < len(id2label) for name in names):
+        return [int(name) for name in names]
+    if len(names) > len(id2label):
+        raise ValueError(
+            f"The data set has {len(names)} classes ({', '.join(names[:3])}, …), the model only {len(id2label)}."
+        )
+    if all(_NO_NAME.fullmatch(label) for label in id2label.values()):
+        return list(range(len(names)))
+    unknown = [name for name, indices in zip(names, found, strict=True) if not indices]
+    raise ValueError(
+        f"The model does not know {len(unknown)} of the data set's {len(names)} classes ({', '.join(unknown[:3])}); "
+        f"its own are {shortened(list(id2label.values()))}. Name those of the data set as the model does, or by its "
+        "numbers, in the order of the labels (--class-names)."
+    )
+
+
+def _plain(name: str) -> str:
+    return compose(re.sub(r"[\s_-]+", " ", name).strip().casefold())

@@ -4,7 +4,6 @@ import datasets
 import evaluate
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from .scores import check_scores, negative_log_likelihood
 
@@ -106,60 +105,25 @@ class SegmentationScores(_Metric):
 
 
 @torch.inference_mode()
-def evaluate_segmenter(accelerator: Accelerator, model: torch.nn.Module, loader, num_labels: int) -> dict[str, float]:
-    """Mean IoU, mean accuracy and pixel accuracy of a segmentation model, over all processes, at the resolution of the
-    loader's masks.
-
-    Args:
-        accelerator (`Accelerator`): Gathers and drops the images that pad the last batch.
-        model (`nn.Module`): Returns an output with `logits`; it is left in training mode if it was.
-        loader: A loader of `evaluation_loader`, with masks as `labels`.
-        num_labels (`int`): Classes.
-
-    Raises:
-        ValueError: if no pixel counts.
-    """
-    was_training = model.training
-    model.eval()
-    scores = SegmentationScores(num_labels)
-    for batch in loader:
-        logits, labels = model(pixel_values=batch["pixel_values"]).logits.float(), batch["labels"]
-        check_scores(logits)
-        logits = torch.nn.functional.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
-        predictions, labels = accelerator.gather_for_metrics((logits.argmax(1).int(), labels))
-        scores.add_batch(predictions=predictions.cpu().numpy(), references=labels.cpu().numpy())
-    model.train(was_training)
-    found = scores.compute()
-    if found["mean_iou"] is None:
-        raise ValueError("No pixel of the evaluation masks counts; check --ignored-labels and --reduce-labels.")
-    return {name: value for name, value in found.items() if name != "iou"}
-
-
-@torch.inference_mode()
-def evaluate_classifier(
-    accelerator: Accelerator | None, model: torch.nn.Module, loader, classes: torch.Tensor | None = None
-) -> dict[str, float]:
-    """Loss, top-1 and top-5 accuracy of an image classifier, over all processes.
+def evaluate_classifier(model: torch.nn.Module, batches, classes: torch.Tensor | None = None) -> dict[str, float]:
+    """Loss, top-1 and top-5 accuracy of an image classifier.
 
     Where several labels are right for an image, one among the best suffices, and the loss is that of their joint
     probability.
 
     Args:
-        accelerator (`Accelerator`, *optional*): Gathers and drops the images that pad the last batch; `None` for
-            batches that no other process has a part of.
         model (`nn.Module`): Returns an output with `logits`; it is left in training mode if it was.
-        loader: A loader of `evaluation_loader`; `labels` are `(batch,)`, or `(batch, several)`, filled up with -1.
+        batches (iterable of `dict`): `pixel_values`, and `labels`, `(batch,)`, or `(batch, several)`, filled up with
+            -1.
         classes (`torch.Tensor`, *optional*): The classes that are compared, which labels count; all if not given.
     """
     was_training = model.training
     model.eval()
     measured, loss, count = accuracies(), 0.0, 0
-    for batch in loader:
+    for batch in batches:
         logits = model(pixel_values=batch["pixel_values"]).logits.float()
         logits = logits if classes is None else logits[:, classes]
         labels = batch["labels"]
-        if accelerator is not None:
-            logits, labels = accelerator.gather_for_metrics((logits, labels))
         loss += negative_log_likelihood(logits, labels).item()
         count += len(labels)
         measured.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())

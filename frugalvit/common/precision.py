@@ -51,15 +51,6 @@ def _speed_of_bfloat16(size: int, rounds: int = 6) -> float:
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
-def describe_device(device: torch.device, precision: str, num_processes: int) -> str:
-    """Device, precision, processes and threads of a run, in a few words."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    single = "TF32" if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest" else "float32"
-    processes = f"{num_processes} process{'' if num_processes == 1 else 'es'}"
-    threads = f" of {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return f"{name}, {single if precision == 'no' else f'{precision} and {single}'}, {processes}{threads}"
-
-
 def hold_teacher(accelerator: Accelerator, teacher: nn.Module, classifier: nn.Module | None = None):
     """Freeze a teacher for the run, in bfloat16 where it computes in that and the device is fast at it.
 

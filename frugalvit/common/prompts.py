@@ -1,11 +1,9 @@
-"""Prompts of a LLaVA and of a PaliGemma."""
+"""Prompts of a LLaVA."""
 
-# Of LLaVA 1.5, of its evaluation on ScienceQA, and of PaliGemma.
-PROMPT = "USER: {image}{question} ASSISTANT:"
+# Of LLaVA 1.5, of its evaluation on ScienceQA.
 SCIENCEQA_PROMPT = (
     "USER: {image}{question}\nAnswer with the option's letter from the given choices directly. ASSISTANT:"
 )
-PALIGEMMA_PROMPT = "{image}{question}\n"
 
 
 def check_prompt(prompt: str):

@@ -7,7 +7,6 @@ sample and restored after it. Pixels stay uint8 until a whole batch is normalize
 
 import functools
 import math
-import random
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -57,21 +56,6 @@ def seeded(*keys: int):
         yield
     finally:
         torch.set_rng_state(state)
-
-
-@contextmanager
-def seeded_by_torch():
-    """Draw the random numbers of Python and NumPy, which timm takes, from torch's stream inside, and go on as before
-    outside."""
-    states = random.getstate(), np.random.get_state()
-    seed = int(torch.randint(2**32, ()))
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 @dataclass(frozen=True)

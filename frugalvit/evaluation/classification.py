@@ -132,7 +132,7 @@ def classification_accuracy(
 
     classifier = model if confidence is None else Adaptive(model, confidence)
     start = time.perf_counter()
-    metrics = evaluate_classifier(None, classifier, batches(), classes)
+    metrics = evaluate_classifier(classifier, batches(), classes)
     seconds = time.perf_counter() - start
     account = {} if confidence is None else {"mean_num_tokens": sum(classifier.counts) / count}
     return {"images": count, "skipped": total - count, **metrics, "images_per_second": count / seconds, **account}

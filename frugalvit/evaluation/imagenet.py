@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 from timm.data.real_labels import RealLabelsImagenet
 
-from ..common.classes import IMAGENET_CLASSES, match_labels
+from ..common.labels import IMAGENET_CLASSES, match_labels
 
 
 _VALIDATION_NAME = re.compile(r"ILSVRC2012_val_\d{8}")

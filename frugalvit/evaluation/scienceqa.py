@@ -10,8 +10,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..common.columns import check_image_column
-from ..common.data import load_table
+from ..common.data import check_image_column, load_table
 from ..common.decoding import decode_image
 from ..common.loading import load_pretrained, split_revision
 from ..common.prompts import SCIENCEQA_PROMPT, check_prompt

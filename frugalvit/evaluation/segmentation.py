@@ -29,14 +29,6 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     split = arguments.split or next(
         iter(evaluation_splits(masked_split_names(arguments.dataset, arguments.dataset_config))), "train"
     )
-    images = load_masked_images(
-        arguments.dataset,
-        split,
-        name=arguments.dataset_config,
-        image_column=arguments.image_column,
-        mask_column=arguments.mask_column,
-    )
-    images = take_first(images, arguments.limit)
     if arguments.window and len(arguments.window) > 2:
         raise ValueError(f"--window has {len(arguments.window)} numbers, expected one, or height and width.")
     if not arguments.window and (arguments.stride or arguments.shorter_side):
@@ -45,6 +37,15 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         *(arguments.model, arguments.device, arguments.trust_remote_code, "a semantic segmentation model"),
         lambda _: AutoModelForSemanticSegmentation,
     )
+    images = load_masked_images(
+        arguments.dataset,
+        split,
+        name=arguments.dataset_config,
+        image_column=arguments.image_column,
+        mask_column=arguments.mask_column,
+        class_names=list(model.config.id2label.values()),
+    )
+    images = take_first(images, arguments.limit)
     image_format = ImageFormat.from_processor(image_processor)
     reduce_labels = arguments.reduce_labels or getattr(image_processor, "do_reduce_labels", False)
     read_mask = MaskReader(model.config.num_labels, arguments.ignored_labels, reduce_labels)

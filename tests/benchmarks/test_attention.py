@@ -70,26 +70,13 @@ def test_command(tmp_path, monkeypatch, capsys):
 def test_a_start_is_drawn_again(command, tmp_path):
     """A run that learned nothing has saved its start."""
     sizes = "patch_size=8,hidden_size=36,num_hidden_layers=2,intermediate_size=48"
-    run = ["--train-split", "train[:64]", "--eval-split", "test[:8]", "--batch-size", "8", "--epochs", "1"]
-    run += [
-        "--steps-per-epoch",
-        "1",
-        "--warmup-epochs",
-        "0",
-        "--learning-rate",
-        "1e-12",
-        "--seed",
-        "3",
-        "--mixed-precision",
-        "no",
-        "--output",
-        str(tmp_path / "run"),
-    ]
+    run = ["--train_split", "train[:64]", "--eval_split", "test[:8]", "--per_device_train_batch_size", "8"]
+    run += ["--max_steps", "1", "--learning_rate", "1e-12", "--seed", "3", "--output_dir", str(tmp_path / "run")]
     if command == "joint":
         joint.main([*run, "--vit", f"image_size=32,{sizes}", "--agent", sizes])
     else:
         overrides = f"image_size=32,{sizes},num_attention_heads=4"
-        train.main([*run, "--config-overrides", overrides, "--initialization", "mimetic"])
+        train.main([*run, "--config_overrides", overrides, "--initialization", "mimetic"])
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "run")
     start = attention.own_start(tmp_path / "run", model).state_dict()
     assert start.keys() == model.state_dict().keys()

@@ -1,4 +1,4 @@
-"""Images from every source; bad sources."""
+"""Images from tables and the hub, their columns and labels; bad sources."""
 
 import datasets
 import numpy as np
@@ -7,15 +7,17 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from drawn import encode
 from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images, load_table
+from frugalvit.common.data import load_images, load_table, sample, split_names
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.labels import class_names
 from frugalvit.common.splits import load_splits
-from frugalvit.training.components.arguments import DataArguments
+from frugalvit.training.arguments import DataArguments
 
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+PICTURE = {"bytes": encode(np.zeros((8, 8, 3), np.uint8)), "path": None}
 
 
 def value(images, index):
@@ -26,52 +28,97 @@ def value(images, index):
 @pytest.mark.parametrize(("split", "count"), [("train", 12_000), ("test", 2_000)])
 def test_embedded_subset(split, count):
     images = load_images(SUBSET, split)
-    assert len(images) == count and images.column_names == ["image", "label"]
-    assert class_names(images) == NAMES
+    assert len(images) == count and images.column_names == ["image", "label"] and class_names(images) == NAMES
     assert np.bincount(images["label"]).tolist() == [count // 10] * 10
-    assert images[0]["image"]["bytes"][:2] == b"\xff\xd8"
-    assert decode_image(images[0]["image"], 0).size == (32, 32)
+    assert images[0]["image"]["bytes"][:2] == b"\xff\xd8" and split in split_names(SUBSET)
+    assert len(sample(images, 5, 0)) == 5 and sample(images, count, 0) is images
 
 
 def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
-    files = [write_parquet("part-0.parquet", 4), write_parquet("part-1.parquet", 6)]
+    (tmp_path / "photos").mkdir()
+    files = [write_parquet("photos/part-0 [a].parquet", 4), write_parquet("photos/part-1.parquet", 6)]
     for source, count in (
         (files[0], 4),
         (files, 10),
-        (str(tmp_path / "*.parquet"), 10),
-        ([str(tmp_path / "*-1.parquet")], 6),
-        (str(tmp_path), 10),
+        (str(tmp_path / "*" / "*.parquet"), 10),
+        ([str(tmp_path / "photos*" / "*-1.parquet")], 6),
+        (str(tmp_path / "photos"), 10),
     ):
         images = load_images(source)
-        assert (len(images), class_names(images)) == (count, ["even", "odd"])
-    assert len(load_images(files, "train[:3]")) == 3
-    assert value(load_images(files), 5) == 1
+        assert (len(images), class_names(images), split_names(source)) == (count, ["even", "odd"], ["train"])
+    assert len(load_images(files, "train[:3]")) == 3 and value(load_images(files), 5) == 1
+    # A folder's files are its splits by their names.
+    (tmp_path / "csv" / "data").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write_parquet(f"csv/data/{name}.parquet", 2)
+    folder = str(tmp_path / "csv")
+    assert {split: len(load_images(folder, split)) for split in split_names(folder)} == {"train": 4, "test": 2}
+
+
+def test_files_name_their_classes_alike(write_parquet, tmp_path):
+    """`datasets` takes the names of the first file for all."""
+    (tmp_path / "set").mkdir()
+    files = [write_parquet("set/train-0.parquet"), write_parquet("set/test-0.parquet", names=("odd", "even"))]
+    for source in (str(tmp_path / "set"), files):
+        with pytest.raises(
+            ValueError, match=r"has the classes .* in its column label, .*; expected the same"
+        ) as error:
+            load_images(source)
+        assert "odd, even (2)" in str(error.value)
+    data = DataArguments(dataset=files[:1], eval_dataset=files[1:])
+    with pytest.raises(ValueError, match=r"even, odd \(2\), .* odd, even \(2\)"):
+        load_splits(data)
+    data.class_names = ["a", "b"]
+    assert class_names(load_splits(data)[0]) == ["a", "b"]
 
 
 def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
+    file = str(tmp_path / "plain.parquet")
     table = pq.read_table(write_parquet(count=6)).replace_schema_metadata(None)
-    table = table.append_column("size", pa.array(range(6)))
-    pq.write_table(table, tmp_path / "plain.parquet")
-    images = load_images(str(tmp_path / "plain.parquet"))
+    pq.write_table(table.append_column("size", pa.array(range(6))), file)
+    images = load_images(file)
     assert class_names(images) == ["0", "1"] and images["label"][:3] == [0, 1, 0] and value(images, 3) == 3
-    assert class_names(load_images(str(tmp_path / "plain.parquet"), class_names=["a", "b", "c"])) == ["a", "b", "c"]
-    assert class_names(load_images(str(tmp_path / "plain.parquet"), label_column="size")) == list("012345")
-    with pytest.raises(ValueError, match="1 --class-names .* up to 1"):
-        load_images(str(tmp_path / "plain.parquet"), class_names=["a"])
+    assert class_names(load_images(file, class_names=["a", "b", "c"])) == ["a", "b", "c"]
+    assert class_names(load_images(file, label_column="size")) == list("012345")
+    with pytest.raises(ValueError, match="go up to 1, and 1 classes have names"):
+        load_images(file, class_names=["a"])
+    with pytest.raises(ValueError, match="have no names; give them with --class-names"):
+        load_images(file, streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "names", "numbers"),
+    [
+        (pa.array([1, 0, 2], pa.uint8()), {}, ["0", "1", "2"], [1, 0, 2]),
+        (["b", "a", "c"], {}, ["a", "b", "c"], [1, 0, 2]),
+        (pa.array(["b", None, "a"], pa.large_string()), {}, ["a", "b"], [1, None, 0]),
+        (["b", "", "c"], {}, ["", "b", "c"], [1, 0, 2]),
+        (["b", "a", "c"], {"class_names": ["c", "b", "a"]}, ["c", "b", "a"], [1, 2, 0]),
+        (["b", "a", "c"], {"default_names": ["c", "b", "a", "d"]}, ["c", "b", "a", "d"], [1, 2, 0]),
+        (["b", "a", "c"], {"class_names": ["c", "b", "a"], "streaming": True}, ["c", "b", "a"], [1, 2, 0]),
+        (["b", "a", "c"], {"class_names": ["a", "b"]}, r"c \(1\) .* a, b \(2\)", None),
+        ([10**9, 1, 2], {}, "expected class numbers from 0 to less than 100,000", None),
+        ([0.5, 1, 2], {"label_column": "label"}, "holds .*float64.*, expected class numbers", None),
+    ],
+)
+def test_labels_are_numbers_or_texts(labels, options, names, numbers, tmp_path):
+    pq.write_table(pa.table({"image": [PICTURE] * 3, "label": labels}), tmp_path / "a.parquet")
+    if numbers is None:
+        with pytest.raises(ValueError, match=names):
+            load_images(str(tmp_path / "a.parquet"), **options)
+    else:
+        images = load_images(str(tmp_path / "a.parquet"), **options)
+        assert class_names(images) == names and [record["label"] for record in images] == numbers
 
 
 def test_columns_of_bytes_or_paths(tmp_path):
     Image.new("RGB", (8, 8), (30, 0, 0)).save(tmp_path / "a.png")
-    columns = {"data": [(tmp_path / "a.png").read_bytes()], "file": [str(tmp_path / "a.png")]}
+    columns = {"hash": [b"x"], "photo": [(tmp_path / "a.png").read_bytes()], "file": [str(tmp_path / "a.png")]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    for column in columns:
+    for column in (None, "photo", "file"):
         for streaming in (False, True):
             images = load_images(str(tmp_path / "a.parquet"), image_column=column, streaming=streaming)
-            assert value(list(images), 0) == 3
-
-
-def test_images_without_labels(write_parquet):
-    assert class_names(load_images(write_parquet(labels=False))) is None
+            assert value(list(images), 0) == 3 and class_names(images) is None
 
 
 def test_a_hub_id_may_pin_a_revision(monkeypatch):
@@ -95,8 +142,9 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
     for source, options, message in (
         ("nobody/nothing", {}, "expected a hub id, a folder of images"),
         (str(tmp_path / "none*.parquet"), {}, "There is no file .*none"),
-        (str(tmp_path / "empty"), {}, "Cannot load"),
-        (str(tmp_path / "broken.parquet"), {}, "Cannot load the split 'train' of .*: Parquet magic bytes not found"),
+        (str(tmp_path / "empty"), {}, "Cannot load .*empty.*: it has no images; expected a hub id, a folder"),
+        (str(tmp_path / "none"), {}, "is no data set; expected a hub id, a folder"),
+        (str(tmp_path / "broken.parquet"), {}, "Cannot load .*: Parquet magic bytes not found"),
         ([parquet, SUBSET], {}, "expected one, or several parquet files"),
         (parquet, {"split": "test"}, "split 'test' of"),
         (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image-column\); it has image, label"),
@@ -107,11 +155,3 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message) as error:
             load_images(source, **options)
         assert "\n" not in str(error.value)
-
-
-def test_training_and_evaluation_must_agree_on_classes(write_parquet):
-    train, test = write_parquet("a.parquet"), write_parquet("b.parquet", names=("odd", "even"))
-    with pytest.raises(ValueError, match=r"even, odd \(2\), .* odd, even \(2\)"):
-        load_splits(DataArguments(dataset=[train], eval_dataset=[test]))
-    images, *_ = load_splits(DataArguments(dataset=[train], eval_dataset=[test], class_names=["a", "b"]))
-    assert class_names(images) == ["a", "b"]

@@ -10,18 +10,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from drawn import encode, scene, write_scenes
-from frugalvit.common.decoding import CorruptImageError, decode_image
+from frugalvit.common.decoding import CorruptImageError, ImageError, decode_image
 from frugalvit.common.masks import (
-    MaskError,
     MaskReader,
-    SegmentationEvalView,
-    SegmentationView,
     load_masked_images,
     load_masked_splits,
     masked_split_names,
 )
 from frugalvit.common.views import ImageFormat, seeded
-from frugalvit.training.segment import MaskedImageArguments
+from frugalvit.training.augmentation import SegmentationEvalView, SegmentationView
+from frugalvit.training.segment import MaskedDataArguments
 
 
 def draw(path, size=(8, 6)):
@@ -33,7 +31,6 @@ def draw(path, size=(8, 6)):
     ("folders", "evaluated", "count"),
     [
         (("training", "validation"), "validation", 3),
-        (("train2017", "val2017"), "validation", 3),
         (("Train", "Test", "Valid"), "validation", 2),
         (("training", "testing"), "test", 3),
     ],
@@ -43,7 +40,7 @@ def test_the_splits_of_folders_are_called_as_elsewhere(folders, evaluated, count
         for folder, images in zip(folders, (4, 3, 2), strict=False):
             for number in range(images):
                 draw(tmp_path / kind / folder / f"{number}.png")
-    data = MaskedImageArguments(dataset=[str(tmp_path)])
+    data = MaskedDataArguments(dataset=[str(tmp_path)])
     train, evaluation, *_ = load_masked_splits(data)
     assert data.evaluated == evaluated and (len(train), len(evaluation)) == (4, count)
     # A folder's own name is understood, too.
@@ -164,10 +161,10 @@ class TestData:
     @pytest.mark.parametrize(
         ("mask", "size", "error", "message"),
         [
-            (encode(np.zeros((4, 5), np.uint8)), (5, 5), MaskError, "image 7 is .* L with 5 x 4 pixels, .* 5 x 5"),
-            (encode(np.full((4, 5), 3, np.uint8)), (5, 4), MaskError, r"labels \[3\], the classes are 0 to 2"),
-            (encode(np.full((4, 5), 300, np.uint16)), (5, 4), MaskError, r"has the labels \[300\]"),
-            (encode(np.zeros((4, 5, 3), np.uint8)), (5, 4), MaskError, "mode RGB with .* expected one channel"),
+            (encode(np.zeros((4, 5), np.uint8)), (5, 5), ImageError, "image 7 is .* L with 5 x 4 pixels, .* 5 x 5"),
+            (encode(np.full((4, 5), 3, np.uint8)), (5, 4), ImageError, r"labels \[3\], the classes are 0 to 2"),
+            (encode(np.full((4, 5), 300, np.uint16)), (5, 4), ImageError, r"has the labels \[300\]"),
+            (encode(np.zeros((4, 5, 3), np.uint8)), (5, 4), ImageError, "mode RGB with .* expected one channel"),
             (b"no image", (5, 4), CorruptImageError, "mask of image 7 of the data set cannot be read"),
         ],
         ids=["size", "label", "16 bits", "color", "corrupt"],

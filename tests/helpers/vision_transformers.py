@@ -4,16 +4,20 @@
 """
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 
 import open_clip
 import timm
 import torch
 import transformers
+from safetensors.torch import save_file
 from timm.layers import HybridEmbed
 from timm.models import register_model
+from timm.models._hub import save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 from torch import nn
@@ -325,3 +329,26 @@ KINDS = {
         counts_patches=True,
     ),
 }
+
+
+def save_kind(kind: str, folder: Path) -> str:
+    """Write a small model of a kind as its own library does; returns what `--teacher` is to be given."""
+    build, model = KINDS[kind].build, KINDS[kind].make()
+    if kind.startswith("timm"):
+        images = {"input_size": (3, 32, 32), "interpolation": "bicubic", "crop_pct": 0.9}
+        save_for_hf(model, folder, model_args=build.arguments, data_config=images, safe_serialization=True)
+    elif kind.startswith("open_clip"):
+        folder.mkdir()
+        save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+        images = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
+        config = {"model_cfg": build.config | {"custom_text": bool(build.trunk)}, "preprocess_cfg": images}
+        (folder / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
+        return f"open_clip:local-dir:{folder}"
+    else:
+        model.save_pretrained(folder)
+        crop, square = {"shortest_edge": 36}, {"height": 32, "width": 32}
+        if kind.startswith("siglip"):
+            transformers.SiglipImageProcessor(size=square).save_pretrained(folder)
+        else:
+            transformers.CLIPImageProcessor(size=crop, crop_size=square).save_pretrained(folder)
+    return str(folder)

@@ -28,7 +28,7 @@ from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference
 from frugalvit.modeling.hosts.transformers import tower_of
 from frugalvit.modeling.inheritance import student_discrepancies
-from frugalvit.training.components.token_alignment import TokenAlignment
+from frugalvit.training.losses import TokenAlignment
 
 
 TINY_FOCUS = {

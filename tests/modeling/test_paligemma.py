@@ -143,9 +143,9 @@ def test_it_is_bootstrapped_from(paligemma, tmp_path):
     pixel_values = torch.randn(1, 3, 32, 32)
     states = paligemma.model.vision_tower(pixel_values).last_hidden_state
     torch.testing.assert_close(teacher(pixel_values).last_hidden_state, states)
-    command = ["bootstrap", "--teacher", str(tmp_path / "paligemma"), "--num-latent-tokens", "5", "--no-compare"]
-    command += ["--train-split", "train[:64]", "--eval-split", "test[:16]", "--epochs", "1"]
-    command += ["--config-overrides", "stem_channels=8,num_mixed_points=4", "--output", str(tmp_path / "student")]
+    command = ["bootstrap", "--teacher", str(tmp_path / "paligemma"), "--num_tokens", "5"]
+    command += ["--train_split", "train[:64]", "--eval_split", "test[:16]", "--num_train_epochs", "1"]
+    command += ["--config_overrides", "stem_channels=8,num_mixed_points=4", "--output_dir", str(tmp_path / "student")]
     with torch.enable_grad():
         assert main(command) == 0
     assert json.loads((tmp_path / "student" / "config.json").read_text())["pooling"] == "mean"

@@ -1,288 +1,196 @@
 """A LLaVA learns to read a SparseFormer, from its own answers or from conversations."""
 
+import functools
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
+from safetensors.torch import load_file
+from trainings import logged, run_command
 from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
 
 from frugalvit import SparseFormerVisionModel
-from frugalvit.cli import main
-from frugalvit.common import conversations
 from frugalvit.common.loading import load_llava
 from frugalvit.training import align_llava
-from frugalvit.training.components.answers import Answers, answer
-from frugalvit.training.trainer import Progress
-from tiny import SMALL, make_llava, make_paligemma, make_paligemma_processor, save_to_swap
+from runs import check_resumes, error_of
+from runs import make as make_trainer
+from tiny import (
+    SMALL,
+    make_llava,
+    make_paligemma,
+    save_to_swap,
+)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Folders of a LLaVA and of a tower for it."""
+    """The folder of a LLaVA and of a tower for it."""
     folder = tmp_path_factory.mktemp("pair")
     save_to_swap(folder, make_llava(), elastic_token_counts=[4, 7])
     return folder
 
 
-@pytest.fixture
-def align(pair, tmp_path):
-    models = ["--model", str(pair / "llava"), "--vision-model", str(pair / "tower"), "--prompt", "{image}{question}"]
+@pytest.fixture(scope="module")
+def options(pair) -> dict:
+    asked = {"prompt": "{image}{question}", "questions": ["what is this ?", "is dog and cat ?"], "answer_tokens": 2}
+    return {"model": pair / "llava", "vision_model": pair / "tower", "learning_rate": 3e-3, **asked}
 
-    def run(*arguments, name="out", train=128, models=models):
-        argv = [*models, "--output", str(tmp_path / name)]
-        if "--dataset" not in arguments:
-            argv += ["--train-split", f"train[:{train}]", "--eval-split", "test[:32]"]
-        argv += ["--questions", "what is this ?", "is dog and cat ?"]
-        align_llava.main([*argv, "--answer-tokens", "2", "--learning-rate", "3e-3", *arguments])
-        return json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
 
-    return run
+def load(folder):
+    model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    return model.eval()
+
+
+def changed(model, original) -> set[str]:
+    """Names of weights that are not the original's; the tower is another one."""
+    old = original.state_dict()
+    return {name for name, value in model.state_dict().items() if not torch.equal(value, old.get(name, value))}
 
 
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
-def test_the_projector_alone_learns_to_give_the_same_answers(make, align, tmp_path, capsys):
+def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_path, capsys):
     original = make()
-    models = save_to_swap(tmp_path, original)
-    if make is make_llava:
-        # A PaliGemma's is known.
-        models += ["--prompt", "{image}{question}"]
-    results = align("--epochs", "3", models=models)
-    before = float(capsys.readouterr().out.split("Before: ")[1].split("%")[0]) / 100
-    assert results["best"]["agreement"] > before + 0.1
-    assert results["epochs"][-1]["train_loss"] < 0.6 * results["epochs"][0]["train_loss"]
-    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values())
-    old = original.state_dict()
-    for name, value in model.state_dict().items():
-        if "vision_tower" not in name:
-            assert torch.equal(value, old[name]) == ("projector" not in name), name
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    kind = original.config.model_type
+    kind, out = original.config.model_type, tmp_path / "out"
+    save_to_swap(tmp_path, original)
+    models = {"model": tmp_path / kind, "vision_model": tmp_path / "tower", "train_split": "train[:128]"}
+    # A PaliGemma's prompt is known.
+    models |= {"prompt": None} if make is make_paligemma else {}
+    own = run_command("align_llava", out, **options | models | {"num_train_epochs": 3})
+    agreements, losses = logged(own, "eval_agreement"), logged(own, "loss")
+    # Before training, and after each epoch.
+    assert len(agreements) == 4 and own.metrics["agreement"] == max(agreements) > agreements[0] + 0.1
+    assert sum(losses[-8:]) < 0.6 * sum(losses[:8])
+    model = load(out)
+    assert changed(model, original) == {name for name in original.state_dict() if "projector" in name}
+    card = ModelCard.load(out / "README.md")
     assert f"{kind} with 7 tokens an image, those of tower; the projector learned from answers" in card.text
-    assert str(tmp_path) not in card.text.partition("Made by")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
-    image = Image.effect_noise((48, 40), 90).convert("RGB")
-    exec(code.replace("path/or/id", str(tmp_path / "out")), {"image": image})
-    assert capsys.readouterr().out.strip()
-    assert f"\n{model.num_parameters():,} parameters" in card.text
-    if make is make_llava:
-        assert AutoProcessor.from_pretrained(tmp_path / "out").num_latent_tokens == 7
+    assert f"{max(agreements):.2%} of the answers' tokens are right, {agreements[0]:.2%} before" in card.text
+    assert str(tmp_path) not in card.text and f"\n{model.num_parameters():,} parameters" in card.text
     # What is kept is what learns.
-    (newest,) = (tmp_path / "out" / "checkpoints").glob("step-00000012")
-    assert (newest / "model.safetensors").stat().st_size < 20_000
+    checkpoint, *_ = out.glob("checkpoint-*")
+    learned = load_file(checkpoint / "model.safetensors")
+    assert {"projector" in name for name in learned} == {True} and len(learned) == (4 if make is make_llava else 2)
+    capsys.readouterr()
+    [code] = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    exec(code.replace("path/or/id", str(out)), {"image": Image.effect_noise((48, 40), 90).convert("RGB")})
+    assert capsys.readouterr().out.strip()
+    if make is make_llava:
+        assert AutoProcessor.from_pretrained(out).num_latent_tokens == 7
 
 
-def test_a_tower_of_another_family_has_a_new_first_layer(align, tmp_path, capsys):
+def test_a_run_that_was_stopped_goes_on(options, tmp_path):
+    again = check_resumes("align_llava", tmp_path, 5, **options, lora_rank=2)
+    # What goes on is not measured again.
+    assert [record["step"] for record in again.state.log_history if "eval_agreement" in record] == [0, 4, 8]
+
+
+def test_a_tower_of_another_family_has_a_new_first_layer(options, tmp_path):
     sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     torch.manual_seed(0)
     dinov2 = Dinov2Model(Dinov2Config(image_size=32, patch_size=4, mlp_ratio=2, **sizes)).eval()
     SparseFormerVisionModel.from_teacher(dinov2, 7, **SMALL).save_pretrained(tmp_path / "dinov2")
-    results = align("--vision-model", str(tmp_path / "dinov2"), "--epochs", "2")
-    assert "first layer is new: the tower has 48 channels, the old one 64" in capsys.readouterr().out
-    assert results["epochs"][-1]["train_loss"] < results["epochs"][0]["train_loss"]
-    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values()) and model.model.multi_modal_projector.linear_1.in_features == 48
+    own = run_command("align_llava", tmp_path / "out", **options | {"vision_model": tmp_path / "dinov2"})
+    losses = logged(own, "loss")
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert load(tmp_path / "out").model.multi_modal_projector.linear_1.in_features == 48
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "the projector, its first layer a new one, learned from answers" in card
 
 
-def test_a_run_that_was_stopped_goes_on(align, tmp_path):
-    arguments = ("--epochs", "2", "--batch-size", "16", "--train-split", "train[:64]")
-    whole = align(*arguments, name="whole")
-
-    def stop(self, args, state, control, **_):
-        if state.global_step == 6:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Progress, "on_step_begin", stop)
-        align(*arguments)
-    again = align(*arguments)
-    assert [epoch["train_loss"] for epoch in again["epochs"]] == [epoch["train_loss"] for epoch in whole["epochs"]]
-    files = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_the_language_model_may_learn_too(align, pair, tmp_path):
-    align("--epochs", "2", "--lora-rank", "4", "--num-tokens", "4")
+def test_the_language_model_may_learn_too(options, pair, tmp_path):
+    own = run_command("align_llava", tmp_path / "out", **options, lora_rank=4, num_tokens=4)
+    model, (old, _) = load(tmp_path / "out"), load_llava(pair / "llava", "cpu")
+    assert model.config.image_seq_length == 4
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values()) and model.config.image_seq_length == 4
-    assert f"\n{model.num_parameters():,} parameters" in card
-    old = load_llava(pair / "llava", "cpu")[0].state_dict()
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, old.get(name, value))}
-    matrices = {name for name in old if "language_model.layers" in name and name.endswith("proj.weight")}
-    assert len(matrices) == 14 and changed == matrices | {name for name in old if "projector" in name}
+    assert f"\n{model.num_parameters():,} parameters" in card and "the language model (LoRA of rank 4)" in card
+    names = old.state_dict()
+    matrices = {name for name in names if "language_model.layers" in name and name.endswith("proj.weight")}
+    assert len(matrices) == 14 and changed(model, old) == matrices | {name for name in names if "projector" in name}
+    # Its rate is a fifth.
+    rates = {weight: group["initial_lr"] for group in own.optimizer.param_groups for weight in group["params"]}
+    of_name = {name: rates[weight] for name, weight in own.model.named_parameters() if weight in rates}
+    shares = {name: 0.2 if "lora" in name else 1.0 for name in of_name}
+    assert {name: rate / 3e-3 for name, rate in of_name.items()} == pytest.approx(shares) and len(
+        {*shares.values()}
+    ) == 2
 
 
-@torch.no_grad()
-def test_what_was_learned_of_the_language_model_is_added_to_it(pair):
-    llava, processor = load_llava(pair / "llava", "cpu")
-    inputs = processor(images=Image.new("RGB", (32, 32), "red"), text="<image> what ?", return_tensors="pt")
-    before = llava(**inputs).logits
-    learner = align_llava.Learner(llava)
-    learner.add_lora(4)
-    for layer in learner.lora_layers.values():
-        layer.lora_B["default"].weight.normal_(std=0.3)
-    learned = llava(**inputs).logits
-    assert (learned - before).abs().max() > 0.1
-    with learner.as_it_was():
-        assert torch.equal(llava(**inputs).logits, before)
-    plain, _ = load_llava(pair / "llava", "cpu")
-    plain.load_state_dict(learner.whole_state())
-    torch.testing.assert_close(plain(**inputs).logits, learned, rtol=1e-4, atol=1e-4)
-
-
-def test_learns_from_conversations(align, tmp_path):
+def test_learns_from_conversations(options, tmp_path):
     """The color of an image, asked for twice."""
     records = []
     for number in range(20):
         color, name = [((250, 10, 10), "cat"), ((10, 10, 250), "ship")][number % 2]
         Image.new("RGB", (32, 32), color).save(tmp_path / f"{number}.png")
-        said = [("human", "<image>\nwhat is this ?"), ("gpt", name), ("human", "what ?"), ("gpt", "dog")]
-        turns = [{"from": who, "value": text} for who, text in said]
-        records.append({"image": f"{number}.png", "conversations": turns})
+        turns = [("human", "<image>\nwhat is this ?"), ("gpt", name), ("human", "what ?"), ("gpt", "dog")]
+        said = [{"from": who, "value": text} for who, text in turns]
+        records.append({"image": f"{number}.png", "conversations": said})
     (tmp_path / "said.json").write_text(json.dumps(records), encoding="utf-8")
-    data = ("--dataset", str(tmp_path / "said.json"))
-    results = align(*data, "--epochs", "8", "--batch-size", "3", "--lora-rank", "8", "--learning-rate", "1e-2")
-    assert results["best"]["agreement"] == 1.0
+    options = options | {"dataset": tmp_path / "said.json", "train_split": None, "eval_split": None, "lora_rank": 8}
+    options |= {"num_train_epochs": 8, "per_device_train_batch_size": 3, "learning_rate": 1e-2}
+    own = run_command("align_llava", tmp_path / "out", **options)
+    assert own.metrics["agreement"] == 1.0 and len(own.eval_dataset) == 2
     assert "learned from conversations" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    results = align(*data, "--eval-dataset", data[1], "--batch-size", "4", name="other")
-    assert results["images"]["evaluation images"] == 20
+    other = make_trainer("align_llava", tmp_path / "other", **options | {"eval_dataset": tmp_path / "said.json"})
+    assert len(other.eval_dataset) == len(other.train_dataset) == 20
 
 
-def test_answers_are_those_that_generate_gives(pair):
-    llava, processor = load_llava(pair / "llava", "cpu")
-    images = [Image.effect_noise((32, 32), 60 + seed).convert("RGB") for seed in range(6)]
-    pixel_values = processor.image_processor(images, return_tensors="pt")["pixel_values"]
-    questions = ["what is this ?", "what ?", "is this cat and dog ?"] * 2
-    unended = answer(llava, processor, pixel_values, questions, "{image}{question}", 4)
-    # What ends one of them before its last token.
-    llava.generation_config.eos_token_id = end = unended.conversations[0][0][1][1]
-    answers = answer(llava, processor, pixel_values, questions, "{image}{question}", 4)
-    assert len(answers.logits) < len(unended.logits)
-    count = 0
-    for (turn,), question, image in zip(answers.conversations, questions, images, strict=True):
-        inputs = processor(images=image, text=f"<image>{question}", return_tensors="pt")
-        given = llava.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        expected = given[0, inputs["input_ids"].shape[1] :].tolist()
-        assert turn == (question, expected)
-        assert end not in expected[:-1]
-        tokens = answers.logits[count : count + len(expected)].argmax(-1).tolist()
-        assert tokens == expected
-        count += len(expected)
-    assert count == len(answers.logits)
-    # As a student is asked for them: all end together, and labels are the answers alone.
-    inputs, labels = Answers(answers.conversations).inputs(processor, 64, "{image}{question}")
-    assert (inputs["attention_mask"][:, -1] == 1).all() and (inputs["attention_mask"] == 0).any()
-    assert labels[labels != -100].tolist() == answers.logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--prompt", "{question}"), "--prompt is '{question}', expected {image} and {question} in it"),
-        (("--dtype", "bfloat16", "--mixed-precision", "no"), "--mixed-precision is 'no', expected bf16"),
-        (("--lora-rank", "-1"), "--lora-rank is -1, expected 0 or more"),
-        (("--num-tokens", "8"), "8"),
-    ],
-)
-def test_bad_arguments_are_one_line(pair, tmp_path, capsys, arguments, message):
-    argv = ["--model", str(pair / "llava"), "--vision-model", str(pair / "tower"), "--output", str(tmp_path / "out")]
-    try:
-        code = main(["align-llava", *argv, *arguments])
-    except SystemExit as end:
-        code = end.code
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert code in (1, 2) and message in error and error.startswith("frugalvit align-llava: error: ")
-    assert not (tmp_path / "out").exists()
-
-
-def test_half_precision(align, tmp_path):
-    align("--dtype", "bfloat16", "--eval-split", "none", train=32)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
-    kept = {name for name, value in model.state_dict().items() if value.dtype != torch.bfloat16}
+def test_half_precision(options, tmp_path):
+    own = run_command("align_llava", tmp_path / "out", **options, bf16=True, eval_split="none", max_steps=2)
+    learned = {weight.dtype for weight in own.model.parameters() if weight.requires_grad}
+    assert learned == {torch.float32} and own.original.dtype == torch.bfloat16
+    kept = {name for name, value in load(tmp_path / "out").state_dict().items() if value.dtype != torch.bfloat16}
     assert kept == {"model.vision_tower.latents.initial_rois"}
 
 
-def test_a_quantized_language_model_is_written_as_it_was(align, pair, tmp_path):
-    align("--quantize", "8bit", train=32)
-    old = load_llava(pair / "llava", "cpu")[0].state_dict()
-    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values())
-    for name, value in model.state_dict().items():
-        if "language_model" in name or "lm_head" in name:
-            assert torch.equal(value, old[name])
+def test_a_quantized_language_model_is_written_as_it_was(options, pair, tmp_path):
+    run_command("align_llava", tmp_path / "out", **options, quantize="8bit", max_steps=2, eval_split="none")
+    names = changed(load(tmp_path / "out"), load_llava(pair / "llava", "cpu")[0])
+    assert names and all("projector" in name for name in names)
 
 
-@pytest.fixture
-def offloaded(monkeypatch):
-    """Let `--device-map` keep the language model on disk, as it does where memory is short."""
-
-    def load(name, device, dtype, quantize, device_map):
-        return load_llava(name, device, dtype, quantize, device_map and PLACES)
-
-    monkeypatch.setattr(align_llava, "load_llava", load)
-
-
-PLACES = {"model.vision_tower": "cpu", "model.multi_modal_projector": "cpu", "model.language_model": "disk"} | {
-    "lm_head": "cpu"
-}
+PLACES = {"model.vision_tower": "cpu", "model.multi_modal_projector": "cpu", "model.language_model": "disk"}
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")  # for large ones
-def test_a_language_model_on_disk_teaches_the_same(align, offloaded, tmp_path):
-    whole = align("--batch-size", "32", name="whole")
-    results = align("--batch-size", "32", "--device-map", "auto")
-    assert results["epochs"][0]["train_loss"] == whole["epochs"][0]["train_loss"]
-    files = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
+def test_a_language_model_on_disk_teaches_the_same(options, tmp_path, capsys, monkeypatch):
+    """Where memory is short, `device_map` keeps it there."""
+
+    def load_in_parts(name, device, dtype, quantize, device_map):
+        return load_llava(name, device, dtype, quantize, device_map and PLACES | {"lm_head": "cpu"})
+
+    monkeypatch.setattr(align_llava, "load_llava", load_in_parts)
+    options = options | {"max_steps": 2, "eval_split": "none"}
+    whole = run_command("align_llava", tmp_path / "whole", **options)
+    parts = run_command("align_llava", tmp_path / "parts", **options, device_map="auto")
+    assert logged(parts, "loss") == logged(whole, "loss")
+    files = [tmp_path / name / "model.safetensors" for name in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
+    wrong = error_of("align_llava", tmp_path / "wrong", capsys, **options, device_map="auto", lora_rank=2)
+    assert "offloaded, which lora_rank cannot change" in wrong
 
 
-def test_what_is_on_disk_cannot_have_lora(align, offloaded, tmp_path):
-    with pytest.raises(ValueError, match="offloaded, which --lora-rank cannot change"):
-        align("--device-map", "auto", "--lora-rank", "2")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompt": "{question}"}, "prompt is '{question}', expected a text with {image}, {question}"),
+        ({"lora_rank": -1}, "lora_rank is -1, expected 0 or more"),
+        ({"num_tokens": 8}, "8"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0, as answers have no"),
+        ({"quantize": "2bit"}, "argument --quantize: invalid choice: '2bit'"),
+        ({"vision_model": "nowhere"}, "nowhere"),
+    ],
+)
+def test_wrong_calls_are_one_line(wrong, message, options, tmp_path, capsys):
+    assert message in error_of("align_llava", tmp_path / "out", capsys, **options | wrong)
 
 
-def test_sharing_out_is_for_one_process(align, monkeypatch):
-    monkeypatch.setattr(align_llava, "PartialState", lambda: SimpleNamespace(num_processes=2))
-    with pytest.raises(ValueError, match="--device-map is 'auto', expected none"):
-        align("--device-map", "auto")
-
-
-def test_quantizing_needs_a_library(align, monkeypatch):
+def test_quantizing_needs_a_library_and_sharing_out_one_process(options, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("frugalvit.common.loading.is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ValueError, match="--quantize is bitsandbytes', which is not installed"):
-        align("--quantize", "4bit")
-
-
-@torch.no_grad()
-def test_a_paligemma_is_asked_as_its_processor_does():
-    """The tokens that a PaliGemma is given are its processor's, and so are the types of tokens, which say that those
-    of a question look at each other."""
-    paligemma, processor = make_paligemma(), make_paligemma_processor()
-    prompt = conversations.default_prompt(processor)
-    asked = Answers([[("what is this ?", "cat")], [("is this cat and dog ?", "ship")]])
-    inputs, labels = asked.inputs(processor, 64, prompt)
-    pictures = [[Image.new("RGB", (32, 32), color)] for color in ("red", "blue")]
-    expected = processor(
-        images=pictures,
-        text=["<image>what is this ?", "<image>is this cat and dog ?"],
-        suffix=["cat", "ship"],
-        padding=True,
-        return_tensors="pt",
-    )
-    mask = inputs["attention_mask"].bool()
-    for name in ("input_ids", "attention_mask", "token_type_ids"):
-        assert torch.equal(inputs[name][mask], expected[name][mask]), name
-    assert torch.equal(labels, expected["labels"].where(mask, -100))
-    pixel_values = expected["pixel_values"]
-    given = answer(paligemma, processor, pixel_values, ["what is this ?"] * 2, prompt, 3)
-    prompts = processor(images=pictures, text=["<image>what is this ?"] * 2, return_tensors="pt")
-    prompts.pop("labels")
-    tokens = paligemma.generate(**prompts, max_new_tokens=3, do_sample=False)[:, -3:]
-    assert [turns[0][1] for turns in given.conversations] == tokens.tolist()
+    said_of = functools.partial(error_of, "align_llava", tmp_path / "out", capsys, **options)
+    assert "quantize is bitsandbytes', which is not installed" in said_of(quantize="4bit")
+    monkeypatch.setattr(align_llava.AlignLlavaArguments, "world_size", 2)
+    assert "device_map is 'auto', expected none with several processes" in said_of(device_map="auto")

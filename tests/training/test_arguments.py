@@ -1,56 +1,114 @@
-"""Arguments of training commands, on the command line and in files: what cannot be ends with one clear line."""
+"""Arguments on the command line, in YAML files and in Python: the same, and errors are one line."""
 
 import pytest
+from trainings import command_words
 
-from frugalvit import cli
-from frugalvit.training.components.arguments import ArgumentParser, RunArguments
+from frugalvit import BootstrapArguments, bootstrap, cli
+from frugalvit.training.arguments import DataArguments, ImageTrainingArguments, read_values, reason
+from frugalvit.training.bootstrap import StudentArguments, make_parser
+
+
+GIVEN = {"output_dir": "out", "teacher": "t", "num_tokens": [4, 9], "token_layers": [2], "dataset": ["a b", "c"]}
+GIVEN |= {"truncate": 0.5, "break_ties": False, "learning_rate": 1e-3, "num_train_epochs": 1.5, "max_steps": 7}
+GIVEN |= {"tune_all": True, "lr_scheduler_type": "linear", "crop_scale": [0.5, 1.0], "class_names": ["no", "1"]}
+YAML = """{command: bootstrap, output_dir: out, teacher: t, num_tokens: [4, 9], token_layers: 2, dataset: [a b, c],
+truncate: 0.5, break_ties: false, learning_rate: 1e-3, num_train_epochs: "1.5", max_steps: 7, tune_all: yes,
+lr_scheduler_type: linear, crop_scale: [0.5, 1], class_names: ["no", 1], student: null, dense_layers: null}"""
+
+
+def values_of(groups) -> list[dict]:
+    """The fields of dataclasses, but for what they say of this process."""
+    left_out = ("distributed_state", "_n_gpu")
+    return [{name: value for name, value in vars(group).items() if name not in left_out} for group in groups]
+
+
+def test_command_line_yaml_and_python_give_the_same(tmp_path):
+    (tmp_path / "arguments.yaml").write_text(YAML)
+    groups, config = make_parser().parse(command_words(**GIVEN)), ["--config", str(tmp_path / "arguments.yaml")]
+    assert (groups[0].num_tokens, groups[1].dataset, groups[2].learning_rate) == ([4, 9], ["a b", "c"], 1e-3)
+    assert (groups[0].break_ties, groups[2].tune_all, groups[1].class_names) == (False, True, ["no", "1"])
+    dashes = command_words(**{name.replace("_", "-"): value for name, value in GIVEN.items()})
+    others = [make_parser().parse(dashes), make_parser().parse(config), make_parser().parse_dict(GIVEN)]
+    kinds = zip((StudentArguments, DataArguments, BootstrapArguments), groups, strict=True)
+    others.append([kind(**{name: GIVEN[name] for name in GIVEN if name in vars(group)}) for kind, group in kinds])
+    for other in others:
+        assert values_of(other) == values_of(groups)
+    # What the command line has goes before a file.
+    over = make_parser().parse([*config, "--max_steps", "8", "--crop_scale", "0.2", "1", "--tune_all", "false"])
+    assert (over[2].max_steps, over[2].crop_scale, over[2].tune_all) == (8, [0.2, 1.0], False)
+    recipe = make_parser().parse(["--config", "augreg-base-49-224", "--output_dir", "out"])
+    assert (recipe[0].num_tokens, recipe[0].truncate, recipe[2].learning_rate) == ([48], 4, 2e-4)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "case",
     [
-        ("train --learning-rate -1", "--learning-rate is -1.0, expected a positive number"),
-        ("train --learning-rates 1", "there is no option --learning-rates; did you mean --learning-rate?"),
-        ("train --epochs many", "invalid int value: 'many'"),
-        ("train --epochs 0", "--epochs is 0, expected 1 or more"),
-        ("train --num-workers -1", "--num-workers is -1, expected 0 or more"),
-        ("train --flip 1.5", "--flip is 1.5, expected a number from 0 to 1"),
-        ("train --randaugment-magnitude 31", "--randaugment-magnitude is 31, expected 0 to 30"),
-        ("train --mixup inf", "--mixup is inf, expected 0 or more"),
-        ("train --crop-scale 0.5", "expected two positive numbers, lower first"),
-        ("train --weight-decay nan", "--weight-decay is nan"),
-        ("train --layer-decay 0", "--layer-decay is 0.0, expected a number above 0, up to 1"),
-        ("train --head-multiplier -1", "--head-multiplier is -1.0, expected 0 or more"),
-        ("train --image-size 0", "--image-size is 0, expected 1 or more"),
-        ("train --mixed-precision int8", "invalid choice: 'int8'"),
-        ("train --config augreg-base-49-224", "augreg-base-49-224 is for frugalvit bootstrap"),
-        ("train --config no.yaml", "No such file or directory: 'no.yaml'"),
-        ("bootstrap --teacher t --truncate 1.5", "--truncate is 1.5"),
-        ("bootstrap --teacher t --temperature 0", "--temperature is 0.0"),
-        ("bootstrap --teacher t --elastic-token-counts 4 4", "counts is [4], expected two or more counts"),
-        ("bootstrap --teacher t --elastic-token-counts 4 9 --num-latent-tokens 5", "is 5, expected --elastic-token-c"),
-        ("bootstrap --teacher t --placement content", "--placement is 'content', expected grid without"),
-        ("joint --without-hint-at 0", "--without-hint-at is 0.0, expected numbers above 0, to 1"),
-        ("joint --crop-size 0", "--crop-size is 0, expected 1 or more"),
-        ("joint --sam-rho -1", "--sam-rho is -1.0, expected 0 or more"),
-        ("joint --max-grad-norm -1", "--max-grad-norm is -1.0, expected 0 or more"),
-        ("joint --adam-epsilon 0", "--adam-epsilon is 0.0, expected a positive number"),
+        "bootstrap --teacher t --learning_rate -1 | learning_rate is -1.0, expected a positive number",
+        "bootstrap --teacher t --learning_rates 1 | no argument --learning_rates; did you mean --learning_rate?",
+        "bootstrap --teacher t --max_steps many | --max_steps/--max-steps: invalid int value: 'many'",
+        "bootstrap --teacher t --flip 1.5 | flip is 1.5, expected a number from 0 to 1",
+        "bootstrap --teacher t --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
+        "bootstrap --teacher t --label_loss_weight nan | label_loss_weight is nan, expected 0 or more",
+        "bootstrap --teacher t --loss l2 | invalid choice: 'l2'",
+        "bootstrap --teacher t --truncate 1.5 | truncate is 1.5, expected a share from 0 to below 1, or a count",
+        "bootstrap --teacher t --canvas_images 0.5 | canvas_images is 0.5, expected 0 without zoom_out above 1",
+        "bootstrap | the following arguments are required: --teacher",
+        "bootstrap --config siglip-base | siglip-base is no file and no recipe; did you mean siglip2-base",
+        "bootstrap --config impulse-cifar10 | impulse-cifar10 is for frugalvit train",
+        "- a | --config file.yaml holds a list, expected names and values",
+        "a: [ | --config file.yaml is no YAML",
+        "learning_rats: 1 | 'learning_rats', which is no argument; did you mean --learning_rate?",
+        "max_steps: many | max_steps/--max-steps: invalid int value: 'many'",
+        "max_steps: 1.5 | max_steps/--max-steps: invalid int value: '1.5'",
+        "loss: l2 | loss is 'l2', expected one of cosine, kl",
+        "focusing: papers | focusing is 'papers', expected one of paper, inherited",
     ],
 )
-def test_wrong_arguments_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_one_line(case, tmp_path, monkeypatch, capsys):
+    """On the command line or in a file, before anything is loaded."""
+    given, message = case.split(" | ")
+    words = (
+        given.split() if given.startswith("bootstrap") else ["bootstrap", "--teacher", "t", "--config", "file.yaml"]
+    )
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.yaml").write_text(given)
     with pytest.raises(SystemExit) as stop:
-        cli.main([*arguments.split(), "--output", "out"])
+        cli.main([*words, "--output_dir", "out"])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and not (tmp_path / "out").exists()
-    assert error.startswith(f"frugalvit {arguments.split()[0]}: error: ") and message in error
+    assert error.startswith(f"frugalvit {words[0]}: error: ") and message in error
 
 
-@pytest.mark.parametrize(("written", "precision"), [("no", "no"), ('"no"', "no"), ("bf16", "bf16")])
-def test_files_of_arguments(written, precision, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = tmp_path / "arguments.yaml"
-    file.write_text(f"mixed_precision: {written}\noutput_dir: ~/runs/first\ncompile: true\noverwrite: false\n")
-    (run,) = ArgumentParser([RunArguments], "frugalvit train", "").parse(["--config", str(file)])
-    assert (run.mixed_precision, run.output_dir) == (precision, f"{tmp_path}/runs/first")
-    assert run.compile and not run.overwrite
+def test_wrong_arguments_in_python_name_the_field(tmp_path):
+    for options, message in (
+        ({"flip": 2}, "^flip is 2, expected a number from 0 to 1"),
+        ({"loss": "l2"}, "^loss is 'l2', expected one of cosine, kl"),
+        ({"train_epochs": 3}, "^There is no argument train_epochs; did you mean num_train_epochs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bootstrap("t", "images", output=tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_of_values():
+    values = {"hidden_act": "gelu", "out": [0, 1], "depths": "2,3", "name": "a=b", "flag": True}
+    assert read_values("overrides", "hidden_act=gelu,out=[0,1],depths=2,3,name=a=b,flag=true") == values
+    with pytest.raises(ValueError, match="overrides is 'a', expected name=value pairs with commas between"):
+        read_values("overrides", "a")
+
+
+def test_several_devices_take_several_processes(monkeypatch):
+    """`Trainer` would split batches of one model."""
+    monkeypatch.setattr(ImageTrainingArguments, "n_gpu", 4)
+    assert ImageTrainingArguments("out", use_cpu=True)._n_gpu == 1
+
+
+def test_errors_that_a_user_can_mend_are_one_line():
+    for error, message in (
+        *((ValueError("a\n  b"), "a b"), (FileNotFoundError(), "FileNotFoundError"), (KeyError("a defect"), "None")),
+        (RuntimeError("DataLoader worker (pid 3) is killed"), "Did memory run out? Lower dataloader_num_workers."),
+        (ValueError("Caught X in worker.\nTraceback\nValueError: Image 3 is broken."), "Image 3 is broken."),
+        (RuntimeError("TensorBoardCallback requires tensorboard to be installed."), "install 'frugalvit[track]'"),
+        (RuntimeError("a defect"), "None"),
+    ):
+        assert message in str(reason(error)) and "\n" not in str(reason(error))

@@ -1,568 +1,417 @@
-"""The bootstrap recipe on a few embedded images."""
+"""Bootstrapping on a few embedded images: by the command, in one call, and by a trainer."""
 
-import json
-import shutil
+import functools
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from torch._dynamo.utils import counters
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    SiglipImageProcessor,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
+import torch.nn.functional as F
+import transformers
+from processes import compute_without_frugalvit
+from trainings import STUDENT, TINY_STUDENT, Pairs, assert_equal, command_words, logged, run_command
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+from vision_transformers import KINDS, save_kind
 
-from frugalvit import (
-    PatchSparseFormerBackbone,
-    SparseFormerConfig,
-    SparseFormerVisionModelWithProjection,
-)
-from frugalvit.common.macs import count_macs
-from frugalvit.modeling.hosts import Anatomy, read_anatomy
-from frugalvit.training import bootstrap
-from frugalvit.training.components import side_by_side, students
-from frugalvit.training.components.arguments import ArgumentParser
-from frugalvit.training.components.token_alignment import TokenAlignment, distance_from_largest
-from frugalvit.training.options.bootstrap import BootstrapRunArguments
+import frugalvit
+from drawn import draw, draw_classes
+from frugalvit import BootstrapArguments, BootstrapTrainer, SparseFormerForImageClassification, bootstrap
+from frugalvit.common.data import load_images
+from frugalvit.common.views import EvalView
+from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.training.bootstrap import make_parser, make_trainer, recipe_of
+from frugalvit.training.data import as_images
+from frugalvit.training.losses import TokenAlignment, attended_cells, distance_from_largest, forecast_loss
+from frugalvit.training.students import format_of, freeze, token_counts_to_train
+from tiny import make_vit
 
 
-SMALL = "stem_channels=8,num_sampling_points=4,num_mixed_points=4,num_focusing_iterations=2,mixing_hidden_size=8"
-
-
-def run(teacher, output_dir, *arguments, images=128, epochs=2):
-    bootstrap.main(
-        [
-            *("--teacher", str(teacher), "--output", str(output_dir)),
-            *("--train-split", f"train[:{images}]", "--eval-split", "test[:64]"),
-            *("--recipe", "paper", "--batch-size", "32", "--config-overrides", SMALL, "--no-compare"),
-            *(("--epochs", str(epochs)) if epochs else ()),
-            *arguments,
-        ]
-    )
-    return json.loads((output_dir / "results.json").read_text(encoding="utf-8"))
+run = functools.partial(run_command, "bootstrap")
+PAPER = {"recipe": "paper", "config_overrides": TINY_STUDENT}
+INHERITED = {"focusing": "inherited", "num_tokens": 16}
+# For Python.
+ONE_EPOCH = PAPER | {"per_device_train_batch_size": 16, "use_cpu": True, "num_train_epochs": 1}
 
 
 def weights(folder):
     return AutoModelForImageClassification.from_pretrained(folder).state_dict()
 
 
+def card_in(folder) -> str:
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def pixels_of(trainer) -> torch.Tensor:
+    """Views that the student saw of the images to evaluate on."""
+    views = torch.stack([trainer.eval_dataset[index]["pixel_values"] for index in range(32)])
+    return format_of(trainer.student.config).normalize(views)
+
+
 @pytest.fixture(scope="module")
 def first(teacher, tmp_path_factory):
-    """The folder of the student that most tests look at."""
+    """The trainer of the student that most tests look at, and its folder; 8 steps an epoch."""
     folder = tmp_path_factory.mktemp("first") / "out"
-    run(teacher, folder, "--learning-rate", "3e-3", images=512, epochs=4)
-    return folder
-
-
-def results_of(folder):
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
-
-
-def test_aligns_student_and_teacher_and_saves_a_complete_repository(first, class_names):
-    results = results_of(first)
-    early, late = results["epochs"][0], results["epochs"][-1]
-    assert late["alignment"] > early["alignment"] + 0.05
-    assert late["train_loss"] < early["train_loss"] - 0.05
-    assert results["best"]["alignment"] == max(record["alignment"] for record in results["epochs"])
-    assert {"accuracy", "teacher_accuracy", "images_per_second"} <= late.keys()
-    names = {path.name for path in first.iterdir()}
-    assert {"config.json", "model.safetensors", "preprocessor_config.json", "modeling_sparseformer.py"} <= names
-    card = (first / "README.md").read_text(encoding="utf-8")
-    assert "bootstrapped from" in card and f"{results['best']['accuracy']:.2%}" in card
-    assert "frugalvit bootstrap --teacher" in card
-    student = AutoModelForImageClassification.from_pretrained(first)
-    assert student.config.id2label == dict(enumerate(class_names))
-    assert student.config.num_latent_tokens == 3
-    assert student.sparseformer.latents.initial_rois.dtype == torch.float32
-
-
-def test_tunes_the_middle_and_freezes_the_end(first, teacher):
-    """Block 0 is left out, block 1 tuned, block 2 frozen."""
-    before, after = weights(teacher), weights(first)
-
-    def changed(ours, theirs):
-        return not torch.equal(after[ours], before[theirs])
-
-    assert changed("sparseformer.layers.0.mlp.fc1.weight", "vit.layers.1.mlp.fc1.weight")
-    assert not changed("sparseformer.layers.1.mlp.fc1.weight", "vit.layers.2.mlp.fc1.weight")
-    assert not changed("sparseformer.layernorm.weight", "vit.layernorm.weight")
-    assert not changed("classifier.weight", "classifier.weight")
-
-
-def test_aligns_tokens_on_request(first, teacher, tmp_path):
-    options = ("--learning-rate", "3e-3", "--token-loss-weight", "2")
-    losses = [epoch["train_loss"] for epoch in run(teacher, tmp_path / "out", *options, epochs=3)["epochs"]]
-    # LayerNorm-ed tokens that have nothing to do with each other are at a distance of 2.
-    assert losses[0] > results_of(first)["epochs"][0]["train_loss"] + 1
-    assert losses[-1] < losses[0] - 0.3
-
-
-def test_repeated_steps_ask_the_teacher_once(teacher, tmp_path, monkeypatch):
-    asked, embed = [], Anatomy.embed
-
-    def count(anatomy, pixel_values):
-        asked.append(torch.is_inference_mode_enabled() and len(pixel_values))
-        return embed(anatomy, pixel_values)
-
-    monkeypatch.setattr(Anatomy, "embed", count)
-    options = ("--token-loss-weight", "1", "--eval-batch-size", "64", "--learning-rate", "3e-3", "--repeats", "2")
-    epochs = run(teacher, tmp_path / "out", *options)["epochs"]
-    assert asked.count(32) == 2 * 4 and [epoch["step"] for epoch in epochs] == [8, 16]
-    assert epochs[1]["train_loss"] < epochs[0]["train_loss"]
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_schedule_is_a_warm_up_and_half_a_cosine(optimizer):
-    """Inherited weights rest meanwhile."""
-    pair = students.StudentArguments(teacher="t")
-    config = students.SparseFormerForImageClassification.config_class(
-        hidden_size=16, focusing_hidden_size=8, num_hidden_layers=2, num_latent_tokens=4, stem_channels=4
-    )
-    student = students.SparseFormerForImageClassification(config)
-    tuned = students.freeze(student, pair, 3)
-    schedule = students.ScheduleArguments(
-        learning_rate=1.0, warmup_epochs=1, inherited_learning_rate=0.1, optimizer=optimizer
-    )
-    optimizer, scheduler = students.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
-    rates = []
-    for _ in range(12):
-        rates.append(sorted({group["lr"] for group in optimizer.param_groups}))
-        optimizer.step()
-        scheduler.step()
-    assert [rate[-1] for rate in rates[:4]] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert [rate[0] for rate in rates[:4]] == [0, 0, 0, 0]
-    assert rates[4] == pytest.approx([0.1, 1.0])
-    # A line is as high in the middle, and nowhere else.
-    assert rates[6] == pytest.approx([0.0853553, 0.853553])
-    assert rates[8] == pytest.approx([0.05, 0.5])
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert trained == {id(p) for p in student.parameters() if p.requires_grad}
-    rois = student.sparseformer.latents.initial_rois
-    assert all(
-        group["weight_decay"] == 0 for group in optimizer.param_groups if any(p is rois for p in group["params"])
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "trained_layers"),
-    [
-        (("--tune", "0"), []),
-        (("--tune-all",), [0, 1]),
-        (("--truncate", "0", "--tune", "2"), [0, 1]),
-        (("--no-inherit-blocks",), [0, 1]),
-    ],
-    ids=["all frozen", "all tunable", "without truncation", "without inherited blocks"],
-)
-def test_the_ablations_choose_what_is_trained(teacher, arguments, trained_layers):
-    argv = ["--teacher", str(teacher), "--config-overrides", SMALL, *arguments]
-    (pair,) = ArgumentParser([students.StudentArguments], "test", "").parse(argv)
-    model = AutoModelForImageClassification.from_pretrained(teacher)
-    teacher_format = students.ImageFormat.from_processor(AutoImageProcessor.from_pretrained(teacher))
-    students.apply_recipe([pair], (224, 224))
-    student = students.build_student(pair, read_anatomy(model), teacher_format)
-    students.freeze(student, pair, 3)
-    trained = [
-        number
-        for number, layer in enumerate(student.sparseformer.layers)
-        if all(parameter.requires_grad for parameter in layer.parameters())
-    ]
-    assert trained == trained_layers
-    assert not student.classifier.weight.requires_grad
-    assert student.sparseformer.layernorm.weight.requires_grad == ("--no-inherit-blocks" in arguments)
-
-
-def test_distills_with_labels_at_another_size(teacher, tmp_path):
-    """Class distributions instead of embeddings, a cross-entropy added, and a student that sees more pixels."""
-    results = run(
-        teacher,
-        tmp_path / "out",
-        *("--loss", "kl", "--temperature", "5", "--label-loss-weight", "0.5", "--image-size", "48"),
-        epochs=1,
-    )
-    assert results["epochs"][0]["train_loss"] > 0
-    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert student.config.image_size == 48
-    processor = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text(encoding="utf-8"))
-    assert processor["size"] == {"height": 48, "width": 48}
-
-
-def test_continues_with_more_tokens_at_the_lower_rate(first, teacher, tmp_path):
-    options = ("--student", str(first), "--num-latent-tokens", "9")
-    results = run(teacher, tmp_path / "out", *options, images=32, epochs=None)
-    assert results["arguments"]["learning_rate"] == 5e-5
-    assert (results["arguments"]["warmup_epochs"], len(results["epochs"])) == (0, 5)
-    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert student.config.num_latent_tokens == len(student.sparseformer.latents.initial_rois) == 9
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--student", "{teacher}"), "no SparseFormer"),
-        (("--tune", "7"), "7 blocks"),
-        (("--config-overrides", "stem_chanels=8"), "no 'stem_chanels'"),
-        (("--truncate", "3"), "`truncate`"),
-    ],
-)
-def test_bad_input_is_one_clear_error(teacher, tmp_path, arguments, message):
-    arguments = [argument.format(teacher=teacher) for argument in arguments]
-    with pytest.raises(ValueError, match=message):
-        run(teacher, tmp_path / "out", *arguments, epochs=1)
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-TOWER = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
-IMAGES = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
-
-
-def save_clip(folder):
-    text = {**TOWER, "num_hidden_layers": 1, "vocab_size": 30}
-    vision = {**TOWER, "image_size": 32, "patch_size": 8}
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).save_pretrained(folder)
-    CLIPImageProcessor(**IMAGES).save_pretrained(folder)
-    return str(folder)
-
-
-def test_bootstraps_the_image_side_of_a_clip_from_images_alone(tmp_path):
-    torch.manual_seed(0)
-    name = save_clip(tmp_path / "teacher")
-    results = run(name, tmp_path / "out", "--learning-rate", "3e-3", images=256, epochs=2)
-    first, last = results["epochs"][0], results["epochs"][-1]
-    assert last["alignment"] > first["alignment"] and "accuracy" not in last
-    student = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "mean cosine with the teacher's embeddings" in card
-    projection = CLIPModel.from_pretrained(tmp_path / "teacher").visual_projection
-    assert torch.equal(student.visual_projection.weight, projection.weight)
-    # More tokens, from where it stands.
-    more = ("--student", str(tmp_path / "out"), "--num-latent-tokens", "5")
-    run(name, tmp_path / "more", *more, images=32, epochs=1)
-    student = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path / "more")
-    assert student.config.num_latent_tokens == 5
-
-
-def test_an_embedding_has_no_classes_to_compare(first, tmp_path):
-    name = save_clip(tmp_path / "clip")
-    for options in (("--loss", "kl"), ("--label-loss-weight", "1")):
-        with pytest.raises(ValueError, match="compare classes, and .* is no classifier"):
-            run(name, tmp_path / "out", *options)
-        AcceleratorState._reset_state(True)
-    with pytest.raises(ValueError, match="gives embeddings 32 wide and --teacher 24"):
-        bootstrap.main(["--teacher", name, "--student", str(first), "--output", str(tmp_path / "out")])
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("open_clip:ViT-B-32", "has no weights; give open_clip:MODEL:PRETRAINED"),
-        ("open_clip:local-dir:nowhere", "Cannot load the open_clip model 'local-dir:nowhere'"),
-    ],
-)
-def test_open_clip_models_that_cannot_be_loaded(name, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(name, tmp_path / "out")
-
-
-def resolve(argv, size):
-    groups = [students.StudentArguments, bootstrap.AlignmentArguments, students.ScheduleArguments]
-    argv = ["--teacher", "t", "--output", "o", *argv]
-    arguments = ArgumentParser([*groups, BootstrapRunArguments], "test", "").parse(argv)
-    students.apply_recipe(arguments, size)
-    return {name: value for group in arguments for name, value in vars(group).items()}
-
-
-@pytest.mark.parametrize(
-    ("argv", "size", "expected"),
-    [
-        ([], (32, 32), {"recipe": "small", "learning_rate": 6e-3, "epochs": 20, "batch_size": 64, "repeats": 2}),
-        ([], (96, 96), {"recipe": "small", "truncate": 1, "crop_scale": [0.8, 1.0], "token_loss_weight": 4}),
-        ([], (384, 384), {"recipe": "paper", "truncate": 1 / 3, "token_loss_weight": 0, "config_overrides": ""}),
-        (["--recipe", "paper"], (32, 32), {"recipe": "paper", "warmup_epochs": 1, "config_overrides": ""}),
-        (["--learning-rate", "1e-3", "--repeats", "1"], (32, 32), {"learning_rate": 1e-3, "repeats": 1}),
-        (["--teacher-cache", "c"], (32, 32), {"recipe": "small", "token_loss_weight": 0}),
-        (["--student", "s"], (32, 32), {"recipe": "paper", "learning_rate": 5e-5, "epochs": 5, "warmup_epochs": 0}),
-        (["--student", "s", "--recipe", "small"], (32, 32), {"learning_rate": 1.5e-3, "epochs": 5}),
-    ],
-)
-def test_the_recipe_fits_the_images_and_what_is_given_goes_before(argv, size, expected):
-    resolved = resolve(argv, size)
-    assert {name: resolved[name] for name in expected} == expected
-
-
-def test_given_configuration_goes_before_the_recipes():
-    given = "stem_channels=8,hidden_act=gelu,pooled_class_tokens=[0,1]"
-    name, *recipes_own = bootstrap.RECIPES["small"]["config_overrides"].split(",")
-    overrides = resolve(["--config-overrides", given], (32, 32))["config_overrides"]
-    assert name == "stem_channels=48"
-    values = students.read_values("config_overrides", overrides)
-    assert values.pop("stem_channels") == 8 and values.pop("hidden_act") == "gelu"
-    assert values.pop("pooled_class_tokens") == [0, 1]
-    assert [f"{name}={value}" for name, value in values.items()] == recipes_own
-    # What is recorded gives the same when it is read again.
-    assert resolve(["--config-overrides", overrides], (32, 32))["config_overrides"] == overrides
-
-
-def test_says_what_it_does_and_ends_with_both_side_by_side(teacher, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(side_by_side, "LIMIT", 0.1)
-    arguments = {"images": 64, "epochs": 1}
-    options = ("--recipe", "small", "--compare", "true")
-    results = run(teacher, tmp_path / "out", *options, **arguments)
-    model = AutoModelForImageClassification.from_pretrained(teacher)
-    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    rows, best = results["comparison"], results["best"]
-    assert [row["parameters"] for row in rows] == [model.num_parameters(), student.num_parameters()]
-    assert [row["tokens"] for row in rows] == [17, 4]
-    assert [row["macs"] for row in rows] == [count_macs(either, 32).macs_with_attention for either in (model, student)]
-    assert [row["accuracy"] for row in rows] == [best["teacher_accuracy"], best["accuracy"]]
-    assert all(row["images/s, 1"] > 0 and row["images/s, 32"] > 0 for row in rows)
-
-    assert "images/s, 32" in capsys.readouterr().out
-
-    # What is finished is compared again.
-    speeds = [{"images/s, 1": 10.0, "images/s, 32": 20.0}, {"images/s, 1": 5.0, "images/s, 32": 30.0}]
-    for student_speeds, warns in ((speeds[1], True), ({"images/s, 1": 11.0, "images/s, 32": 30.0}, False)):
-        AcceleratorState._reset_state(True)
-        monkeypatch.setattr(side_by_side, "compare_speeds", lambda *_, last=student_speeds: [speeds[0], last])
-        again = run(teacher, tmp_path / "out", *options, **arguments)
-        assert again["comparison"][1]["images/s, 1"] == student_speeds["images/s, 1"]
-        warning = "Warning: the student is not faster than its teacher, 0.50 times its images/s in batches of 1. Fewer"
-        assert (warning in capsys.readouterr().out) == warns
-
-
-def test_a_comparison_of_what_has_no_classes_and_of_other_pixels(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(side_by_side, "LIMIT", 0.1)
-    name = save_clip(tmp_path / "clip")
-    results = run(name, tmp_path / "out", "--compare", "true", "--image-size", "48", images=64, epochs=1)
-    teacher, student = results["comparison"]
-    assert teacher["alignment"] is None and student["alignment"] == results["best"]["alignment"]
-    clip = CLIPModel.from_pretrained(tmp_path / "clip")
-    of_images = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
-    assert teacher["parameters"] == sum(parameter.numel() for parameter in of_images)
-    assert student["macs"] > 0 and "48 x 48 pixels" in capsys.readouterr().out
-
-
-def test_a_teacher_whose_image_processor_makes_other_images_is_refused(tmp_path):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=8, **sizes)).save_pretrained(tmp_path / "teacher")
-    SiglipImageProcessor(size={"height": 48, "width": 48}).save_pretrained(tmp_path / "teacher")
-    with pytest.raises(ValueError, match="its image processor makes, images of 48 x 48"):
-        bootstrap.main(["--teacher", str(tmp_path / "teacher"), "--output", str(tmp_path / "out")])
-    AcceleratorState._reset_state(True)
-
-
-def test_a_compiled_teacher_says_the_same(teacher, tmp_path):
-    """Also to those who watch its blocks."""
-    options = ("--token-loss-weight", "1", "--max-grad-norm", "0")
-    expected = run(teacher, tmp_path / "plain", *options, epochs=1)["epochs"][0]
-    counters.clear()
-    compiled = run(teacher, tmp_path / "compiled", *options, "--compile-teacher", epochs=1)["epochs"][0]
-    for name in ("train_loss", "alignment", "teacher_accuracy"):
-        assert compiled[name] == pytest.approx(expected[name], rel=1e-4)
-    assert counters["stats"]["unique_graphs"] > 0
-
-
-def inherited(teacher, output_dir, *arguments, epochs=2):
-    bootstrap.main(
-        [
-            *("--teacher", str(teacher), "--output", str(output_dir), "--focusing", "inherited"),
-            *("--train-split", "train[:128]", "--eval-split", "test[:64]", "--batch-size", "32", "--no-compare"),
-            *("--num-latent-tokens", "16", "--epochs", str(epochs)),
-            *arguments,
-        ]
-    )
-    AcceleratorState._reset_state(True)
-    return json.loads((output_dir / "results.json").read_text(encoding="utf-8"))
-
-
-LEARNED = ("--placement", "content", "--placement-rule", "learned")
-
-
-def test_an_inherited_start_trains_all_but_cells_and_classifier(teacher, tmp_path):
-    results = inherited(teacher, tmp_path / "out", *LEARNED)
-    assert results["arguments"]["recipe"] == "inherited"
-    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    model = AutoModelForImageClassification.from_pretrained(teacher)
-    start = type(student).from_teacher(model, 16, focusing="inherited", placement="content", placement_rule="learned")
-    before, after = start.state_dict(), student.state_dict()
-    still = {name for name in before if torch.equal(before[name], after[name])}
-    assert still == {"sparseformer.latents.initial_rois", "classifier.weight", "classifier.bias"}
-    # All blocks are there, and as many rates as there are kinds of weights.
-    assert len(student.sparseformer.layers) == model.config.num_hidden_layers
-
-
-MAPS = ("--dense-loss-weight", "1", "--dense-layers", "-1", "-2", "--elastic-token-counts", "4", "16")
-
-
-def test_maps_are_aligned(teacher, tmp_path):
-    """Maps are aligned at every count of tokens."""
-    without, dense = (
-        inherited(teacher, tmp_path / name, *given, "--learning-rate", "5e-3", epochs=3)["epochs"]
-        for name, given in {"without": MAPS[-3:], "dense": MAPS}.items()
-    )
-    distances = [
-        with_maps["train_loss"] - alone["train_loss"] for with_maps, alone in zip(dense, without, strict=True)
-    ]
-    assert distances[0] > distances[-1] > 0
-
-
-def test_attention_is_cached_beside_embeddings_for_all_placements(teacher, tmp_path):
-    cache, losses = ("--teacher-cache", str(tmp_path / "cache")), {}
-    runs = {"without": LEARNED, "first": (*LEARNED, *cache), "grid": cache, "second": (*LEARNED, *cache)}
-    for name, options in runs.items():
-        losses[name] = inherited(teacher, tmp_path / name, *options)["epochs"][-1]["train_loss"]
-    assert losses["second"] == losses["first"] == pytest.approx(losses["without"], rel=1e-5)
-
-
-def test_maps_are_cached_in_half_precision(teacher, tmp_path):
-    """Maps from the cache train as those that are put into it; the teacher is asked once."""
-    cache, losses = ("--teacher-cache", str(tmp_path / "cache")), {}
-    for name, options in {"without": (), "first": cache, "second": cache}.items():
-        losses[name] = inherited(teacher, tmp_path / name, *MAPS, *options)["epochs"][-1]["train_loss"]
-    assert losses["second"] == losses["first"] == pytest.approx(losses["without"], rel=1e-3)
-    maps = np.load(tmp_path / "cache" / "epoch-00000-maps.npy")
-    width = AutoConfig.from_pretrained(teacher).hidden_size
-    assert maps.dtype.itemsize == 2 and maps.shape[1] == 2 * width * 16 and maps.any(1).all()
-    with pytest.raises(ValueError, match="holds embeddings for other maps"):
-        inherited(teacher, tmp_path / "other", *MAPS, "--dense-layers", "-1", *cache)
-
-
-def test_upsamplers_learn_with_the_tokens_and_go_on(teacher, tmp_path, monkeypatch):
-    """The student is a backbone, whose maps are nearer to its teacher's for its upsampler; it stays one when it goes
-    on, here from a tag on the hub."""
-    maps, counts = ("--dense-loss-weight", "1"), ("--elastic-token-counts", "4", "16")
-    upsampler = ("--upsampler-hidden-size", "16")
-    with pytest.raises(ValueError, match="nothing aligns; give --dense-loss-weight"):
-        inherited(teacher, tmp_path / "out", *counts, *upsampler)
-    losses = {
-        name: inherited(teacher, tmp_path / name, *maps, *counts, *options, "--learning-rate", "5e-3", epochs=3)
-        for name, options in {"plain": (), "out": upsampler}.items()
-    }
-    plain, upsampled = (found["epochs"][-1]["train_loss"] for found in losses.values())
-    assert upsampled < plain
-    student = PatchSparseFormerBackbone.from_pretrained(tmp_path / "out")
-    assert type(student).__name__ in student.config.architectures
-    [trained] = student.feature_maps.upsamplers.values()
-    assert trained.out_proj.weight.any()
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert ".feature_maps" in card and "last_hidden_state" not in card
-    repository, commit = tmp_path / "models--someone--student", "1" * 40
-    shutil.copytree(tmp_path / "out", repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "v1").write_text(commit)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    options = ("--student", "someone/student@v1", "--epochs", "1")
-    run(teacher, tmp_path / "on", *maps, *options, "--recipe", "inherited", "--config-overrides", "", epochs=None)
-    [gone_on] = PatchSparseFormerBackbone.from_pretrained(tmp_path / "on").feature_maps.upsamplers.values()
-    assert gone_on.out_proj.weight.any() and not torch.equal(gone_on.out_proj.weight, trained.out_proj.weight)
-
-
-def elastic(teacher, output_dir, *arguments, **options):
-    counts = ("--elastic-token-counts", "16", "4", "9", "6", "12")
-    return inherited(teacher, output_dir, *counts, "--learning-rate", "5e-3", *arguments, **options)
-
-
-def test_one_student_for_several_counts_of_tokens(teacher, tmp_path, monkeypatch):
-    """The smallest gains, too, and the evaluation, the card and the comparison have all."""
-    monkeypatch.setattr(side_by_side, "LIMIT", 0.0)
-    results = elastic(teacher, tmp_path / "out", "--compare", epochs=6)
-    assert [row["model"] for row in results["comparison"]] == ["teacher", *["student"] * 5]
-    macs = [row["macs"] for row in results["comparison"][1:]]
-    assert macs == sorted(macs) and len({*macs}) == 5
-    first, last = results["epochs"][0], results["epochs"][-1]
-    counts = [4, 6, 9, 12, 16]
-    for count in counts:
-        assert last[f"alignment_{count}"] > first[f"alignment_{count}"]
-        assert f"accuracy_{count}" in last
-    assert last["alignment"] == pytest.approx(sum(last[f"alignment_{count}"] for count in counts) / 5)
-    assert last["accuracy"] == last["accuracy_16"]
-    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert student.config.elastic_token_counts == counts
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "with 4, 6, 9, 12, 16 latent tokens and [CLS], of which a call chooses" in card
-    assert "| num_tokens |" in card and "\n| 12 |" in card
-    other = inherited(teacher, tmp_path / "alone", "--learning-rate", "5e-3", epochs=6)["epochs"][-1]
-    # What trains for one count alone is worse at others.
-    alone = AutoModelForImageClassification.from_pretrained(tmp_path / "alone")
-    images = torch.randn(8, 3, 32, 32)
+    options = PAPER | {"train_split": "train[:256]", "per_device_train_batch_size": 32, "num_train_epochs": 4}
+    return run(folder, teacher=teacher, learning_rate=3e-3, logging_steps=8, **options), folder
+
+
+def test_student_and_teacher_are_aligned(first):
+    own, folder = first
+    alignments, losses = logged(own, "eval_alignment"), logged(own, "loss")
+    assert alignments[-1] > alignments[0] + 0.05 and losses[-1] < losses[0] - 0.05
+    assert own.metrics["alignment"] == max(alignments) and "teacher_accuracy" in own.metrics
+    # What is measured is the saved student.
+    student = AutoModelForImageClassification.from_pretrained(folder).eval()
+    assert_equal(student.state_dict(), own.student.state_dict())
+    pixels, labels = pixels_of(own), torch.tensor(own.eval_dataset.images["label"])
     with torch.no_grad():
-        embeddings = [model.base_model(images, num_tokens=4).pooler_output for model in (student, alone)]
-        expected = AutoModelForImageClassification.from_pretrained(teacher).vit(images).last_hidden_state[:, 0]
-    ours, theirs = (torch.cosine_similarity(found, expected).mean() for found in embeddings)
-    assert ours > theirs and other["alignment"] > 0
+        cosine = F.cosine_similarity(student.base_model(pixels).pooler_output, own.anatomy.embed(pixels)).mean()
+        right = (student(pixels).logits.argmax(1) == labels).float().mean()
+    assert cosine.item() == pytest.approx(own.metrics["alignment"], abs=1e-5)
+    assert right.item() == pytest.approx(own.metrics["accuracy"], abs=1e-6)
 
 
-def test_an_existing_student_learns_other_counts(teacher, tmp_path):
-    inherited(teacher, tmp_path / "one", epochs=1)
-    arguments = ("--student", str(tmp_path / "one"), "--elastic-token-counts", "4", "16")
-    results = inherited(teacher, tmp_path / "more", *arguments, epochs=1)
-    assert {"alignment_4", "alignment_16"} <= results["best"].keys()
-    # Whose counts are kept by what goes on from it.
-    again = inherited(teacher, tmp_path / "again", "--student", str(tmp_path / "more"), epochs=1)
-    assert {"alignment_4", "alignment_16"} <= again["best"].keys()
+def test_it_is_a_complete_repository(first, class_names, tmp_path):
+    """Which loads, and computes the same, where frugalvit is not installed."""
+    student = AutoModelForImageClassification.from_pretrained(first[1]).eval()
+    assert student.config.id2label == dict(enumerate(class_names)) and student.config.num_latent_tokens == 3
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    for found in compute_without_frugalvit(tmp_path, first[1], "AutoModelForImageClassification", inputs):
+        torch.testing.assert_close(found, student(**inputs).logits.detach())
 
 
-def test_smaller_counts_may_learn_from_the_tokens_of_the_largest(teacher, tmp_path):
-    """The nearer theirs are then, in every layer."""
-
-    def distance(folder):
-        student = AutoModelForImageClassification.from_pretrained(folder).base_model
-        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            few, many = (student(images, num_tokens=count, **TokenAlignment.arguments) for count in (4, 16))
-        return distance_from_largest(few, many, student.config.num_prefix_tokens)
-
-    faster = ("--inherited-learning-rate", "1")
-    elastic(teacher, tmp_path / "without", *faster, epochs=2)
-    elastic(teacher, tmp_path / "with", *faster, "--elastic-loss-weight", "10", epochs=2)
-    assert distance(tmp_path / "with") < 0.9 * distance(tmp_path / "without")
-    with pytest.raises(ValueError, match="the student has one; give --elastic-token-counts"):
-        inherited(teacher, tmp_path / "one", "--elastic-loss-weight", "1", epochs=1)
-    AcceleratorState._reset_state(True)
+def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
+    """Block 0 is left out, block 1 tuned, block 2 frozen."""
+    before, after = weights(teacher), weights(first[1])
+    block, same = "layers.{}.mlp.fc1.weight", {"layernorm.weight": "layernorm.weight"}
+    for name, theirs in (same | {block.format(0): block.format(1), block.format(1): block.format(2)}).items():
+        is_tuned = name == block.format(0)
+        assert torch.equal(after[f"sparseformer.{name}"], before[f"vit.{theirs}"]) != is_tuned
+    assert torch.equal(after["classifier.weight"], before["classifier.weight"])
 
 
-def test_counts_are_chosen_by_a_sandwich_rule():
-    config = SparseFormerConfig(num_latent_tokens=49, elastic_token_counts=[9, 16, 25, 36, 49])
-    chosen = [students.token_counts_to_train(config, f"0-{step}") for step in range(50)]
-    assert all(len({*counts}) == 4 and (counts[0], counts[-1]) == (49, 9) for counts in chosen)
-    assert {count for counts in chosen for count in counts} == {9, 16, 25, 36, 49}
-    assert chosen == [students.token_counts_to_train(config, f"0-{step}") for step in range(50)]
-    config.elastic_token_counts = [9, 49]
-    assert students.token_counts_to_train(config, "") == [49, 9]
-    config.elastic_token_counts = None
-    assert students.token_counts_to_train(config, "") == [49]
-
-
-def test_the_inherited_rate_is_there_from_the_first_step(teacher):
-    argv = ["--teacher", str(teacher), "--focusing", "inherited", *LEARNED]
-    argv += ["--learning-rate", "1.0", "--warmup-epochs", "1"]
-    groups = [students.StudentArguments, students.ScheduleArguments]
-    pair, schedule = ArgumentParser(groups, "test", "").parse(argv)
-    students.apply_recipe([pair, schedule], (32, 32))
+@pytest.mark.parametrize("case", ["tune=0", "", "tune=2", "tune_all=1", "inherit_blocks=0"])
+def test_ablations_choose_what_is_trained(case, teacher):
+    name, _, value = case.partition("=")
+    options = {name: float(value) if name == "tune" else value == "1"} if case else {}
+    trained = {"tune=0": [], "": [0]}.get(case, [0, 1])
     model = AutoModelForImageClassification.from_pretrained(teacher)
-    student = students.SparseFormerForImageClassification.from_teacher(
-        model, 16, focusing="inherited", placement="content", placement_rule="learned"
-    )
-    tuned = students.freeze(student, pair, 3)
-    optimizer, _ = students.build_optimizer(student, tuned, schedule, steps_per_epoch=4, epochs=3)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    student = SparseFormerForImageClassification.from_teacher(model, 4, truncate=1, **STUDENT)
+    args = BootstrapArguments("out", use_cpu=True, **options)
+    tuned, base = freeze(student, args, 3), student.sparseformer
+    learns = [all(weight.requires_grad for weight in layer.parameters()) for layer in base.layers]
+    assert [number for number, learned in enumerate(learns) if learned] == trained
+    expected = [weight for number in trained for weight in base.layers[number].parameters()]
+    assert tuned == ({*expected} if args.inherit_blocks else set())
+    assert base.latents.initial_rois.requires_grad and base.layernorm.weight.requires_grad != args.inherit_blocks
+    assert not any(weight.requires_grad for weight in student.classifier.parameters())
+
+
+@pytest.fixture
+def make(teacher, images, tmp_path):
+    """Makes the trainer of a fresh student, or of a given one, for two epochs of two steps."""
+
+    def make(student=None, **options):
+        model = AutoModelForImageClassification.from_pretrained(teacher)
+        torch.manual_seed(0)
+        student = student or SparseFormerForImageClassification.from_teacher(model, 4, truncate=1, **STUDENT)
+        options = {"num_train_epochs": 2, "per_device_train_batch_size": 16, "use_cpu": True} | options
+        args = BootstrapArguments(output_dir=str(tmp_path / "out"), **options)
+        return BootstrapTrainer(model, student, args, images, images, AutoImageProcessor.from_pretrained(teacher))
+
+    return make
+
+
+@pytest.mark.parametrize("optimizer", [None, "muon"])
+def test_the_schedule_is_a_warm_up_and_half_a_cosine(optimizer, make):
+    """Inherited weights rest meanwhile."""
+    own = make(recipe="paper", learning_rate=1.0, warmup_steps=4, timm_optimizer=optimizer)
+    own.create_optimizer()
+    scheduler, rates = own.create_scheduler(12), []
+    for _ in range(12):
+        rates.append(sorted({group["lr"] for group in own.optimizer.param_groups}))
+        own.optimizer.step()
+        scheduler.step()
+    assert [rate[-1] for rate in rates[:5]] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
+    assert [rate[0] for rate in rates[:4]] == [0, 0, 0, 0] and rates[4] == pytest.approx([0.1, 1.0])
+    # A line is as high in the middle, and nowhere else.
+    assert rates[6] == pytest.approx([0.0853553, 0.853553]) and rates[8] == pytest.approx([0.05, 0.5])
+    decays = {weight: group["weight_decay"] for group in own.optimizer.param_groups for weight in group["params"]}
+    assert decays.keys() == {weight for weight in own.student.parameters() if weight.requires_grad}
+    assert decays[own.student.sparseformer.latents.initial_rois] == 0
+
+
+def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
+    """All but cells and classifier learn, and what chooses cells at the full rate."""
+    model = AutoModelForImageClassification.from_pretrained(teacher)
+    learned = {"placement": "content", "placement_rule": "learned", "image_std": [0.25] * 3, "resample": 2}
+    student = SparseFormerForImageClassification.from_teacher(model, 16, focusing="inherited", **learned)
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    own = make(student, learning_rate=1.0, warmup_steps=4)
+    assert (own.args.recipe, own.args.inherited_lr_factor) == ("inherited", 0.02)
+    own.create_optimizer()
+    scheduler = own.create_scheduler(12)
+    own.optimizer.step()
+    scheduler.step()
+    rates = {id(weight): group["lr"] for group in own.optimizer.param_groups for weight in group["params"]}
     base = student.sparseformer
     assert rates[id(base.placement.forecast.head.weight)] == pytest.approx(0.25)
     assert rates[id(base.layers[0].mlp.fc1.weight)] == pytest.approx(0.005)
-    assert id(base.latents.initial_rois) not in rates
+    # DeepSpeed would drop an empty group.
+    assert id(base.latents.initial_rois) not in rates and all(group["params"] for group in own.optimizer.param_groups)
+    own = make(student, learning_rate=1e-3)
+    own.train()
+    still = {name for name, value in own.student.state_dict().items() if torch.equal(before[name], value)}
+    assert still == {"sparseformer.latents.initial_rois", "classifier.weight", "classifier.bias"}
+    with pytest.raises(ValueError, match="inherits its teacher's patches and normalizes otherwise: .*image_mean"):
+        make(SparseFormerForImageClassification.from_teacher(model, 16, focusing="inherited"))
 
 
-def test_no_group_of_the_optimizer_is_empty(teacher):
-    """DeepSpeed would drop it. Here all that learns is inherited."""
-    model = AutoModelForImageClassification.from_pretrained(teacher)
-    student = students.SparseFormerForImageClassification.from_teacher(model, 16, focusing="inherited")
-    schedule = students.ScheduleArguments(learning_rate=1.0, warmup_epochs=1, inherited_learning_rate=0.1)
-    optimizer, _ = students.build_optimizer(student, {*student.parameters()}, schedule, steps_per_epoch=4, epochs=3)
-    assert len(optimizer.param_groups) == 2 and all(group["params"] for group in optimizer.param_groups)
+@pytest.mark.parametrize(
+    ("size", "options", "expected"),
+    [
+        (96, {}, {"recipe": "small", "learning_rate": 6e-3, "num_train_epochs": 20, "token_loss_weight": 4}),
+        (384, {}, {"recipe": "paper", "token_loss_weight": 0, "per_device_train_batch_size": 128}),
+        (32, {"focusing": "inherited"}, {"recipe": "inherited", "inherited_lr_factor": 0.02}),
+        (32, {"recipe": "paper", "warmup_steps": 0}, {"crop_scale": [0.5, 1.0], "warmup_steps": 0}),
+        (32, {"student": "s"}, {"recipe": "paper", "learning_rate": 5e-5, "num_train_epochs": 5, "warmup_steps": 0}),
+        (32, {"student": "s", "recipe": "small"}, {"learning_rate": 1.5e-3, "num_train_epochs": 5}),
+    ],
+)
+def test_the_recipe_fits_the_images_and_what_is_given_goes_before(size, options, expected):
+    student, _, args = make_parser().parse(command_words(teacher="t", output_dir="o", use_cpu=True, **options))
+    image_format, continues = SimpleNamespace(size=(size, size)), student.student is not None
+    args.complete(args.recipe or recipe_of(student.focusing == "inherited", image_format, continues), continues)
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.fixture(scope="module")
+def of_command(teacher, tmp_path_factory):
+    """The weights of a student that the command bootstrapped on 32 images."""
+    folder = tmp_path_factory.mktemp("command") / "out"
+    run(folder, teacher=teacher, **PAPER, train_split="train[:32]", num_train_epochs=1)
+    return weights(folder)
+
+
+@pytest.mark.parametrize("kind", ["names", "PyTorch", "PIL", "folder", "stream"])
+def test_one_call_gives_what_the_command_gives(kind, of_command, images, pictures, teacher, tmp_path, monkeypatch):
+    """The same student from the same pixels, in whatever form."""
+    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    (tmp_path / "images").mkdir()
+    for number, picture in enumerate(pictures):
+        picture.save(tmp_path / "images" / f"{number:02}.png")
+    options, given = ONE_EPOCH | {"eval_images": load_images("cifar10-subset", "test[:32]")}, pictures
+    if kind == "names":
+        options |= {"eval_images": None, "train_split": "train[:32]", "eval_split": "test[:32]"}
+        given = "cifar10-subset"
+    elif kind == "PyTorch":
+        given = Pairs(pictures, images["label"], images.features["label"].names)
+    elif kind == "folder":
+        given = str(tmp_path / "images")
+    elif kind == "stream":
+        given, options["max_steps"] = images.to_iterable_dataset(), 2
+    found = bootstrap(str(teacher), given, output=tmp_path / "out", **options).state_dict()
+    assert_equal(found, weights(tmp_path / "out"))
+    same, card = all(torch.equal(of_command[name], found[name]) for name in found), card_in(tmp_path / "out")
+    assert same == (kind != "stream") and ("uoft-cs/cifar10" in card) == (kind == "names")
+    assert "frugalvit.bootstrap" in card and "ipykernel" not in card and str(tmp_path) not in card
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        # Before the teacher is loaded.
+        ({"teacher": "no/teacher", "images": "nowhere/at/all"}, "'nowhere/at/all' is no data set"),
+        ({"teacher": make_vit()}, "The teacher is a model; give its image processor, processing_class"),
+        ({"images": ["nowhere.png"] * 32, "eval_images": ["nowhere.png"]}, r"Image \d+ of the data set"),
+        ({"images": [None] * 32, "eval_images": [None]}, r"Item \d+ of the images is a NoneType"),
+        ({"student": "{teacher}"}, "no SparseFormer but a ViTForImageClassification"),
+        ({"tune": 7.0}, "tune asks for 7 blocks, the student has 2; tune_all tunes them all"),
+        ({"config_overrides": "stem_chanels=8"}, "sparseformer configurations have no 'stem_chanels'"),
+        ({"truncate": 3.0}, "`truncate`"),
+        ({"upsampler_hidden_size": 8}, "maps, which nothing aligns; give dense_loss_weight"),
+        ({"teacher": "open_clip:ViT-B-32"}, "has no weights; give open_clip:MODEL:PRETRAINED"),
+        ({"teacher": "open_clip:local-dir:nowhere"}, "Cannot load the open_clip model 'local-dir:nowhere'"),
+        ({"streaming": True, "eval_split": "none", "zoom_out": 2.0, "canvas_images": 0.5}, "canvas_images chooses"),
+    ],
+)
+def test_what_does_not_fit_is_raised(options, message, teacher, tmp_path):
+    """A notebook does not exit, and no model is left behind."""
+    splits = {} if "streaming" in options else {"train_split": "train[:32]", "eval_split": "test[:16]"}
+    options = {"teacher": str(teacher), "images": "cifar10-subset"} | ONE_EPOCH | splits | options
+    options = {name: value.format(teacher=teacher) if name == "student" else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        bootstrap(output=tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_path, capsys):
+    """Also those of test images."""
+    trainers, options = {}, PAPER | {"train_split": None, "eval_split": None, "num_train_epochs": 1}
+    for folder, names in (("known", class_names[:-4:-1]), ("unknown", ["axolotl", "yak"])):
+        for place, part in enumerate(("train", "val", "test")):
+            draw_classes(tmp_path / folder / part, 4, names, 20 * place)
+        trainers[folder] = run(tmp_path / f"{folder}-out", teacher=teacher, dataset=tmp_path / folder, **options)
+    own = trainers["known"]
+    assert "They are left out: nothing is learned from them" in capsys.readouterr().out
+    assert "accuracy" not in trainers["unknown"].metrics and "alignment" in trainers["unknown"].metrics
+    # In the order of their names.
+    assert own.classes == [7, 8, 9] == [class_names.index(name) for name in ("horse", "ship", "truck")]
+    for views in (own.train_dataset, own.eval_dataset, own.evaluation_views(str(tmp_path / "known" / "test"), False)):
+        assert [views[index]["labels"] for index in range(12)] == [7] * 4 + [8] * 4 + [9] * 4
+    with pytest.raises(ValueError, match="axolotl"):
+        run(tmp_path / "out", teacher=teacher, dataset=tmp_path / "unknown", label_loss_weight=1, **options)
+
+
+def test_folders_are_held_back_from_and_the_last_epoch_is_kept_without_evaluation(teacher, tmp_path, capsys):
+    draw(tmp_path / "images", 20)
+    options = PAPER | {"teacher": teacher, "dataset": tmp_path / "images", "train_split": None, "eval_split": None}
+    own = run(tmp_path / "out", **options)
+    assert own.state.global_step == 4 and "alignment" in own.metrics and "accuracy" not in own.metrics
+    assert "2 of 20 images of train are held back" in capsys.readouterr().out
+    own = run(tmp_path / "last", **options | {"eval_split": "none"})
+    assert not own.metrics and len(logged(own, "loss")) == own.state.global_step == 4
+    card = card_in(tmp_path / "last")
+    assert "epoch 2 of 2, not evaluated" in card and "model-index" not in card
+    assert_equal(weights(tmp_path / "last"), own.student.state_dict())
+
+
+def test_distils_with_labels_at_another_size(teacher, tmp_path):
+    """Class distributions in the place of embeddings, and more pixels."""
+    options, losses = PAPER | {"loss": "kl", "temperature": 5, "image_size": 48, "num_train_epochs": 1}, []
+    for weight in ("0", "0.5"):
+        losses.append(logged(run(tmp_path / weight, teacher=teacher, label_loss_weight=weight, **options), "loss")[0])
+    # A new student guesses.
+    assert losses[1] - losses[0] == pytest.approx(0.5 * 2.3, rel=0.2)
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "0.5")
+    assert student.config.image_size == 48 and "without labels" not in card_in(tmp_path / "0.5")
+    assert AutoImageProcessor.from_pretrained(tmp_path / "0.5").size == {"height": 48, "width": 48}
+
+
+def test_continues_with_more_tokens_at_a_lower_rate(first, teacher, tmp_path):
+    options = {"student": first[1], "train_split": "train[:16]", "num_train_epochs": None, "recipe": "paper"}
+    own = run(tmp_path / "out", teacher=teacher, num_tokens=9, **options)
+    assert (own.args.learning_rate, own.args.warmup_steps, own.args.num_train_epochs) == (5e-5, 0, 5)
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert student.config.num_latent_tokens == len(student.sparseformer.latents.initial_rois) == 9
+    # It starts where the other has ended.
+    assert logged(own, "eval_alignment")[0] > logged(first[0], "eval_alignment")[0]
+
+
+def test_tokens_are_aligned_on_request(first, teacher, tmp_path):
+    options = PAPER | {"learning_rate": 3e-3, "token_loss_weight": 2, "num_train_epochs": 3}
+    losses = logged(run(tmp_path / "out", teacher=teacher, **options), "loss")
+    # LayerNorm-ed tokens that have nothing to do with each other are at a distance of 2.
+    assert losses[0] > logged(first[0], "loss")[0] + 1 and losses[-1] < losses[0] - 0.3
+
+
+def test_maps_are_aligned_and_upsamplers_learn_and_go_on(teacher, tmp_path):
+    """A student is a backbone, whose maps are nearer to its teacher's for its upsampler, also when it goes on."""
+    options = INHERITED | {"teacher": teacher, "dense_loss_weight": 1, "num_tokens": [4, 16], "learning_rate": 5e-3}
+    plain = logged(run(tmp_path / "plain", **options), "loss")
+    upsampled = logged(run(tmp_path / "out", upsampler_hidden_size=16, **options), "loss")
+    assert plain[0] > plain[-1] > upsampled[-1] > 0
+    assert ".feature_maps" in card_in(tmp_path / "out") and "last_hidden_state" not in card_in(tmp_path / "out")
+    options = {"student": tmp_path / "out", "dense_loss_weight": 1, "recipe": "inherited", "num_train_epochs": 1}
+    run(tmp_path / "on", teacher=teacher, **options)
+    students = [frugalvit.PatchSparseFormerBackbone.from_pretrained(tmp_path / name) for name in ("out", "on")]
+    trained, gone_on = (next(iter(each.feature_maps.upsamplers.values())).out_proj.weight for each in students)
+    assert trained.any() and gone_on.any() and not torch.equal(gone_on, trained)
+    assert students[0].config.architectures == ["PatchSparseFormerBackbone"]
+
+
+def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
+    """The smallest gains, too; smaller counts are nearer to the largest if they learn from its tokens."""
+    counts, options = [4, 6, 9, 16], INHERITED | {"learning_rate": 5e-3, "inherited_lr_factor": 1, "teacher": teacher}
+    options |= {"num_tokens": [16, 4, 9, 6], "num_train_epochs": 3}
+    own, near = (run(tmp_path / f"{weight}", elastic_loss_weight=weight, **options) for weight in (0, 10))
+    of_count = {count: logged(own, f"eval_alignment_{count}") for count in counts}
+    assert all(values[-1] > values[0] for values in of_count.values())
+    assert own.metrics["alignment"] == pytest.approx(sum(own.metrics[f"alignment_{count}"] for count in counts) / 4)
+    assert own.metrics["accuracy"] == own.metrics["accuracy_16"]
+    card = card_in(tmp_path / "0")
+    assert "with 4, 6, 9, 16 latent tokens and [CLS], of which a call chooses" in card and "\n| 9 |" in card
+    images, distances = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)), []
+    for trainer in (own, near):
+        with torch.no_grad():
+            few, many = (trainer.model(images, num_tokens=count, **TokenAlignment.arguments) for count in (4, 16))
+        distances.append(distance_from_largest(few, many, trainer.student.config.num_prefix_tokens))
+    assert distances[1] < 0.9 * distances[0]
+    # What goes on keeps the counts, or gets others, in cells that content chooses.
+    on = options | {"student": tmp_path / "0", "train_split": "train[:16]", "num_train_epochs": 1}
+    assert run(tmp_path / "on", **on | {"num_tokens": None}).student.config.elastic_token_counts == counts
+    assert "alignment_4" in run(tmp_path / "trees", **on | {"num_tokens": [5, 16], "placement": "content"}).metrics
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "trees")
+    assert (student.config.placement, student.config.elastic_token_counts) == ("content", [4, 16])
+
+
+def test_counts_are_chosen_by_a_sandwich_rule():
+    def chosen(counts, step=0):
+        config = frugalvit.SparseFormerConfig(num_latent_tokens=49, elastic_token_counts=counts)
+        return token_counts_to_train(config, f"0-{step}")
+
+    many = [chosen([9, 16, 25, 36, 49], step) for step in range(50)]
+    assert all(len({*counts}) == 4 and (counts[0], counts[-1]) == (49, 9) for counts in many)
+    assert len({count for counts in many for count in counts}) == 5 and many[7] == chosen([9, 16, 25, 36, 49], 7)
+    assert chosen([9, 49]) == [49, 9] and chosen(None) == [49]
+
+
+def test_a_forecast_learns_where_the_teacher_attends(tmp_path):
+    """Nearer to its attention than an even one."""
+    teacher = save_kind("vit-classifier", tmp_path / "teacher")
+    options = INHERITED | {"placement": "content", "placement_rule": "learned", "num_tokens": 7, "learning_rate": 1e-2}
+    own = run(tmp_path / "out", teacher=teacher, **options | {"num_train_epochs": 3})
+    student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    pixels, anatomy = pixels_of(own), read_anatomy(KINDS["vit-classifier"].make())
+    with torch.no_grad():
+        attention = attended_cells(anatomy, anatomy.states(pixels)).unflatten(1, anatomy.grid)
+        forecast = student.base_model(pixels, output_attention_forecast=True).attention_forecast
+    assert forecast_loss(forecast, attention) < 0.9 * forecast_loss(torch.zeros(32, *anatomy.grid), attention)
+
+
+CLASSES = {
+    "classifier": SparseFormerForImageClassification,
+    "projection": frugalvit.SparseFormerVisionModelWithProjection,
+    "num_patches": frugalvit.SparseFormerVisionModel,
+}
+
+
+@pytest.mark.parametrize("kind", ["timm-vit", "open_clip", "siglip-vision", "dinov2-registers"])
+def test_a_folder_of_any_library_is_a_teacher(kind, pictures, tmp_path):
+    """The student has the class that continues what the teacher is used for, and an image processor of its own that
+    prepares what it was trained on."""
+    options = {"teacher": save_kind(kind, tmp_path / "teacher"), "output_dir": str(tmp_path / "out")}
+    groups, some = make_parser().parse_dict(ONE_EPOCH | options), as_images(pictures[:8])
+    own, anatomy = make_trainer(*groups, parts=(some, some)), read_anatomy(KINDS[kind].make())
+    assert -1 < own.evaluate()["eval_alignment"] < 1
+    loss = own.compute_loss(own.model, next(iter(own.get_train_dataloader())))
+    loss.backward()
+    assert 0 < loss.item() < 2 and own.student.base_model.stem.convolution.weight.grad.any()
+    own.save_model()
+    student_class = next(CLASSES[name] for name in CLASSES if getattr(anatomy, name) is not None)
+    student = student_class.from_pretrained(tmp_path / "out")
+    assert student.config.architectures == [student_class.__name__] and student.config.pooling == anatomy.pooling
+    assert student.config.num_register_tokens == anatomy.num_register_tokens
+    image_format = format_of(student.config)
+    pixels = image_format.normalize(EvalView(image_format)(pictures[0])["pixel_values"][None])
+    expected = AutoImageProcessor.from_pretrained(tmp_path / "out")(pictures[0], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-5)
+
+
+def test_the_image_side_of_a_clip(first, tmp_path):
+    """It has no classes to compare."""
+    teacher = save_kind("clip", tmp_path / "clip")
+    options = PAPER | {"teacher": teacher, "learning_rate": 3e-3}
+    own = run(tmp_path / "out", **options)
+    alignments = logged(own, "eval_alignment")
+    assert alignments[1] > alignments[0] and "accuracy" not in own.metrics
+    assert "mean cosine with the teacher's embeddings" in card_in(tmp_path / "out")
+    student = CLASSES["projection"].from_pretrained(tmp_path / "out")
+    assert torch.equal(student.visual_projection.weight, KINDS["clip"].make().visual_projection.weight)
+    run(tmp_path / "more", **options | {"student": tmp_path / "out", "num_tokens": 5, "train_split": "train[:16]"})
+    assert CLASSES["projection"].from_pretrained(tmp_path / "more").config.num_latent_tokens == 5
+    for wrong in ({"loss": "kl"}, {"label_loss_weight": 1}, {"student": first[1]}):
+        with pytest.raises(ValueError, match="compare classes, and .* is no classifier|32 wide and teacher 24"):
+            run(tmp_path / "wrong", **options | wrong)
+    transformers.CLIPImageProcessor(size={"shortest_edge": 48}, do_center_crop=False).save_pretrained(teacher)
+    with pytest.raises(ValueError, match="its image processor makes, images of 48 x 48"):
+        run(tmp_path / "wrong", **options)

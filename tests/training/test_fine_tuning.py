@@ -1,20 +1,18 @@
-"""Pretrained models of Transformers and timm on other classes, by the recipe for image classifiers."""
+"""Pretrained models of Transformers and timm on other classes and at other sizes, by the recipe for classifiers."""
 
+import functools
 import json
-import re
-from collections.abc import Callable
-from pathlib import Path
 
 import datasets
 import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from timm.models._hub import save_for_hf
 from torch import nn
+from trainings import logged, run_command
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     BeitConfig,
@@ -34,82 +32,84 @@ from frugalvit import cli, remove_context_broadcast
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
-from frugalvit.training import bootstrap
-from frugalvit.training.trainer import ImageTrainer
+from runs import error_of
+from runs import make as make_trainer
 from tiny import save_vit
 
 
+make, run = functools.partial(make_trainer, "train"), functools.partial(run_command, "train")
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
 IMAGES = {"input_size": (3, 32, 32), "crop_pct": 1.0}
-STILL = {"learning_rate": 1e-9, "epochs": 1, "config_overrides": None}
-ViT = Callable[..., Path]
+PLAIN = {"mixup": 0, "randaugment_layers": 0, "label_smoothing_factor": 0, "flip": 0, "crop_padding": 0}
 
 
 @pytest.fixture
-def timm_vit(tmp_path) -> ViT:
+def timm_vit(tmp_path):
     """Saves a small ViT as timm does."""
 
-    def save(name="timm", architecture="vit_tiny_patch16_224", labels=None, **options) -> Path:
+    def save(architecture="vit_tiny_patch16_224", labels=None, **options):
         torch.manual_seed(0)
         options = SIZES | {"num_classes": 5} | options
         labels = {"label_names": labels} if labels else {}
-        model = timm.create_model(architecture, **options)
-        save_for_hf(model, tmp_path / name, labels, model_args=options, data_config=IMAGES, safe_serialization=True)
-        return tmp_path / name
+        model, folder = timm.create_model(architecture, **options), tmp_path / "timm"
+        save_for_hf(model, folder, labels, model_args=options, data_config=IMAGES, safe_serialization=True)
+        return folder
 
     return save
 
 
 @pytest.fixture
-def transformers_vit(tmp_path) -> ViT:
-    def save(name="transformers", **options) -> Path:
-        return save_vit(tmp_path / name, **{"num_hidden_layers": 3, "num_labels": 5} | options)
-
-    return save
+def transformers_vit(tmp_path):
+    return lambda **options: save_vit(tmp_path / "vit", **{"num_hidden_layers": 3, "num_labels": 5} | options)
 
 
 @pytest.fixture(params=["timm_vit", "transformers_vit"])
-def vit(request) -> ViT:
+def vit(request):
     return request.getfixturevalue(request.param)
 
 
-def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tiny_run, tmp_path, class_names, capsys):
-    """It learns, and the saved model is for `predict`, `evaluate`, `bootstrap`, Auto classes and timm."""
-    names = ["ant", "bee", "cow", "dog", "emu"]
-    plain = {"mixup": 0, "randaugment_layers": 0, "label_smoothing": 0, "flip": 0, "crop_padding": 0}
-    folder = timm_vit(labels=names)
-    results = tiny_run(model=folder, config_overrides=None, epochs=10, learning_rate=5e-3, **plain)
-    losses = [record["train_loss"] for record in results["epochs"]]
-    assert losses[-1] < losses[0] - 0.4
-    out = tmp_path / "out"
+def load(folder):
+    classes = AutoModelForImageClassification, AutoImageProcessor
+    model, processor = (each.from_pretrained(folder) for each in classes)
+    return model.eval(), processor
 
-    model = AutoModelForImageClassification.from_pretrained(out)
-    assert model.config.id2label == dict(enumerate(class_names)) and model.config.label2id["truck"] == 9
-    images = load_images("cifar10-subset", "test[:50]").cast_column("image", datasets.Image())
-    processor = AutoImageProcessor.from_pretrained(out)
-    pixel_values = processor(images["image"][:], return_tensors="pt")["pixel_values"]
+
+def saved(folder, **options):
+    """The model and the image processor that training would begin with, as they are written."""
+    make(folder.with_name("run"), **options).save_model(str(folder))
+    return load(folder)
+
+
+def measured(model, processor) -> float:
+    """The accuracy on the first test images."""
+    images = load_images("cifar10-subset", "test[:32]").cast_column("image", datasets.Image())
     with torch.inference_mode():
-        logits = model(pixel_values).logits
-    right = (logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
-    assert right == pytest.approx(results["best"]["accuracy"])
+        logits = model(processor(images["image"][:], return_tensors="pt")["pixel_values"]).logits
+    return (logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
+
+
+def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_names, capsys):
+    """It learns, and the saved model is for Auto classes, `predict`, `bootstrap` and timm."""
+    folder, out = timm_vit(labels=["ant", "bee", "cow", "dog", "emu"]), tmp_path / "out"
+    own = run(out, model=folder, num_train_epochs=8, learning_rate=5e-3, **PLAIN)
+    losses = logged(own, "loss")
+    assert sum(losses[-4:]) < sum(losses[:4]) - 1
+    model, processor = load(out)
+    assert model.config.id2label == dict(enumerate(class_names)) and model.config.label2id["truck"] == 9
+    assert measured(model, processor) == pytest.approx(own.metrics["accuracy"])
     assert "A vit_tiny_patch16_224 classifier" in (out / "README.md").read_text(encoding="utf-8")
     there = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=10).eval()
     there.load_state_dict(load_file(out / "model.safetensors"))
+    image = load_images("cifar10-subset", "test[:1]").cast_column("image", datasets.Image())[0]["image"]
+    pixel_values = processor(image, return_tensors="pt")["pixel_values"]
     with torch.inference_mode():
+        logits = model(pixel_values).logits
         torch.testing.assert_close(there(pixel_values), logits)
-
-    images["image"][0].save(tmp_path / "image.png")
+    image.save(tmp_path / "image.png")
     capsys.readouterr()
     assert cli.main(["predict", "--model", str(out), "--top", "1", str(tmp_path / "image.png")]) == 0
-    assert class_names[logits[0].argmax()] in capsys.readouterr().out
-    data = ["--dataset", "cifar10-subset", "--split", "test[:50]"]
-    measured = ["--output", str(tmp_path / "measured.json")]
-    assert cli.main(["evaluate", "classification", "--model", str(out), *data, *measured]) == 0
-    assert json.loads((tmp_path / "measured.json").read_text(encoding="utf-8"))["accuracy"] == pytest.approx(right)
-    teacher = ["--teacher", str(out), "--train-split", "train[:16]", "--eval-split", "test[:8]", "--batch-size", "8"]
-    options = ["--epochs", "1", "--num-latent-tokens", "4", "--warmup-epochs", "0", "--no-compare"]
-    assert bootstrap.main([*teacher, *options, "--output", str(tmp_path / "student")]) == 0
-    student = AutoModelForImageClassification.from_pretrained(tmp_path / "student")
+    assert class_names[logits.argmax()] in capsys.readouterr().out
+    student = make_trainer("bootstrap", tmp_path / "student", teacher=out, num_tokens=4).student
     assert student.config.id2label == model.config.id2label
 
 
@@ -124,40 +124,28 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tiny_run, tmp_path
     ],
     ids=["headless", "mean", "siglip", "distilled", "dinov3"],
 )
-def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tiny_trainer, tmp_path, class_names):
+def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tmp_path, class_names):
     folder = timm_vit(**options)
-    tiny_trainer(model=folder, **STILL).model.save_pretrained(tmp_path / "out")
+    model, _ = saved(tmp_path / "out", model=folder)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert {name for name in before.keys() ^ after.keys() if not name.startswith("head")} == set()
-    for name, tensor in before.items():
-        if not name.startswith("head"):
-            torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6)
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("head"))
     assert [*model.config.id2label.values()] == class_names
     assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 10)
 
 
 @pytest.mark.parametrize("broadcast", [None, "cb", "blend"])
-@pytest.mark.parametrize("library", ["timm", "transformers"])
-def test_a_thousand_classes_become_ten(
-    library, broadcast, request, tiny_run, tiny_trainer, tmp_path, class_names, caplog
-):
+def test_a_thousand_classes_become_ten(vit, broadcast, tmp_path, class_names):
     """They do with Context Broadcasting, too, which is saved with the model. Blended, training starts from the model
     as it was. The folder is for the next command."""
-    size = {"num_classes": 1000} if library == "timm" else {"num_labels": 1000}
-    folder = request.getfixturevalue(f"{library}_vit")(**size)
-    arguments = ["--context-broadcast-blend"] if broadcast == "blend" else []
-    options = {"context_broadcast": "cb"} if broadcast else {}
-    results = tiny_run(*arguments, model=folder, **options, **STILL)
-    assert ("changes what" in caplog.text) is (broadcast == "cb")
-    before = load_vision_model(folder, "cpu")[0]
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
-    after, backbone = model.state_dict(), {}
-    for name, tensor in before.state_dict().items():
-        if "head" not in name and "classifier" not in name:
-            backbone[name] = tensor
-            torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-6)
-    assert len(backbone) > 30 and before.config.num_labels == 1000
+    folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
+    options = {"context_broadcast": "cb", "context_broadcast_blend": broadcast == "blend"} if broadcast else {}
+    own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)
+    before, (model, _) = load_vision_model(folder, "cpu")[0], load(tmp_path / "out")
+    after, names = model.state_dict(), [name for name in before.state_dict() if name.split(".")[-2] != "head"]
+    names = [name for name in names if "classifier" not in name]
+    assert len(names) > 30 and before.config.num_labels == 1000
+    assert all((after[name] - before.state_dict()[name]).abs().max() < 1e-6 for name in names)
     assert [*model.config.id2label.values()] == class_names
     assert has_context_broadcast(model) is bool(broadcast)
     pixel_values = torch.randn(2, 3, 32, 32)
@@ -166,45 +154,27 @@ def test_a_thousand_classes_become_ten(
     if broadcast:
         remove_context_broadcast(model)
         assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5) is (broadcast == "blend")
-
-    again = tiny_trainer("--trust-remote-code", name="again", model=tmp_path / "out", **STILL)
-    assert again.evaluate()["eval_accuracy"] == pytest.approx(results["best"]["accuracy"])
+    again = make(tmp_path / "again", model=tmp_path / "out", trust_remote_code=True)
+    assert again.evaluate()["eval_accuracy"] == pytest.approx(own.metrics["accuracy"])
 
 
 @pytest.mark.parametrize("image_size", [None, 48])
-def test_a_backbone_of_dinov2_gets_a_classifier(image_size, tiny_run, tmp_path, class_names):
+def test_a_backbone_of_dinov2_gets_a_classifier(image_size, tmp_path, class_names):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8}
     Dinov2Model(Dinov2Config(**sizes, image_size=56)).half().save_pretrained(tmp_path / "dino")
-    BitImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32}).save_pretrained(
-        tmp_path / "dino"
-    )
-    tiny_run(model=tmp_path / "dino", image_size=image_size, **STILL)
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    crop = {"height": 32, "width": 32}
+    BitImageProcessor(size={"shortest_edge": 40}, crop_size=crop).save_pretrained(tmp_path / "dino")
+    model, processor = saved(tmp_path / "out", model=tmp_path / "dino", image_size=image_size)
     assert type(model).__name__ == "Dinov2ForImageClassification" and model.dtype == torch.float32
     assert [*model.config.id2label.values()] == class_names
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
     pixels = image_size or 32
     assert dict(processor.crop_size) == {"height": pixels, "width": pixels}
     # The crop shows as much of an image as it did.
     assert processor.size["shortest_edge"] == 5 * pixels // 4
-    positions = model.dinov2.embeddings.position_embeddings
-    assert positions.shape[1] == 1 + ((image_size or 56) // 8) ** 2
+    assert model.dinov2.embeddings.position_embeddings.shape[1] == 1 + ((image_size or 56) // 8) ** 2
 
 
-@pytest.mark.parametrize("kind", ["vit_impulse_init", "convmixer"])
-def test_another_size_stays_when_a_model_is_saved_again(kind, tiny_run, tmp_path):
-    """In the image processor that training writes and in the configuration that a later folder gets its own from."""
-    sizes = {"image_size": 32, "resize_size": 40, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 2}
-    model = AutoModelForImageClassification.from_config(AutoConfig.for_model(kind, **sizes))
-    model.save_pretrained(tmp_path / "model")
-    tiny_run(model=tmp_path / "model", image_size=48, **STILL)
-    AutoModelForImageClassification.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
-    processors = [AutoImageProcessor.from_pretrained(tmp_path / name) for name in ("out", "again")]
-    assert {dict(processor.size)["shortest_edge"] for processor in processors} == {60}
-    assert processors[0].to_dict() == processors[1].to_dict()
-
-
-def test_models_without_positions_take_another_size(tiny_run, tmp_path):
+def test_models_without_positions_take_another_size(tmp_path, capsys):
     """Convolutions and relative positions take any, some attention none but its own."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
     stages = {"hidden_sizes": [8, 16, 16], "num_attention_heads": [2, 2, 2], "key_dim": [8, 8, 8]}
@@ -218,146 +188,85 @@ def test_models_without_positions_take_another_size(tiny_run, tmp_path):
         ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path / name)
     ConvNextImageProcessor(size={"shortest_edge": 64}).save_pretrained(tmp_path / "resnet")
     for name in ("resnet", "beit"):
-        tiny_run(model=tmp_path / name, image_size=48, name=f"{name} trained", **STILL)
-        processor = AutoImageProcessor.from_pretrained(tmp_path / f"{name} trained")
-        model = AutoModelForImageClassification.from_pretrained(tmp_path / f"{name} trained")
+        model, processor = saved(tmp_path / f"{name} at 48", model=tmp_path / name, image_size=48)
         inputs = processor(Image.new("RGB", (60, 50)), return_tensors="pt")
         assert inputs["pixel_values"].shape[2:] == (48, 48) and model(**inputs).logits.shape == (1, 10)
-    with pytest.raises(ValueError, match="--image-size 48: a LevitFor.* does not take images of that size"):
-        tiny_run(model=tmp_path / "levit", image_size=48, **STILL)
+    said = error_of("train", tmp_path / "out", capsys, model=tmp_path / "levit", image_size=48)
+    assert "image_size is 48, and a LevitForImageClassification does not take images of that size" in said
 
 
-def test_a_model_of_timm_at_another_size(timm_vit, tiny_run, tmp_path):
+def test_a_model_of_timm_at_another_size(timm_vit, tmp_path):
     folder = timm_vit()
-    tiny_run(model=folder, image_size=48, **STILL)
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
-    image = datasets.Image().decode_example(load_images("cifar10-subset", "test[:1]")[0]["image"])
-    pixel_values = processor(image, return_tensors="pt")["pixel_values"]
+    model, processor = saved(tmp_path / "out", model=folder, image_size=48, drop_path=0.3)
+    pixel_values = processor(Image.new("RGB", (60, 50)), return_tensors="pt")["pixel_values"]
     assert pixel_values.shape == (1, 3, 48, 48) and model(pixel_values).logits.shape == (1, 10)
     expected = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=5)
     expected.load_state_dict(load_file(folder / "model.safetensors"))
     expected.set_input_size(img_size=(48, 48))
     torch.testing.assert_close(model.timm_model.pos_embed, expected.pos_embed, rtol=0, atol=1e-6)
+    assert model.timm_model.blocks[2].drop_path1.drop_prob == pytest.approx(0.3)
 
 
-def by_part(names_and_rates: list[tuple[str, float]]) -> dict[str, set[float]]:
-    """Learning rates of the embeddings, of each block, of the last norm and of the classifier."""
-    parts = {}
-    for name, rate in names_and_rates:
-        number = re.search(r"\.(?:layers|blocks)\.(\d+)\.", name)
-        if number:
-            part = f"block {number[1]}"
-        elif re.search(r"classifier|\.head\.", name):
-            part = "classifier"
-        else:
-            part = "norm" if re.search(r"\.(layer)?norm\.", name) else "embeddings"
-        parts.setdefault(part, set()).add(round(rate, 9))
-    return parts
-
-
-def test_factors_of_learning_rates_end_in_the_optimizer(vit, tiny_trainer):
+def test_factors_of_learning_rates_end_in_the_optimizer(vit, tmp_path):
     """The same for equal models of both libraries."""
-    options = {"config_overrides": None, "learning_rate": 1e-3, "layer_decay": 0.5, "head_multiplier": 4}
-    own = tiny_trainer(model=vit(), **options)
-    model, (optimizer, _) = own.model, own.make_optimizer()
-    rates = {parameter: group["initial_lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    assert by_part([(name, rates[parameter]) for name, parameter in model.named_parameters()]) == {
-        "embeddings": {1.25e-4},
-        "block 0": {2.5e-4},
-        "block 1": {5e-4},
-        "block 2": {1e-3},
-        "norm": {1e-3},
-        "classifier": {4e-3},
-    }
+    own = make(tmp_path / "out", model=vit(), learning_rate=1e-3, layer_decay=0.5, head_multiplier=4)
+    groups = own.create_optimizer().param_groups
+    rates = {weight: group["lr"] for group in groups for weight in group["params"]}
+    assert {*rates.values()} == {1.25e-4, 2.5e-4, 5e-4, 1e-3, 4e-3}
+    # The last norm and the classifier.
+    assert [rates[weight] for weight in [*own.model.parameters()][-4:]] == [1e-3, 1e-3, 4e-3, 4e-3]
 
 
 @pytest.mark.parametrize("distill", [False, True], ids=["labels", "distilled"])
-def test_trains_on_smaller_images_and_evaluates_on_whole_ones(vit, distill, tiny_run, tmp_path, monkeypatch):
-    folder, seen = vit(), {True: set(), False: set()}
-    forward = nn.Conv2d.forward
+def test_trains_on_smaller_images_and_evaluates_on_whole_ones(vit, distill, tmp_path, monkeypatch):
+    folder, seen, forward = vit(), {True: set(), False: set()}, nn.Conv2d.forward
+    if distill:
+        saved(tmp_path / "teacher", model=folder)
+    teacher = tmp_path / "teacher" if distill else None
+    own = make(tmp_path / "out", model=folder, train_image_size=16, num_train_epochs=1, distill_from=teacher)
 
     def note(module, images):
         seen[torch.is_grad_enabled()].add(tuple(images.shape[1:]))
         return forward(module, images)
 
-    create_optimizer = ImageTrainer.create_optimizer
-
-    def watch(self, model=None):
-        monkeypatch.setattr(nn.Conv2d, "forward", note)
-        return create_optimizer(self, model)
-
-    monkeypatch.setattr(ImageTrainer, "create_optimizer", watch)
-    options = {}
-    if distill:
-        tiny_run(name="teacher", model=folder, **STILL)
-        monkeypatch.undo()
-        monkeypatch.setattr(ImageTrainer, "create_optimizer", watch)
-        seen[False].clear(), seen[True].clear()
-        options["distill_from"] = tmp_path / "teacher"
-    results = tiny_run(model=folder, config_overrides=None, epochs=1, train_image_size=16, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Conv2d, "forward", note)
+        own.run()
+    # A teacher sees whole images, too.
     assert seen == {True: {(3, 16, 16)}, False: {(3, 32, 32)}}
-    monkeypatch.undo()
     # The model is for its own size, as it was.
+    model, processor = load(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert "dynamic_img_size" not in config.get("model_args", {})
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    images = load_images("cifar10-subset", "test[:50]").cast_column("image", datasets.Image())
-    pixel_values = processor(images["image"][:], return_tensors="pt")["pixel_values"]
-    assert pixel_values.shape[2:] == (32, 32)
-    with torch.inference_mode():
-        right = (model(pixel_values).logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
-    assert right == pytest.approx(results["best"]["accuracy"])
+    assert processor(Image.new("RGB", (60, 60)), return_tensors="pt")["pixel_values"].shape[2:] == (32, 32)
+    assert measured(model, processor) == pytest.approx(own.metrics["accuracy"])
 
 
-@pytest.mark.parametrize("library", ["timm", "transformers"])
 @pytest.mark.parametrize("blocks", [2, 4], ids=["more", "fewer"])
-def test_a_backbone_that_is_not_whole_is_refused(library, blocks, request, tiny_run):
-    folder = request.getfixturevalue(f"{library}_vit")()
+def test_a_backbone_that_is_not_whole_is_refused(vit, blocks, tmp_path, capsys):
+    folder = vit()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if library == "timm":
-        config["model_args"]["depth"] = blocks
-    else:
-        config["num_hidden_layers"] = blocks
-        # The backbone alone, whose names have no prefix.
-        weights = load_file(folder / "model.safetensors")
-        weights = {name.removeprefix("vit."): tensor for name, tensor in weights.items()}
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config.get("model_args", {})["depth"] = config["num_hidden_layers"] = blocks
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ValueError, match="does not fit a .*ForImageClassification: .* 1[26] in all, are missing"):
-        tiny_run(model=folder, config_overrides=None)
+    said = error_of("train", tmp_path / "out", capsys, model=folder)
+    assert "does not fit a " in said and any(f"{count} in all, are missing" in said for count in (12, 16))
 
 
 @pytest.mark.parametrize(
-    ("library", "saved", "options", "message"),
+    ("library", "kept", "options", "message"),
     [
-        ("timm", {}, {"image_size": 30}, "Images of 30 pixels do not divide into patches of .8, 8."),
-        ("transformers", {}, {"train_image_size": 4}, "--train-image-size 4: a ViTFor.* does not take images of that"),
+        ("timm", {}, {"image_size": 30}, "image_size is 30, expected a multiple of the patches' (8, 8)"),
+        ("transformers", {}, {"train_image_size": 4}, "train_image_size is 4, and a ViTForImageClassif"),
         ("timm", {"class_token": False, "global_pool": "", "num_classes": 0}, {}, "neither pools its tokens nor has"),
     ],
 )
-def test_what_cannot_be_is_refused(library, saved, options, message, request, tiny_run):
-    folder = request.getfixturevalue(f"{library}_vit")(**saved)
-    with pytest.raises(ValueError, match=message):
-        tiny_run(model=folder, config_overrides=None, **options)
+def test_what_cannot_be_is_one_line(library, kept, options, message, request, tmp_path, capsys):
+    folder = request.getfixturevalue(f"{library}_vit")(**kept)
+    assert message in error_of("train", tmp_path / "out", capsys, model=folder, **options)
 
 
-def test_timm_is_told_what_its_architecture_does_not_take(tmp_path, tiny_run):
-    model = timm.create_model("resnet10t", num_classes=5)
-    save_for_hf(model, tmp_path / "resnet", data_config=IMAGES, safe_serialization=True)
-    with pytest.raises(ValueError, match="timm does not make a resnet10t with .*'dynamic_img_size': True"):
-        tiny_run(model=tmp_path / "resnet", config_overrides=None, train_image_size=16)
-    tiny_run(model=tmp_path / "resnet", **STILL | {"drop_path": 0.5})
-
-
-def test_blocks_of_timm_are_left_out_in_training(timm_vit, tiny_trainer):
-    model = tiny_trainer(model=timm_vit(), drop_path=0.3, **STILL).model
-    assert model.timm_model.blocks[2].drop_path1.drop_prob == pytest.approx(0.3)
-
-
-def test_training_goes_on_from_a_revision(cached, tiny_run, tmp_path):
-    tiny_run(model="someone/model@v1", config_overrides=None, epochs=1)
+def test_training_goes_on_from_a_revision(cached, tmp_path):
+    own = run(tmp_path / "out", model="someone/model@v1", num_train_epochs=1)
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "base_model: someone/model\n" in card and "--model someone/model@v1" in card
-    assert (torch.tensor(ViTImageProcessor.from_pretrained(tmp_path / "out").image_mean) - 0.2).abs().max() < 1e-6
+    assert own.processing_class.image_mean == pytest.approx([0.2] * 3)

@@ -1,16 +1,19 @@
-"""The alignment of a feature map with a teacher's."""
+"""Losses beside brute force and beside what they are zero for."""
+
+from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
-from vision_transformers import of_transformers
+from trainings import STUDENT
+from vision_transformers import KINDS, of_transformers
 
-from frugalvit import MapAlignmentLoss, SparseFormerBackbone, SparseFormerModel
+from frugalvit import BootstrapArguments, SparseFormerBackbone, SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.training.losses import MapsOfBackbone, MapsOfTokens
-
-
-ASKED = {"output_hidden_states": True, "output_rois": True}
+from frugalvit.training import losses
+from frugalvit.training.losses import MapAlignmentLoss, MapsOfBackbone, MapsOfTokens, TokenAlignment
+from tiny import make_vit
 
 
 def maps(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -18,88 +21,201 @@ def maps(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_cosine_and_length_of_what_distinguishes_each_cell():
-    found, target = maps(), maps(seed=1)
-    shared = torch.randn(2, 8, 1, 1, generator=torch.Generator().manual_seed(2))
+    found, target, shared = maps(), maps(seed=1), maps(2, 8, 1, 1, seed=2)
     loss = MapAlignmentLoss(0.5)([found + shared], [target + shared])
     torch.testing.assert_close(loss, MapAlignmentLoss(0.5)([found], [target]))
     common, expected = target.mean((2, 3), keepdim=True), 0.0
     found, target = found - common, target - common
-    for image in range(2):
-        for row in range(3):
-            for column in range(4):
-                one, other = found[image, :, row, column], target[image, :, row, column]
-                cosine = one @ other / one.norm() / other.norm()
-                expected += (1 - cosine + 0.5 * (one.norm() / other.norm()).log() ** 2) / 24
+    for image, row, column in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).tolist():
+        one, other = found[image, :, row, column], target[image, :, row, column]
+        cosine = one @ other / one.norm() / other.norm()
+        expected += (1 - cosine + 0.5 * (one.norm() / other.norm()).log() ** 2) / 24
     torch.testing.assert_close(loss, expected)
-    both = MapAlignmentLoss(0.5)([found, target], [target, target])
-    torch.testing.assert_close(both, expected / 2)
+    torch.testing.assert_close(MapAlignmentLoss(0.5)([found, target], [target, target]), expected / 2)
+    larger = maps(2, 8, 6, 8, seed=1)
+    expected = MapAlignmentLoss()([F.interpolate(found, (6, 8), mode="bilinear")], [larger])
+    torch.testing.assert_close(MapAlignmentLoss()([found], [larger]), expected)
+    for wrong in ([], [maps(2, 7, 3, 4)], [maps(1, 8, 3, 4)], [maps(), maps()]):
+        with pytest.raises(ValueError, match="Got maps of batch and channels"):
+            MapAlignmentLoss()(wrong, [maps()])
 
 
-def test_is_zero_where_they_agree_and_length_alone_is_told_apart():
-    target = maps()
-    assert MapAlignmentLoss()([target], [target]).abs() < 1e-6
-    target = target - target.mean((2, 3), keepdim=True)
-    assert MapAlignmentLoss(0.0)([3 * target], [target]).abs() < 1e-6
-    torch.testing.assert_close(MapAlignmentLoss(1.0)([3 * target], [target]), torch.tensor(3.0).log() ** 2)
-
-
-def test_images_of_one_color_do_not_outweigh_others():
+def test_maps_of_one_color_or_of_zeros_have_a_loss():
     target = maps(2, 8, 1, 1).expand(2, 8, 3, 4)
-    found = target + 1e-4 * maps()
-    assert MapAlignmentLoss()([found], [target + 1e-6 * maps(seed=1)]) < 1.2
-
-
-def test_larger_maps_are_interpolated_to():
-    found, target = maps(2, 8, 3, 4), maps(2, 8, 6, 8, seed=1)
-    expected = MapAlignmentLoss()([F.interpolate(found, (6, 8), mode="bilinear")], [target])
-    torch.testing.assert_close(MapAlignmentLoss()([found], [target]), expected)
-
-
-def test_half_precision_and_vectors_of_zeros_have_gradients():
+    assert MapAlignmentLoss()([target + 1e-4 * maps()], [target + 1e-6 * maps(seed=1)]) < 1.2
     found = torch.zeros(1, 8, 2, 2, dtype=torch.bfloat16, requires_grad=True)
     loss = MapAlignmentLoss()([found], [maps(1, 8, 2, 2)])
     loss.backward()
     assert loss.dtype == torch.float32 and found.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("found", [[], [maps(2, 7, 3, 4)], [maps(1, 8, 3, 4)], [maps(), maps()]])
-def test_other_layers_channels_or_images_are_refused(found):
-    with pytest.raises(ValueError, match="Got maps of batch and channels"):
-        MapAlignmentLoss()(found, [maps()])
-
-
-def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches():
+@pytest.fixture(scope="module")
+def patches():
+    """The anatomy of a ViT with 16 patches."""
     torch.manual_seed(0)
-    teacher = of_transformers("ViT", image_size=32, patch_size=8, num_hidden_layers=3)()
-    anatomy = read_anatomy(teacher)
-    images = torch.randn(2, 3, 32, 32)
+    return read_anatomy(of_transformers("ViT", image_size=32, patch_size=8, num_hidden_layers=3)())
+
+
+@pytest.mark.parametrize("placement", ["grid", "content"])
+def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement, patches):
+    images, found = maps(2, 3, 32, 32), []
+    student = SparseFormerModel.from_teacher(patches, 16, focusing="inherited", placement=placement)
     with torch.no_grad():
-        states = anatomy.states(images)
-    for placement in ("grid", "content"):
-        student = SparseFormerModel.from_teacher(anatomy, 16, focusing="inherited", placement=placement)
-        losses = []
+        states = patches.states(images)
         for count, layers in ((16, [-1, -2]), (4, [-1, -2]), (4, [-1])):
-            align = MapsOfTokens(student, anatomy, layers)
-            outputs = student(images, num_tokens=count, **ASKED)
-            losses.append(align(outputs, align.of_teacher(states)).item())
-        assert losses[0] < 1e-6 < 0.01 < losses[1] and losses[1] != losses[2]
+            align = MapsOfTokens(student, patches, layers)
+            outputs = student(images, num_tokens=count, **TokenAlignment.arguments)
+            found.append(align(outputs, align.of_teacher(states)).item())
+    assert found[0] < 1e-6 < 0.01 < found[1] and found[1] != found[2]
     for layers in ([0], [-5]):
-        with pytest.raises(ValueError, match=f"--dense-layers has {layers[0]}, expected -1, the last, to -4"):
-            MapsOfTokens(student, anatomy, layers)
+        with pytest.raises(ValueError, match=f"dense_layers has {layers[0]}, expected -1, the last, to -4"):
+            MapsOfTokens(student, patches, layers)
 
 
-def test_maps_of_a_backbone_are_the_teachers_where_tokens_are_its_patches():
-    torch.manual_seed(0)
-    anatomy = read_anatomy(of_transformers("ViT", image_size=32, patch_size=8, num_hidden_layers=3)())
-    images, fields = torch.randn(2, 3, 32, 32), {"focusing": "inherited", "out_indices": [1, 3]}
-    student = SparseFormerBackbone.from_teacher(anatomy, 16, upsampler_hidden_size=8, **fields)
-    align = MapsOfBackbone(student, anatomy)
+def test_maps_of_a_backbone_are_the_teachers_where_tokens_are_its_patches(patches):
+    images, fields = maps(2, 3, 32, 32), {"focusing": "inherited", "out_indices": [1, 3]}
+    student = SparseFormerBackbone.from_teacher(patches, 16, upsampler_hidden_size=8, **fields)
+    align = MapsOfBackbone(student, patches)
     with torch.no_grad():
-        targets = align.of_teacher(anatomy.states(images))
+        targets = align.of_teacher(patches.states(images))
         assert align(student(images), targets) < 1e-6 < align(student(images, num_tokens=4), targets)
-    with pytest.raises(ValueError, match=r"--dense-layers are \[-1\], and the backbone has maps of \[-3, -1\]"):
-        MapsOfBackbone(student, anatomy, [-1])
+    with pytest.raises(ValueError, match=r"dense_layers are \[-1\], and the backbone has maps of \[-3, -1\]"):
+        MapsOfBackbone(student, patches, [-1])
     for name in ("apply_layernorm", "reshape_hidden_states"):
-        other = SparseFormerBackbone.from_teacher(anatomy, 16, **fields, **{name: False})
         with pytest.raises(ValueError, match=name):
-            MapsOfBackbone(other, anatomy)
+            MapsOfBackbone(SparseFormerBackbone.from_teacher(patches, 16, **fields, **{name: False}), patches)
+
+
+def transformers_vit():
+    return make_vit(image_size=(32, 48), num_hidden_layers=3, num_labels=5)
+
+
+def timm_vit():
+    sizes = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
+    return timm.models.vision_transformer.VisionTransformer(global_pool="avg", **sizes)
+
+
+def make_pair(make_teacher, truncate=1):
+    """A student of 5 tokens, and its teacher's anatomy."""
+    torch.manual_seed(0)
+    teacher = make_teacher().eval().requires_grad_(False)
+    student = SparseFormerForImageClassification.from_teacher(teacher, 5, truncate=truncate, **STUDENT)
+    return student.eval(), read_anatomy(teacher)
+
+
+@pytest.mark.parametrize("truncate", [0, 1])
+@pytest.mark.parametrize("make_teacher", [transformers_vit, timm_vit])
+def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make_teacher, truncate):
+    student, anatomy = make_pair(make_teacher, truncate)
+    alignment = TokenAlignment(student, anatomy)
+    # Tokens that tell their position: rows and columns of the centers of 4 x 6 patches.
+    y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
+    rois = torch.tensor([[[0.25, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5], [-5.0, -5.0, -4.0, -4.0], [0.0, 0.0, 1, 1]]])
+    read = alignment._shares(rois) @ torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
+    torch.testing.assert_close(read, torch.tensor([[[0.375, 0.5], [0.5, 0.5], [0.125, 1 / 12], [0.5, 0.5]]]))
+    images = maps(2, 3, 32, 48)
+    outputs, held = student.base_model(images, **alignment.arguments), anatomy.states(images)
+    assert len(held) == 4 and len(outputs.hidden_states) == 4 - truncate
+    loss = alignment(outputs, held)
+    loss.backward()
+    assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
+    # Tokens that hold exactly what is asked for, at another scale, have no distance left.
+    shares = alignment._shares(outputs.rois[-1])
+    outputs.hidden_states = [
+        torch.cat([states[:, : alignment.skipped], 3 * shares @ expected[:, -shares.shape[-1] :] + 1], dim=1)
+        for states, expected in zip(outputs.hidden_states, held[truncate:], strict=True)
+    ]
+    assert alignment(outputs, held).item() == pytest.approx(0, abs=1e-4)
+
+
+def test_a_layer_as_it_is():
+    """A LLaVA reads scale and mean of the states, too."""
+    (student, anatomy), images = make_pair(transformers_vit), maps(2, 3, 32, 48)
+    alignment = TokenAlignment(student, anatomy, layers=[-2], distance="raw")
+    outputs, held = student.base_model(images, **alignment.arguments), anatomy.states(images)
+    shares, states = alignment._shares(outputs.rois[-1]), outputs.hidden_states[-2]
+    patches = held[-2][:, -shares.shape[-1] :]
+    expected = (states[:, alignment.skipped :] - shares @ patches).square().mean() / patches.var((0, 1)).mean()
+    torch.testing.assert_close(alignment(outputs, held), expected)
+    for scale, shift, far in ((1, 0, False), (3, 0, True), (1, 1, True)):
+        tokens = scale * shares @ patches + shift
+        outputs.hidden_states = [*outputs.hidden_states[:-2], torch.cat([states[:, :1], tokens], 1), None]
+        assert (alignment(outputs, held) > 0.1) == far
+    with pytest.raises(ValueError, match="token_layers has 3, .* -3 to 2"):
+        TokenAlignment(student, anatomy, layers=[3])
+    with pytest.raises(ValueError, match="2 blocks and the teacher 1; .* token_loss_weight at 0"):
+        TokenAlignment(student, read_anatomy(make_vit()))
+
+
+def test_smaller_counts_read_the_tokens_of_the_largest_within_their_rois():
+    """Each token counts by its share of a box; [CLS] takes no part."""
+    quarters = [[0, 0, 0.5, 0.5], [0.5, 0, 1, 0.5], [0, 0.5, 0.5, 1], [0.5, 0.5, 1, 1]]
+    boxes, many = [[0, 0, 1, 1], [0, 0, 1, 0.5], [0, 0, 0.75, 0.25]], maps(1, 5, 8)
+    first, second, _, fourth = many[0, 1:]
+    held = [many[0, 1:].mean(0), (first + second) / 2, (2 * first + second) / 3]
+    few = torch.stack([fourth, *(3 * tokens + 1 for tokens in held)])[None].requires_grad_()
+
+    def distance(boxes, many):
+        small = SimpleNamespace(rois=[torch.tensor([boxes])], hidden_states=[few])
+        large = SimpleNamespace(rois=[torch.tensor([quarters])], hidden_states=[many])
+        return losses.distance_from_largest(small, large, 1)
+
+    assert distance(boxes, many).item() == pytest.approx(0, abs=1e-4)
+    loss = distance(boxes[::-1], many.requires_grad_())
+    loss.backward()
+    assert loss > 0.1 and few.grad.any() and many.grad is None
+
+
+@pytest.mark.parametrize("name", ["vit-classifier", "deit", "dinov2-registers", "dinov3", "ijepa", "siglip-vision"])
+def test_attention_to_patches_is_what_the_model_computes(name):
+    model = KINDS[name].make()
+    model.set_attn_implementation("eager")
+    anatomy = read_anatomy(model)
+    images, front = anatomy.example(), anatomy.num_prefix_tokens
+    with torch.no_grad():
+        states, expected = anatomy.states(images), model(images, output_attentions=True).attentions
+    asking = slice(0, anatomy.num_class_tokens) if anatomy.num_class_tokens else slice(front, None)
+    for block, tokens, weights in zip(anatomy.blocks, states, expected, strict=False):
+        weights = weights[:, :, asking, front:]
+        weights = (weights / weights.sum(-1, keepdim=True)).mean((1, 2))
+        found = losses.attention_to_patches(anatomy, block, tokens)
+        torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-3)
+
+
+def test_cells_are_attended_in_the_last_third_of_the_blocks():
+    anatomy = read_anatomy(of_transformers("ViT", num_hidden_layers=6)())
+    with torch.no_grad():
+        states = anatomy.states(anatomy.example())
+        each = [losses.attention_to_patches(anatomy, anatomy.blocks[index], states[index]) for index in (4, 5)]
+    torch.testing.assert_close(losses.attended_cells(anatomy, states), torch.stack(each).mean(0))
+
+
+def test_a_forecast_is_compared_with_attention_by_area():
+    attention, logits = torch.tensor([[[0.5, 0.1], [0.25, 0.15]]]), maps(1, 2, 2)
+    expected = (attention * (attention.log() - logits.flatten(1).log_softmax(1).view(1, 2, 2))).sum()
+    torch.testing.assert_close(losses.forecast_loss(logits, attention), expected)
+    spread = attention.repeat_interleave(2, 1).repeat_interleave(2, 2) / 4
+    torch.testing.assert_close(losses.forecast_loss(logits, spread), expected)
+
+
+def test_embeddings_and_labels_are_compared():
+    student, anatomy = make_pair(transformers_vit)
+    own, target, labels = maps(2, 32), maps(2, 32, seed=1), torch.tensor([3, 1])
+    scores, of_teacher = student.classifier(own), anatomy.classifier(target)
+    cosine = 1 - F.cosine_similarity(own, target).mean()
+    kl = 4 * F.kl_div((scores / 2).log_softmax(1), (of_teacher / 2).softmax(1), reduction="batchmean")
+    for options, expected in (
+        ({}, cosine),
+        ({"loss": "kl", "temperature": 2.0}, kl),
+        ({"label_loss_weight": 0.5}, cosine + 0.5 * F.cross_entropy(scores, labels)),
+    ):
+        args = BootstrapArguments(output_dir="unused", use_cpu=True, token_loss_weight=0, **options)
+        align = losses.AlignmentLoss(student, anatomy, args)
+        found = align(SimpleNamespace(pooler_output=own), losses.Targets(target), labels)
+        torch.testing.assert_close(found, expected)
+    align.args.token_loss_weight, align.args.dense_loss_weight = 0.1, 0.01
+    align.align_tokens = align.align_maps = lambda *_: 3.0
+    found = align(SimpleNamespace(pooler_output=own), losses.Targets(target), labels)
+    torch.testing.assert_close(found, expected + 0.33)
+    with pytest.raises(ValueError, match="elastic_loss_weight compares counts of tokens, and the student has one"):
+        losses.AlignmentLoss(student, anatomy, BootstrapArguments("unused", use_cpu=True, elastic_loss_weight=1.0))

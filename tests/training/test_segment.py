@@ -1,25 +1,40 @@
-"""Trainings for segmentation, on scenes of rectangles."""
+"""Training of semantic segmentation, on scenes of rectangles."""
 
+import functools
 import json
-import re
-import subprocess
-import sys
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from trainings import logged, run_command
+from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
-from drawn import encode, scene, write_scenes
+from drawn import scene
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.cli import main
-from frugalvit.common.masks import MaskError
-from frugalvit.training import segment
-from frugalvit.training.components.loaders import TrainingLoader
+from frugalvit.common.choices import IGNORED
+from frugalvit.training.segment import SegmentationArguments, SegmentationTrainer
+from runs import check_resumes, error_of
+from runs import make as make_trainer
 
 
-def tiny_config(**fields) -> SparseFormerConfig:
-    return SparseFormerConfig(
+make = functools.partial(make_trainer, "segment")
+SEGFORMER = {
+    "model": None,
+    "model_type": "segformer",
+    "num_latent_tokens": None,
+    "config_overrides": "depths=[1,1,1,1],hidden_sizes=[8,8,16,16],num_attention_heads=[1,1,1,1],"
+    "mlp_ratios=[1,1,1,1],decoder_hidden_size=16",
+}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory, scenes) -> dict:
+    """Of a run that starts from a tiny classifier."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("start")
+    config = SparseFormerConfig(
         image_size=32,
         num_latent_tokens=4,
         num_sampling_points=4,
@@ -32,143 +47,171 @@ def tiny_config(**fields) -> SparseFormerConfig:
         decoder_hidden_size=32,
         image_mean=0.5,
         image_std=0.25,
-        **fields,
     )
+    SparseFormerForImageClassification(config).save_pretrained(folder)
+    data = {
+        "dataset": scenes,
+        "eval_dataset": scenes,
+        "class_names": [*"abcd"],
+        "train_split": None,
+        "eval_split": None,
+    }
+    rates = {"learning_rate": 1e-3, "head_multiplier": 2, "warmup_steps": 2, "drop_path": 0.1}
+    sizes = {"num_latent_tokens": 16, "image_size": [40, 48], "per_device_train_batch_size": 4}
+    return {"model": folder, "per_device_eval_batch_size": 5} | data | rates | sizes
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """A tiny SparseFormer classifier."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("start")
-    SparseFormerForImageClassification(tiny_config()).save_pretrained(folder)
-    return folder
+def brute_force(model, batches) -> dict[str, float]:
+    """Scores of all pixels that count, one class after the other."""
+    predicted, real = [], []
+    for batch in batches:
+        with torch.no_grad():
+            logits = model(pixel_values=batch["pixel_values"]).logits
+        logits = F.interpolate(logits, batch["labels"].shape[1:], mode="bilinear")
+        counts = batch["labels"] != IGNORED
+        predicted.append(logits.argmax(1)[counts].numpy())
+        real.append(batch["labels"][counts].numpy())
+    predicted, real = np.concatenate(predicted), np.concatenate(real)
+    ious = [
+        ((predicted == c) & (real == c)).sum() / ((predicted == c) | (real == c)).sum() for c in {*real, *predicted}
+    ]
+    recalls = [(predicted[real == c] == c).mean() for c in {*real}]
+    return {
+        "mean_iou": np.mean(ious),
+        "mean_accuracy": np.mean(recalls),
+        "pixel_accuracy": (predicted == real).mean(),
+    }
 
 
-class TestRecipe:
-    def arguments(self, start, scenes, out, *more) -> list[str]:
-        return [
-            *("--model", str(start), "--num-latent-tokens", "16", "--image-size", "40", "48"),
-            *("--dataset", scenes, "--eval-dataset", scenes, "--class-names", "a", "b", "c", "d"),
-            *("--output", str(out), "--epochs", "6", "--batch-size", "4", "--eval-batch-size", "5"),
-            *("--learning-rate", "1e-3", "--head-multiplier", "2", "--warmup-steps", "2", "--drop-path", "0.1", *more),
+def test_learns_and_measures_the_saved_model(options, tmp_path):
+    own, out = run_command("segment", tmp_path / "out", **options | {"num_train_epochs": 6}), tmp_path / "out"
+    losses, found = logged(own, "loss"), logged(own, "eval_mean_iou")
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3]) and own.metrics["mean_iou"] == max(found)
+    model = AutoModelForSemanticSegmentation.from_pretrained(out).eval()
+    assert model.config.num_latent_tokens == 16 and [*model.config.image_size] == [40, 48]
+    assert model.config.id2label == dict(enumerate("abcd")) and model.config.drop_path_rate == 0.1
+    processor = AutoImageProcessor.from_pretrained(out)
+    assert processor.image_std == 0.25 and dict(processor.size) == {"height": 40, "width": 48}
+    measured = brute_force(model, own.get_eval_dataloader())
+    assert {name: own.metrics[name] for name in measured} == pytest.approx(measured, abs=1e-5)
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert f"mean IoU {own.metrics['mean_iou']:.2%} of 12 images, measured at 40 x 48 pixels" in card
+    # Where some pixels do not count, and some classes are not there.
+    some = make(tmp_path / "some", **options | {"ignored_labels": [0, 2]})
+    measured = brute_force(some.model.eval(), some.get_eval_dataloader())
+    metrics = some.evaluate()
+    assert {name: metrics[f"eval_{name}"] for name in measured} == pytest.approx(measured, abs=1e-5)
+
+
+def test_a_run_that_was_stopped_goes_on(options, tmp_path):
+    check_resumes("segment", tmp_path, 4, **options)
+
+
+def test_models_of_transformers_learn_from_scratch(options, tmp_path):
+    own = run_command("segment", tmp_path / "out", **options | SEGFORMER | {"drop_path": 0.2, "layer_decay": 1})
+    model = AutoModelForSemanticSegmentation.from_pretrained(tmp_path / "out").eval()
+    assert type(model).__name__ == "SegformerForSemanticSegmentation" and model.config.drop_path_rate == 0.2
+    pixel_values = torch.randn(1, 3, 40, 48)
+    torch.testing.assert_close(model(pixel_values).logits, own.model.eval()(pixel_values).logits)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: image-segmentation" in card and "AutoModelForSemanticSegmentation" in card
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "epochs"),
+    [({}, 80_000, 3), ({"max_steps": 5}, 5, 3), ({"num_train_epochs": 2}, -1, 2)],
+)
+def test_the_papers_steps_unless_told(options, steps, epochs, tmp_path):
+    args = SegmentationArguments(str(tmp_path), use_cpu=True, **options)
+    assert (args.max_steps, args.num_train_epochs) == (steps, epochs)
+
+
+def test_each_rate_ends_in_the_optimizer(options, tmp_path):
+    own = make(tmp_path / "out", **options | {"layer_decay": 0.5})
+    groups = own.create_optimizer().param_groups
+    rates = {weight: group["lr"] for group in groups for weight in group["params"]}
+    expected = {
+        "decode_head.query.weight": 2e-3,
+        "sparseformer.layernorm.weight": 1e-3,
+        "sparseformer.layers.1.mlp.fc1.weight": 1e-3,
+        "sparseformer.layers.0.mlp.fc1.weight": 5e-4,
+        "sparseformer.stem.convolution.weight": 2.5e-4,
+    }
+    weights = dict(own.model.named_parameters())
+    assert {name: rates[weights[name]] for name in expected} == pytest.approx(expected)
+    trained = {weight for weight in weights.values() if weight.requires_grad}
+    assert {*rates} == trained and {group["weight_decay"] for group in groups} == {0.01, 0.0}
+
+
+def write_pair(folder, part: str, seed: int):
+    """A scene as ADE20K has it."""
+    for name, pixels in zip((f"images/{part}/{seed}.jpg", f"annotations/{part}/{seed}.png"), scene(seed), strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / name)
+
+
+def test_ade20k_does_not_count_0(options, tmp_path):
+    for seed in range(6):
+        write_pair(tmp_path / "ade", "training" if seed < 4 else "validation", seed)
+    data = {"dataset": tmp_path / "ade", "eval_dataset": None, "train_split": "training", "eval_split": "validation"}
+    data |= {"class_names": None, "num_labels": 3, "image_size": [40, 52], "reduce_labels": True}
+    own = make(tmp_path / "out", **options | data)
+    labels = torch.stack([own.eval_dataset[index]["labels"] for index in range(2)])
+    masks = torch.stack([torch.as_tensor(scene(seed)[1]) for seed in (4, 5)])
+    assert torch.equal(labels, torch.where(masks == 0, IGNORED, masks - 1)) and len(own.train_dataset) == 4
+    assert own.processing_class.do_reduce_labels
+    batch = next(iter(own.get_train_dataloader()))
+    assert batch["labels"].shape == (4, 40, 52) and {*batch["labels"].unique().tolist()} <= {0, 1, 2, IGNORED}
+
+
+def test_polygons_of_labelme_have_their_names(options, tmp_path):
+    folder = tmp_path / "labelme"
+    folder.mkdir()
+    for number in range(6):
+        Image.new("RGB", (52, 40), "red").save(folder / f"{number}.jpg")
+        shapes = [
+            {
+                "label": label,
+                "shape_type": "polygon",
+                "points": [[left, 0], [left + 20, 0], [left + 20, 40], [left, 40]],
+            }
+            for label, left in (("right", 30), ("left", 0))
         ]
+        content = {"imagePath": f"{number}.jpg", "imageHeight": 40, "imageWidth": 52, "shapes": shapes}
+        (folder / f"{number}.json").write_text(json.dumps(content), encoding="utf-8")
+    data = {"dataset": folder, "eval_dataset": None, "class_names": None, "image_size": [40, 52]}
+    own = make(tmp_path / "out", **options | data)
+    assert own.model.config.id2label == {0: "_background_", 1: "left", 2: "right"}
+    labels = own.eval_dataset[0]["labels"]
+    assert (labels[:, :19] == 1).all() and (labels[:, 32:49] == 2).all() and not labels[:, 23:28].any()
 
-    def test_learns_and_evaluates_as_the_command_does(self, start, scenes, tmp_path):
-        assert segment.main(self.arguments(start, scenes, tmp_path / "out")) == 0
-        results = json.loads((tmp_path / "out" / "results.json").read_text())
-        losses = [epoch["train_loss"] for epoch in results["epochs"]]
-        assert losses[-1] < 0.9 * losses[0]
-        assert results["best"]["mean_iou"] == max(epoch["mean_iou"] for epoch in results["epochs"])
-        config = json.loads((tmp_path / "out" / "config.json").read_text())
-        assert config["num_latent_tokens"] == 16 and config["image_size"] == [40, 48]
-        assert config["id2label"] == {"0": "a", "1": "b", "2": "c", "3": "d"}
-        processor = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
-        assert processor["image_processor_type"].startswith("SegformerImageProcessor")
-        assert processor["image_std"] == 0.25 and processor["size"] == {"height": 40, "width": 48}
-        assert f"mean IoU {results['best']['mean_iou']:.2%}" in (tmp_path / "out" / "README.md").read_text()
-        command = ["evaluate", "segmentation", "--model", str(tmp_path / "out"), "--dataset", scenes]
-        picture = tmp_path / "scenes.png"
-        assert main([*command, "--output", str(tmp_path / "scores.json"), "--picture", str(picture)]) == 0
-        with Image.open(picture) as drawn:
-            assert drawn.width > 1500
-        scores = json.loads((tmp_path / "scores.json").read_text())
-        # Masks of 52 pixels across here, of 48 in training.
-        assert scores["mean_iou"] == pytest.approx(results["best"]["mean_iou"], abs=0.05)
-        assert {"iou a", "iou b", "iou c", "iou d"} <= scores.keys()
 
-    def test_a_run_that_was_stopped_goes_on(self, start, scenes, tmp_path):
-        arguments = self.arguments(start, scenes, tmp_path / "whole", "--epochs", "2", "--checkpointing-steps", "2")
-        again = [str(tmp_path / "again") if word == str(tmp_path / "whole") else word for word in arguments]
-        assert segment.main(arguments) == 0
-        epoch = TrainingLoader.epoch
+def test_pairs_in_python(options, tmp_path):
+    """PIL images, images and masks move together, and masks are those of the command."""
+    made = make(tmp_path / "out", **options)
+    pairs = [tuple(map(Image.fromarray, scene(seed))) for seed in range(12)]
+    own = SegmentationTrainer(made.model, made.args, pairs, pairs[:5], made.processing_class)
+    for index in range(5):
+        for name in ("pixel_values", "labels"):
+            assert torch.equal(own.eval_dataset[index][name], made.eval_dataset[index][name])
+            assert torch.equal(own.train_dataset[index][name], made.train_dataset[index][name])
+    assert own.train().global_step == 6
+    scores = own.predict(pairs[:5]).metrics
+    assert scores["test_mean_iou"] == pytest.approx(logged(own, "eval_mean_iou")[own.state.best_global_step // 3 - 1])
 
-        def stopped(self, number, start=0):
-            for at, batch in enumerate(epoch(self, number, start), start):
-                if (number, at) == (1, 2):
-                    raise KeyboardInterrupt
-                yield batch
 
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(TrainingLoader, "epoch", stopped)
-            segment.main(again)
-        assert segment.main(again) == 0
-        for name in ("model.safetensors", "checkpoints/step-00000006/optimizer.pt"):
-            files = [tmp_path / folder / name for folder in ("whole", "again")]
-            assert files[0].read_bytes() == files[1].read_bytes()
-
-    def test_trains_models_of_transformers_from_scratch(self, scenes, tmp_path):
-        overrides = (
-            "depths=[1,1,1,1],hidden_sizes=[8,8,16,16],num_attention_heads=[1,1,1,1],mlp_ratios=[1,1,1,1],"
-            "decoder_hidden_size=16"
-        )
-        arguments = self.arguments("", scenes, tmp_path / "out", "--layer-decay", "1")
-        arguments = ["--model-type", "segformer", "--config-overrides", overrides, *arguments[4:]]
-        arguments[arguments.index("--drop-path") + 1] = "0.2"
-        assert segment.main([*arguments, "--epochs", "2"]) == 0
-        assert json.loads((tmp_path / "out" / "config.json").read_text())["drop_path_rate"] == 0.2
-        card = (tmp_path / "out" / "README.md").read_text()
-        assert "pipeline_tag: image-segmentation" in card and "AutoModelForSemanticSegmentation" in card
-
-    def test_each_rate_ends_in_the_optimizer(self, start, scenes, tmp_path):
-        words = self.arguments(start, scenes, tmp_path / "out", "--layer-decay", "0.5")
-        own = segment.make_trainer(segment.parse(words), words)
-        optimizer, _ = own.make_optimizer()
-        rates = {weight: group["initial_lr"] for group in optimizer.param_groups for weight in group["params"]}
-        of_name = {name: rates[weight] for name, weight in own.model.named_parameters()}
-        assert of_name["decode_head.query.weight"] == pytest.approx(2e-3)
-        assert of_name["sparseformer.layernorm.weight"] == pytest.approx(1e-3)
-        assert of_name["sparseformer.layers.1.mlp.fc1.weight"] == pytest.approx(1e-3)
-        assert of_name["sparseformer.layers.0.mlp.fc1.weight"] == pytest.approx(5e-4)
-        assert of_name["sparseformer.stem.convolution.weight"] == pytest.approx(2.5e-4)
-
-    @pytest.mark.parametrize(
-        ("more", "message"),
-        [
-            (["--class-names", "a", "b"], r"has the labels \[2, 3\], the classes are 0 to 1"),
-            (["--ignored-labels", "0", "1", "2", "3"], "No pixel of the evaluation masks counts"),
-            (["--warmup-steps", "18"], "--warmup-steps 18 is all of the training of 3 steps"),
-            (["--num-labels", "5"], "--num-labels is 5, --class-names has 4"),
-            (["--model-type", "segformer"], "either --model, to go on from, or --model-type"),
-            (["--train-split", "train[:2]"], "2 training images make 0 batches"),
-        ],
-    )
-    def test_bad_arguments(self, more, message, start, scenes, tmp_path, capsys):
-        arguments = self.arguments(start, scenes, tmp_path / "out", "--epochs", "1", *more)
-        with pytest.raises((ValueError, SystemExit)) as raised:
-            segment.main(arguments)
-        assert re.search(message, f"{raised.value} {capsys.readouterr().err}")
-
-    @pytest.mark.nightly
-    def test_two_processes_give_the_losses_of_one(self, scenes, tmp_path):
-        """The model has a pooling head, on which the scores of pixels do not depend."""
-        torch.manual_seed(0)
-        SparseFormerForImageClassification(tiny_config(pooling="attention")).save_pretrained(tmp_path / "start")
-        arguments = self.arguments(tmp_path / "start", scenes, tmp_path / "one", "--epochs", "2", "--drop-path", "0")
-        segment.main(arguments)
-        job = {"module": "training.segment", "processes": 2, "ends": [0, 0], "log": str(tmp_path / "log")}
-        job["arguments"] = [*arguments, "--output", str(tmp_path / "two")]
-        (tmp_path / "jobs.json").write_text(json.dumps([job]))
-        program = Path(__file__).with_name("several_processes.py")
-        subprocess.run([sys.executable, program, tmp_path / "jobs.json"], check=True, timeout=250)
-        results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
-        losses = [[epoch["train_loss"] for epoch in each["epochs"]] for each in results]
-        # Each process divides by the pixels that count in its own share.
-        assert losses[0] == pytest.approx(losses[1], rel=0.02)
-
-    def test_needs_to_know_the_classes(self, start, scenes, tmp_path):
-        arguments = self.arguments(start, scenes, tmp_path / "out")
-        at = arguments.index("--class-names")
-        with pytest.raises(ValueError, match="is no segmentation model"):
-            segment.main(arguments[:at] + arguments[at + 5 :])
-
-    def test_bad_masks_are_one_line_where_workers_decode(self, start, scenes, tmp_path):
-        def shrink(columns):
-            columns["annotation"][3]["bytes"] = encode(scene(3, 20, 30)[1])
-
-        path = write_scenes(tmp_path / "shrunk.parquet", change=shrink)
-        arguments = self.arguments(start, scenes, tmp_path / "out", "--dataset", path, "--num-workers", "1")
-        with pytest.raises(
-            MaskError, match="mask of image 3 is a picture of mode L with 30 x 20 pixels, expected .* 52 x 40"
-        ):
-            segment.main(arguments)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"class_names": ["a", "b"]}, "has the labels [2, 3], the classes are 0 to 1"),
+        ({"ignored_labels": [0, 1, 2, 3]}, "No pixel of the evaluation masks counts; check ignored_labels"),
+        ({"warmup_steps": 6}, "warmup_steps is 6, expected less than the training's 6 steps"),
+        ({"num_labels": 5}, "num_labels is 5, class_names has 4"),
+        ({"model_type": "segformer"}, "Give either model, to go on from, or model_type"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0, as pixels have no"),
+        ({"image_size": 2}, "image_size is [2], expected one number or two, at least 4"),
+        ({"class_names": None}, "is no segmentation model, which has classes; give num_labels or class_names"),
+    ],
+)
+def test_wrong_calls_are_one_line(wrong, message, options, tmp_path, capsys):
+    assert message in error_of("segment", tmp_path / "out", capsys, **options | wrong)

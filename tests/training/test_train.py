@@ -1,11 +1,12 @@
-"""Trainings of image classifiers, from its command line to a folder that loads."""
+"""Training of image classifiers: from a command line to a folder that loads, and what its methods compute."""
 
-import runpy
-import sys
+import functools
 
 import datasets
 import pytest
 import torch
+import torch.nn.functional as F
+from trainings import TINY_VIT, logged, run_command
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -15,139 +16,193 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from frugalvit.attention import measure_attention
 from frugalvit.common.data import load_images
-from frugalvit.common.labels import class_names
-from frugalvit.training import joint, train
-from frugalvit.training.components import classifiers
-from frugalvit.training.components.arguments import read_recipe, recipes_of
-from frugalvit.training.components.models import parse_overrides
+from frugalvit.modeling.context_broadcast import has_context_broadcast
+from frugalvit.training import joint, models
+from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
+from runs import check_resumes, error_of
+from runs import make as make_trainer
+from tiny import make_vit
 
 
-VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+make = functools.partial(make_trainer, "train")
+run = functools.partial(run_command, "train")
+VIT = {"config_overrides": TINY_VIT}
+# No random numbers in a view, and none in the loss.
+PLAIN = {"mixup": 0, "randaugment_layers": 0, "label_smoothing_factor": 0, "flip": 0, "crop_padding": 0}
+SMALL = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2"
+SWIN = {
+    "model_type": "swin",
+    "config_overrides": "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4",
+}
 SPARSE = (
     "image_size=32,num_latent_tokens=4,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,"
     "focusing_hidden_size=32,focusing_num_attention_heads=2,stem_channels=8,num_sampling_points=4,resize_size=null"
 )
-SWIN = "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4"
-# A recipe for each architecture, and what makes it small.
-RECIPES = {
-    **dict.fromkeys(
-        ("context-broadcast-base", "context-broadcast-small", "impulse-tiny", "impulse-cifar10"),
-        "image_size=32,patch_size=8,num_hidden_layers=1,resize_size=null",
-    ),
-    "context-broadcast-swin-tiny": "image_size=32,embed_dim=24,depths=[1,1],num_heads=[1,2],window_size=4",
-    "alone-small": "image_size=32,patch_size=8,num_hidden_layers=1",
-    "agent-small-res": "image_size=32,num_hidden_layers=1,downsample_after=[0]",
-    "convmixer": "patch_size=8,num_hidden_layers=1",
-    "sparseformer-v1-tiny": "image_size=32,num_latent_tokens=9,focusing_hidden_size=64,hidden_size=128,"
-    "num_hidden_layers=1,resize_size=null",
-}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
+OVERRIDES = "embedding_size=8,hidden_sizes=[8],depths=[1],layer_type=basic"
 
 
-def epochs(results):
-    return [{k: v for k, v in record.items() if k != "images_per_second"} for record in results["epochs"]]
-
-
-def test_learns_and_saves_a_complete_model(tiny_run, tmp_path):
-    plain = {"mixup": 0, "randaugment_layers": 0, "label_smoothing": 0}
-    results = tiny_run(
-        *("--image-mean", "0.4", "0.5", "0.6"), train_split="train[:256]", epochs=12, learning_rate=3e-3, **plain
-    )
-    losses = [record["train_loss"] for record in results["epochs"]]
-    assert losses[-1] < losses[0] - 0.2 and losses[0] < 2.5
-    assert results["best"]["accuracy"] == max(record["accuracy"] for record in results["epochs"]) > 0.15
-    assert results["command"].startswith("frugalvit train --output") and "torch" in results["versions"]
-    assert results["machine"]["threads"] >= 1
-
-    names = class_names(load_images("cifar10-subset"))
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert model.config.id2label == dict(enumerate(names)) and model.config.label2id["truck"] == 9
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
-    assert list(processor.image_mean) == [0.4, 0.5, 0.6] and dict(processor.size) == {"height": 32, "width": 32}
-
-    # What was measured is what a user measures.
-    images = load_images("cifar10-subset", "test[:50]").cast_column("image", datasets.Image())
-    pixel_values = processor([record["image"] for record in images], return_tensors="pt")["pixel_values"]
+def measured(folder) -> float:
+    """The accuracy on the first test images, as a user of the folder measures it."""
+    model, processor = (each.from_pretrained(folder) for each in (AutoModelForImageClassification, AutoImageProcessor))
+    images = load_images("cifar10-subset", "test[:32]").cast_column("image", datasets.Image())
     with torch.inference_mode():
-        right = (model(pixel_values).logits.argmax(1) == torch.tensor(images["label"][:])).float().mean()
-    assert right.item() == pytest.approx(results["best"]["accuracy"])
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert f"{results['best']['accuracy']:.2%}" in card and "frugalvit train --output" in card
-    # No place on this machine is in it.
+        logits = model(**processor(images["image"][:], return_tensors="pt")).logits
+    return (logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
+
+
+def test_learns_and_saves_a_complete_repository(class_names, tmp_path):
+    options = PLAIN | {"train_split": "train[:256]", "num_train_epochs": 6, "learning_rate": 3e-3, "logging_steps": 16}
+    own, out = run(tmp_path / "out", **VIT, **options, image_mean=[0.4, 0.5, 0.6]), tmp_path / "out"
+    losses, found = logged(own, "loss"), logged(own, "eval_accuracy")
+    assert losses[-1] < losses[0] - 0.2 and losses[0] < 2.5
+    assert own.metrics["accuracy"] == max(found) > 0.15 and own.metrics["top5_accuracy"] > own.metrics["accuracy"]
+    model, processor = AutoModelForImageClassification.from_pretrained(out), AutoImageProcessor.from_pretrained(out)
+    assert model.config.id2label == dict(enumerate(class_names)) and model.config.label2id["truck"] == 9
+    assert list(processor.image_mean) == [0.4, 0.5, 0.6] and dict(processor.size) == {"height": 32, "width": 32}
+    assert measured(out) == pytest.approx(own.metrics["accuracy"])
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert f"accuracy {own.metrics['accuracy']:.2%}" in card and "frugalvit train --train_split" in card
     assert str(tmp_path) not in card
 
 
-def test_attends_eagerly_on_cpus_unless_told(tiny_run, fused_calls, tmp_path):
-    tiny_run(name="default", model_type="vit")
-    assert not fused_calls
-    assert AutoModelForImageClassification.from_pretrained(tmp_path / "default").config._attn_implementation == "sdpa"
-    tiny_run(name="told", model_type="vit", attn_implementation="sdpa")
-    assert fused_calls
+def test_a_run_that_was_stopped_goes_on(tmp_path):
+    """Also with dropout, mixing and sharpness-aware steps."""
+    dropout = f"{TINY_VIT},hidden_dropout_prob=0.1"
+    again = check_resumes("train", tmp_path, 5, config_overrides=dropout, cutmix=1, erasing=0.5, sam_rho=0.05)
+    assert again.state.global_step == 8 and type(again.optimizer.optimizer).__name__ == "SAM"
 
 
-def test_accumulating_gradients_changes_nothing(tiny_run):
-    whole = tiny_run(name="whole")
-    parts = tiny_run(name="parts", gradient_accumulation_steps=4)
-    for ours, theirs in zip(epochs(parts), epochs(whole), strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-5)
+@pytest.mark.parametrize(
+    ("options", "kind"), [({"timm_optimizer": "muon"}, "Muon"), ({"optim": "sgd", "sam_rho": 0.1}, "SAM")]
+)
+def test_other_optimizers_make_a_step(options, kind, tmp_path):
+    own = make(tmp_path / "out", **VIT, max_steps=1, warmup_steps=0, eval_split="none", **options)
+    before = {name: weight.clone() for name, weight in own.model.named_parameters()}
+    own.run()
+    assert type(own.optimizer.optimizer).__name__ == kind
+    moved = [name for name, weight in own.model.named_parameters() if not torch.equal(weight, before[name])]
+    # The gradient of a key's bias is none but rounding.
+    assert {name for name in before if "k_proj.bias" not in name} <= {*moved}
 
 
-def test_initializes_attention_as_told(tiny_trainer):
-    small = VIT | {"patch_size": 4, "hidden_size": 64, "position_embedding": "learned"}
-    impulse = ",".join(f"{name}={value}" for name, value in small.items())
-    masses = []
-    for mass in (0.3, 0.9):
-        options = {"initialization": "impulse", "initialization_options": f"mass={mass},value_init=mimetic"}
-        model = tiny_trainer(model_type="vit_impulse_init", config_overrides=impulse, **options).model
-        with torch.no_grad():
-            model.vit.embeddings.patch_embeddings.projection.weight.zero_()  # positions alone
-        masses.append(max(measure_attention(model, [torch.zeros(1, 3, 32, 32)])[0].mass))
-    assert masses[0] < 0.4 < 0.6 < masses[1]
+def test_attends_eagerly_on_cpus_unless_told(fused_calls, tmp_path):
+    for attention, used in ((None, False), ("sdpa", True)):
+        own = make(tmp_path / "out", **VIT, attn_implementation=attention)
+        own.compute_loss(own.model.train(), next(iter(own.get_train_dataloader())))
+        assert bool(fused_calls) is used
 
 
-@pytest.mark.parametrize("name", ["impulse", "mimetic"])
-def test_a_start_leaves_alone_what_it_is_told_to(name):
-    """Also in the family that would start so by itself; and random positions stay what the configuration says."""
-    overrides = ",".join(f"{field}={value}" for field, value in (VIT | {"position_embedding": "random"}).items())
-    arguments = classifiers.ModelArguments(
-        model_type="vit_impulse_init",
-        config_overrides=f"{overrides},position_std=3",
-        initialization=name,
-        initialization_options="value_init=default",
+def test_images_are_mixed_and_labels_smoothed_in_training_alone(tmp_path):
+    own = make(tmp_path / "out", **VIT, **PLAIN | {"mixup": 1, "label_smoothing_factor": 0.2})
+    batch, seen = next(iter(own.get_train_dataloader())), next(iter(own.get_eval_dataloader()))
+    assert batch["labels"].shape == (16, 10) and (batch["labels"] > 0).sum(1).max() == 2
+    assert seen["labels"].tolist() == load_images("cifar10-subset", "test[:32]")["label"][:]
+    pixels = own.processing_class(own.eval_dataset.images.cast_column("image", datasets.Image())["image"][:])
+    torch.testing.assert_close(seen["pixel_values"], torch.stack([*map(torch.as_tensor, pixels["pixel_values"])]))
+    for inputs, training in ((batch, True), (seen, False)):
+        loss = own.compute_loss(own.model.train(training), inputs)
+        logs, labels = own.model(inputs["pixel_values"]).logits.log_softmax(1), inputs["labels"]
+        targets = 0.8 * labels + 0.2 / 10 if training else F.one_hot(labels, 10)
+        torch.testing.assert_close(loss, -(targets * logs).sum(1).mean())
+
+
+@pytest.fixture
+def taught(tmp_path):
+    """Options to learn from an untrained ResNet, which is sure of nothing and normalizes otherwise; and itself."""
+    torch.manual_seed(0)
+    teacher = ResNetForImageClassification(ResNetConfig(**RESNET, num_labels=10)).eval()
+    with torch.no_grad():
+        teacher.classifier[-1].weight *= 20
+    teacher.save_pretrained(tmp_path / "teacher")
+    ViTImageProcessor(size={"height": 32, "width": 32}, image_std=[0.25] * 3).save_pretrained(tmp_path / "teacher")
+    return {"distill_from": tmp_path / "teacher"} | PLAIN, teacher
+
+
+@pytest.mark.parametrize("token", [False, True], ids=["one head", "distillation token"])
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_learns_from_a_teacher(kind, token, taught, tmp_path):
+    options, teacher = taught
+    options |= {"distill_weight": 0.3, "distill_kind": kind, "distill_temperature": 2, "label_smoothing_factor": 0.1}
+    broadcast = {"model_type": "vit_context_broadcast", "config_overrides": f"{SMALL},use_distillation_token=true"}
+    own = make(tmp_path / "out", **options, **broadcast if token else VIT)
+    inputs = next(iter(own.get_train_dataloader()))
+    pixels, labels = inputs["pixel_values"], inputs["labels"]
+    loss, outputs = own.compute_loss(own.model.train(), inputs, return_outputs=True)
+    with torch.no_grad():
+        expected = teacher(2 * pixels).logits
+    heads = (outputs.cls_logits, outputs.distillation_logits) if token else 2 * (outputs.logits,)
+    if kind == "soft":
+        of_teacher = F.kl_div((heads[1] / 2).log_softmax(1), (expected / 2).softmax(1), reduction="batchmean") * 4
+    else:
+        of_teacher = F.cross_entropy(heads[1], expected.argmax(1))
+    of_labels = F.cross_entropy(heads[0], labels, label_smoothing=0.1)
+    torch.testing.assert_close(loss, 0.7 * of_labels + 0.3 * of_teacher)
+    # Without one, both heads learn from the labels.
+    own.teacher = None
+    both = F.cross_entropy(heads[1], labels, label_smoothing=0.1)
+    torch.testing.assert_close(own.compute_loss(own.model, inputs), (of_labels + both) / 2)
+
+
+def test_teachers_know_the_classes(taught, tmp_path, capsys):
+    ResNetForImageClassification(ResNetConfig(**RESNET)).save_pretrained(taught[0]["distill_from"])
+    assert "has 2 classes, the data set 10." in error_of("train", tmp_path / "wrong", capsys, **taught[0], **VIT)
+
+
+def test_models_of_several_labels_are_refused(images, tmp_path):
+    model = make_vit(num_labels=10, problem_type="multi_label_classification")
+    args = ImageClassificationArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match="problem_type is 'multi_label_classification', expected None or 'single"):
+        ImageClassificationTrainer(model, args, images, processing_class=ViTImageProcessor())
+
+
+@pytest.mark.parametrize("options", [SWIN, {"model_type": "vit", "config_overrides": TINY_VIT}], ids=["swin", "vit"])
+def test_context_broadcasting_is_inserted_learns_and_is_saved(options, tmp_path):
+    places = ["mlp_end", "attention_end"]
+    own = run(
+        tmp_path / "out",
+        context_broadcast="cb_s",
+        context_broadcast_position=places,
+        learning_rate=1e-2,
+        num_train_epochs=1,
+        **options,
     )
-    model, _ = classifiers.build_model(arguments, classifiers.LearningArguments(), ["ant", "bee"])
-    attention = model.vit.layers[0].attention
-    assert attention.v_proj.weight.std() < 0.03
-    assert model.vit.embeddings.position_embeddings.std() > 2
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    scales = [weight for name, weight in model.named_parameters() if "context_broadcast" in name]
+    assert has_context_broadcast(model) and len(scales) == 4 and all(scale.any() for scale in scales)
+    pixel_values = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(model(pixel_values).logits, own.model.eval()(pixel_values).logits)
 
 
-IMPULSE = "solver=adam_bounded,steps=3,renormalize_every=2,kernel_size=5,value_init=default,pseudo_input=uniform"
-STARTS = {
-    "impulse": [IMPULSE, "mass=null,per_layer=false"],
-    "mimetic": ["value_init=default"],
-    "trunc_normal": ["std=0.05,value_init=mimetic"],
-    "kaiming_uniform": [""],
-    "default": [""],
-}
+def test_other_architectures_and_stochastic_depth(tmp_path):
+    resnet = {"model_type": "resnet", "config_overrides": OVERRIDES, "num_train_epochs": 1}
+    run(tmp_path / "resnet", **resnet, image_size=24, crop="resized")
+    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "resnet").size) == {"height": 24, "width": 24}
+    sparse = {"model_type": "sparseformer", "config_overrides": SPARSE, "num_train_epochs": 1}
+    run(tmp_path / "sparse", **sparse, image_std=[0.2, 0.2, 0.3])
+    assert (tmp_path / "sparse" / "modeling_sparseformer.py").exists()
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "sparse")
+    assert type(model).__name__ == "SparseFormerForImageClassification"
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "sparse")
+    assert [*model.config.image_std] == [*processor.image_std] == [0.2, 0.2, 0.3]
+    assert make(tmp_path / "swin", **SWIN, drop_path=0.2).model.config.drop_path_rate == 0.2
 
 
 @pytest.mark.parametrize(
     ("model_type", "initialization", "options"),
     [
-        *(
-            (model_type, name, each)
-            for model_type in ("vit_impulse_init", "vit_context_broadcast", "bootstrapped_vit")
-            for name, options in STARTS.items()
-            for each in options
-        ),
+        ("vit_impulse_init", "impulse", "solver=adam_bounded,steps=3,kernel_size=5,pseudo_input=uniform"),
+        ("vit_impulse_init", "default", ""),
+        ("vit_context_broadcast", "trunc_normal", "std=0.05,value_init=mimetic"),
+        ("bootstrapped_vit", "mimetic", "value_init=default"),
         ("bootstrapped_vit", "reference", ""),
         ("agent_cnn", "reference", ""),
         ("convmixer", "default", ""),
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """A saved configuration says how the run began, for every initialization and training."""
+    """A saved configuration says how the run began."""
     start = {"initialization": initialization, "initialization_options": options}
     if model_type == "bootstrapped_vit":
         sizes = "patch_size=8,hidden_size=16,num_hidden_layers=2,intermediate_size=32"
@@ -155,15 +210,14 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
         model = joint.build_twins(twins, ["ant", "bee"], seed=3)
     else:
         sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
-        heads = "image_size=32,patch_size=8,hidden_size=16,num_hidden_layers=2,num_attention_heads=2"
-        arguments = classifiers.ModelArguments(
-            model_type=model_type, config_overrides=sizes.get(model_type, heads), **start
-        )
-        model, _ = classifiers.build_model(arguments, classifiers.LearningArguments(), ["ant", "bee"], seed=3)
+        arguments = ModelArguments(model_type=model_type, config_overrides=sizes.get(model_type, SMALL), **start)
+        args = ImageClassificationArguments(str(tmp_path / "run"), seed=3, use_cpu=True)
+        model, _ = models.build_model(arguments, args, ["ant", "bee"])
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # training
+            # Training.
+            parameter.zero_()
     model.save_pretrained(tmp_path)
     torch.manual_seed(99)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -180,185 +234,42 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
 @pytest.mark.parametrize("initialization", ["default", "impulse"])
 def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write_parquet):
     """It is chosen if none is named."""
-    images = load_images(write_parquet(size=pixels, count=4, corrupt=[1]))
-    arguments = classifiers.ModelArguments(initialization=initialization)
-    variant = train.choose_variant(arguments, train.typical_pixels(images))
+    arguments, images = ModelArguments(initialization=initialization), write_parquet(size=pixels, count=4, corrupt=[1])
+    variant = models.choose_variant(arguments, models.typical_pixels(load_images(images)))
     assert variant == ("vit-tiny-h3-224" if pixels == 250 else "vit-tiny-h3-32")
     assert arguments.model_type == {"default": "vit", "impulse": "vit_impulse_init"}[initialization]
-    fields = parse_overrides(arguments.model_type, arguments.config_overrides)
+    fields = models.parse_overrides(arguments.model_type, arguments.config_overrides)
     assert (fields["image_size"], fields["patch_size"], fields["hidden_size"]) == (size, patch, 192)
     assert fields.get("resize_size", 256) == (None if initialization == "impulse" and pixels < 250 else 256)
 
 
-def test_trains_the_model_that_it_chose(tiny_run, write_parquet, tmp_path):
-    files = {"dataset": write_parquet(), "eval_dataset": write_parquet("two.parquet", 2), "train_split": "train"}
-    options = {"config_overrides": None, "eval_split": "train", "batch_size": 2, "optimizer": "muon"}
-    tiny_run("--steps-per-epoch", "1", epochs=1, warmup_epochs=0, randaugment_layers=0, **files, **options)
-    config = AutoConfig.from_pretrained(tmp_path / "out")
+def test_says_which_model_it_chose_and_what_is_enlarged(write_parquet, tmp_path, capsys):
+    files = {"dataset": write_parquet(), "train_split": None, "eval_split": "none"}
+    config = make(tmp_path / "out", **files).model.config
     assert (config.model_type, config.image_size, config.hidden_size, config.num_labels) == ("vit", 32, 192, 2)
-
-
-def test_learns_from_a_teacher(tiny_run, tmp_path):
-    teacher = ResNetForImageClassification(
-        ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=10)
-    )
-    teacher.save_pretrained(tmp_path / "teacher")
-    ViTImageProcessor(size={"height": 40, "width": 40}, image_std=[0.25] * 3).save_pretrained(tmp_path / "teacher")
-    alone = tiny_run(name="alone")
-    taught = tiny_run(name="taught", distill_from=tmp_path / "teacher", distill_weight=0.5, distill_temperature=2)
-    assert taught["epochs"][0]["train_loss"] < alone["epochs"][0]["train_loss"] - 0.5  # an untrained teacher is unsure
-    none = tiny_run(name="none", distill_from=tmp_path / "teacher", distill_weight=0)
-    assert epochs(none) == epochs(alone)
-    ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])).save_pretrained(
-        tmp_path / "teacher"
-    )
-    with pytest.raises(ValueError, match="has 2 classes, the data set 10"):
-        tiny_run(name="refused", distill_from=tmp_path / "teacher")
-
-
-CONTEXT_BROADCAST = (
-    "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,resize_size=null,"
-    "use_distillation_token=true"
-)
-
-
-@pytest.fixture
-def sure_teacher(tmp_path):
-    """A classifier that takes every image for a ship."""
-    teacher = ResNetForImageClassification(
-        ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=10)
-    )
-    with torch.no_grad():
-        teacher.classifier[-1].weight.zero_()
-        teacher.classifier[-1].bias.zero_()[8] = 5
-    teacher.save_pretrained(tmp_path / "sure")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "sure")
-    return tmp_path / "sure"
-
-
-@pytest.mark.parametrize("distill_kind", ["hard", "soft"])
-def test_a_distillation_token_learns_from_the_teacher(tiny_run, tmp_path, sure_teacher, distill_kind):
-    options = {"model_type": "vit_context_broadcast", "config_overrides": CONTEXT_BROADCAST, "learning_rate": 1e-2}
-    results = tiny_run(distill_from=sure_teacher, distill_kind=distill_kind, mixup=0, **options)
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
-    images = load_images("cifar10-subset", "test[:30]").cast_column("image", datasets.Image())
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
-    pixel_values = processor([record["image"] for record in images], return_tensors="pt")["pixel_values"]
-    with torch.no_grad():
-        outputs = model(pixel_values)
-    assert (outputs.distillation_logits.argmax(1) == 8).all()
-    assert (outputs.cls_logits.argmax(1) == 8).float().mean() < 0.5
-    # Without a teacher both heads learn from the labels.
-    alone = tiny_run(name="alone", **options | {"learning_rate": 3e-3, "epochs": 4})
-    assert alone["epochs"][-1]["train_loss"] < alone["epochs"][0]["train_loss"]
-    assert results["arguments"]["distill_kind"] == distill_kind
-
-
-def test_inserts_context_broadcast(tiny_run, tmp_path):
-    for name, options in (("vit", {}), ("swin", {"model_type": "swin", "config_overrides": SWIN})):
-        tiny_run(
-            *("--context-broadcast-position", "mlp_end", "attention_end"),
-            name=name,
-            context_broadcast="cb_s",
-            learning_rate=1e-2,
-            **options,
-        )
-        model = AutoModelForImageClassification.from_pretrained(tmp_path / name)
-        scales = [parameter for key, parameter in model.named_parameters() if "context_broadcast" in key]
-        assert len(scales) == 4 and all(scale.any() for scale in scales)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_of_the_papers_can_be_read(recipe, tiny_trainer):
-    """One of each architecture, but for fewer and smaller images and layers, and fewer steps of Algorithm 1."""
-    _, values = read_recipe(recipes_of("frugalvit train")[recipe])
-    small = {"dataset": "cifar10-subset", "mixed_precision": "no", "learning_rate": 1e-3, "label_column": "label"}
-    if "initialization_options" in values:
-        small["initialization_options"] = values["initialization_options"] + ",steps=2"
-    own = tiny_trainer(config=recipe, config_overrides=f"{values['config_overrides']},{RECIPES[recipe]}", **small)
-    arguments, model = own.run.record["arguments"], own.model
-    for name in ("cutmix", "erasing", "drop_path", "initialization", "context_broadcast", "padding_mode"):
-        assert arguments[name] == values.get(name, arguments[name])
-    loss = own.compute_loss(model.train(), next(own.loader.epoch(0)))
-    loss.backward()
-    assert loss.isfinite() and any(weight.grad is not None for weight in model.parameters())
-    wanted = parse_overrides(values["model_type"], values["config_overrides"])
-    for name in ("context_broadcast", "spatial_filters", "stem", "mixing_bias"):
-        assert getattr(model.config, name, None) == wanted.get(name, getattr(model.config, name, None))
-
-
-def test_other_architectures(tiny_run, tmp_path):
-    resnet = "embedding_size=8,hidden_sizes=[8],depths=[1],layer_type=basic"
-    with pytest.raises(ValueError, match="resnet models .* --image-size"):
-        tiny_run(model_type="resnet", config_overrides=resnet)
-    tiny_run(name="resnet", model_type="resnet", config_overrides=resnet, image_size=24, crop="resized", erasing=0.5)
-    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "resnet").size) == {"height": 24, "width": 24}
-    tiny_run("--image-std", "0.2", "0.2", "0.3", name="sparse", model_type="sparseformer", config_overrides=SPARSE)
-    assert (tmp_path / "sparse" / "modeling_sparseformer.py").exists()
-    assert list(AutoImageProcessor.from_pretrained(tmp_path / "sparse").image_std) == [0.2, 0.2, 0.3]
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "sparse")
-    assert type(model).__name__ == "SparseFormerForImageClassification"
-    assert list(model.config.image_std) == [0.2, 0.2, 0.3]
-
-
-def test_streams_skips_and_drops_paths(tiny_run, write_parquet):
-    train_file, test_file = write_parquet("train.parquet", 24, corrupt=[5, 17]), write_parquet("test.parquet")
-    files = {"dataset": train_file, "eval_dataset": test_file, "train_split": None, "eval_split": None}
-    for name, streaming in (("map", ()), ("stream", ("--streaming",))):
-        results = tiny_run("--skip-corrupt", *streaming, name=name, steps_per_epoch=2, batch_size=8, **files)
-        assert results["epochs"][0]["step"] == 2 and results["epochs"][0]["skipped"] <= 2
-    tiny_run(name="swin", model_type="swin", config_overrides=SWIN, drop_path=0.2)
-    with pytest.raises(ValueError, match="--drop-path is 0.2, but vit models have none"):
-        tiny_run(name="vit", drop_path=0.2)
-
-
-def test_arguments_from_a_file(tiny_run, tmp_path):
-    first = tiny_run("--class-names", *"abcdefghij", seed=3)
-    options = dict.fromkeys(("config_overrides", "train_split", "eval_split", "epochs", "batch_size", "warmup_epochs"))
-    again = tiny_run(name="again", config=tmp_path / "out" / "results.json", **options)
-    assert epochs(again) == epochs(first) and again["arguments"] == first["arguments"]
-    (tmp_path / "short.yaml").write_text("learning_rate: 1e-2\ncompile: false\nimage_mean: [0.1, 0.2, 0.3]\nseed: 5\n")
-    results = tiny_run(name="short", config=tmp_path / "short.yaml", seed=4)
-    assert [results["arguments"][name] for name in ("learning_rate", "image_mean", "seed")] == [
-        0.01,
-        [0.1, 0.2, 0.3],
-        4,
-    ]
+    assert "No model is named; images of 8 pixels have vit-tiny-h3-32: model_type vit" in capsys.readouterr().out
+    make(tmp_path / "out", **files, **VIT)
+    assert "the new model sees images of 32 pixels, and these have 8: they are enlarged" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"config_overrides": "hidden_sizes=3"}, "vit configurations have no 'hidden_sizes'"),
-        ({"initialization_options": "mass=0.3"}, "--initialization default has no 'mass'"),
-        ({"model_type": "agent_cnn", "initialization": "impulse", "config_overrides": ""}, "found no attention"),
+        ({"config_overrides": "hidden_sizes=3"}, "config_overrides: vit configurations have no 'hidden_sizes'"),
+        ({"initialization_options": "mass=0.3"}, "initialization_options: initialization default has no 'mass'"),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
-        ({"context_broadcast": "cb_gate", "model_type": "swin", "config_overrides": SWIN}, "needs a class token"),
+        ({"model_type": "agent_cnn", "initialization": "impulse", "config_overrides": ""}, "found no attention"),
         (
-            {"repeated_augmentation": 2, "streaming": True, "steps_per_epoch": 2, "train_split": "train"},
-            "images that are not streamed",
+            {"model_type": "resnet", "config_overrides": OVERRIDES},
+            "resnet models take images of any size; give image_size",
         ),
-        ({"crop_padding": 32}, "--crop-padding is 32, expected less than the images' 32 pixels"),
-        ({"mixed_precision": None, "batch_size": 15}, "--batch-size 15 cannot be shared evenly"),
+        ({"context_broadcast": "cb_gate"} | SWIN, "needs a class token"),
+        ({"crop_padding": 32}, "crop_padding is 32, expected less than the images' 32 pixels"),
+        ({"drop_path": 0.2}, "drop_path is 0.2, but vit models have none; expected 0"),
+        ({"layer_decay": 0}, "layer_decay is 0.0, expected a number above 0, up to 1"),
+        ({"distill_kind": "firm"}, "argument --distill_kind/--distill-kind: invalid choice: 'firm'"),
+        ({"model": "nowhere"}, "nowhere"),
     ],
 )
-def test_values_that_cannot_be(options, message, tiny_run):
-    with pytest.raises(ValueError, match=message):
-        tiny_run(**options)
-
-
-def test_images_need_labels(tiny_run, write_parquet):
-    plain = {"train_split": None, "eval_split": None}
-    without, labeled = write_parquet("without.parquet", 24, labels=False), write_parquet("with.parquet", 24)
-    with pytest.raises(ValueError, match="has no labels to train with"):
-        tiny_run(dataset=without, eval_dataset=labeled, **plain)
-    with pytest.raises(ValueError, match="The evaluation images have no labels"):
-        tiny_run(dataset=labeled, eval_dataset=without, **plain)
-
-
-def test_a_program_prints_one_line(tmp_path, monkeypatch):
-    (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path), "--train-split", "nothing"])
-    monkeypatch.delitem(sys.modules, train.__name__)
-    with pytest.raises(SystemExit, match=rf"^frugalvit train: error: --output {tmp_path} is not empty.*$"):
-        runpy.run_module("frugalvit.training.train", run_name="__main__")
+def test_values_that_cannot_be_are_one_line(options, message, tmp_path, capsys):
+    assert message in error_of("train", tmp_path / "out", capsys, **VIT | options)

@@ -1,304 +1,327 @@
-"""Runs that are killed, resumed, refused or diverge."""
+"""`ImageTrainer`: runs that stop and go on, the best model, optimizers, and what must not be overwritten."""
 
 import json
 import math
 import os
-import pickle
-import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
+import torch.nn.functional as F
+import transformers
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from trainings import assert_equal, logged
+from transformers import AutoModelForImageClassification, TrainerCallback
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.common.interruptions import SIGNALS
-from frugalvit.training import train
-from frugalvit.training.components.checkpoints import Checkpoints
-from frugalvit.training.components.loaders import TrainingLoader
-from frugalvit.training.components.optimizers import parameter_groups
-from frugalvit.training.trainer import read_losses
+from frugalvit.common.data import load_images
+from frugalvit.common.views import EvalView, ImageFormat
+from frugalvit.training.arguments import ImageTrainingArguments
+from frugalvit.training.augmentation import SmallDataView
+from frugalvit.training.data import mixing
+from frugalvit.training.optimizers import learning_rate_factors, make_optimizer, parameter_groups, with_rates
+from frugalvit.training.trainer import ImageTrainer, last_checkpoint, start
 from tiny import make_vit
 
 
-TIMES = {"images_per_second", "seconds"}
+FORMAT = ImageFormat((16, 16))
+# Of a ViT that draws random numbers.
+SIZES = {"image_size": 16, "hidden_size": 16, "intermediate_size": 32, "hidden_dropout_prob": 0.1, "num_labels": 10}
+# Two epochs of four steps.
+ARGUMENTS = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
+ARGUMENTS |= {"learning_rate": 1e-2, "weight_decay": 0.05, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
+ARGUMENTS |= {"metric_for_best_model": "accuracy", "logging_steps": 1, "use_cpu": True}
 
 
-def without_times(value):
-    if isinstance(value, dict):
-        return {name: without_times(part) for name, part in value.items() if name not in TIMES}
-    return [without_times(part) for part in value] if isinstance(value, list) else value
+class Learner(ImageTrainer):
+    """A classifier's trainer; losses of some steps are multiplied, and accuracies of evaluations may be given."""
+
+    factors, accuracies = {}, ()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(inputs["pixel_values"])
+        loss = F.cross_entropy(outputs.logits, inputs["labels"]) * self.factors.get(self.state.global_step, 1)
+        return (loss, outputs) if return_outputs else loss
+
+    def measure(self, prediction):
+        if self.accuracies:
+            return {"accuracy": self.accuracies[len(logged(self, "eval_accuracy"))]}
+        return {"accuracy": (prediction.predictions.argmax(1) == prediction.label_ids).mean().item()}
+
+    def summary(self, metrics):
+        return f"accuracy {metrics['accuracy']:.4f}" if metrics else "not evaluated"
 
 
-@pytest.mark.nightly
-def test_runs_killed_at_random_leave_nothing_broken(tmp_path):
-    """SIGKILL at any moment of training."""
-    vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
-    arguments = [
-        *("--config-overrides", vit, "--train-split", "train[:64]", "--eval-split", "test[:50]"),
-        *("--epochs", "3", "--batch-size", "16", "--warmup-epochs", "1", "--checkpointing-steps", "1"),
-        *("--mixed-precision", "no"),
-    ]
-    program, kills = Path(__file__).with_name("killed_at_random.py"), os.environ.get("FRUGALVIT_KILLS", "3")
-    process = subprocess.run(
-        [sys.executable, program, tmp_path, kills, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert int(process.stdout.split()[-1]) >= 1
+@pytest.fixture
+def make(tmp_path, images):
+    def make(name="out", callbacks=(), train=images, evaluation=images, mix=None, **options):
+        return Learner(
+            make_vit(**SIZES),
+            ImageTrainingArguments(str(tmp_path / name), **ARGUMENTS | options),
+            train,
+            evaluation,
+            SmallDataView(FORMAT, padding=2),
+            EvalView(FORMAT),
+            mix,
+            processing_class=transformers.ViTImageProcessor(size={"height": 16, "width": 16}),
+            callbacks=list(callbacks),
+        )
+
+    return make
 
 
-def at_step(number: tuple[int, int], happens):
-    """`TrainingLoader.epoch` in which something happens just before the batch of (epoch, step of the epoch)."""
-    epoch = TrainingLoader.epoch
+class At(TrainerCallback):
+    """Does something as steps begin, the first of which is 0."""
 
-    def changed(self, epoch_number, start=0):
-        for at, batch in enumerate(epoch(self, epoch_number, start), start):
-            if (epoch_number, at) == number:
-                happens()
-            yield batch
+    def __init__(self, do):
+        self.do = do
 
-    return changed
+    def on_step_begin(self, args, state, control, **_):
+        self.do(state.global_step)
 
 
-@pytest.mark.parametrize(
-    ("sent", "raised", "code"),
-    [(signal.SIGINT, KeyboardInterrupt, None), (signal.SIGTERM, SystemExit, 143)],
-)
-def test_an_interruption_saves_the_step_and_says_how_to_go_on(
-    sent, raised, code, finished_run, tiny_run, tmp_path, capfd
-):
-    """And goes on with the random numbers that it would have had."""
-    vit = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
-    options = {"config_overrides": f"{vit},hidden_dropout_prob=0.1"}
-    whole = finished_run("whole", **options)
-    capfd.readouterr()
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(raised) as stop:
-        patch.setattr(TrainingLoader, "epoch", at_step((1, 1), lambda: os.kill(os.getpid(), sent)))
-        tiny_run(**options)
-    assert code is None or stop.value.code == code
-    # Step 2 of the second epoch of four was under way.
-    assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
-    said = capfd.readouterr().err
-    assert said.count("The step under way is finished") == 1
-    assert "step-00000006 is saved; run the same command to go on" in said
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert without_times(tiny_run(**options)["epochs"]) == without_times(whole["epochs"])
+class Stop(TrainerCallback):
+    """Ends a run after a step, with a checkpoint."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_save = control.should_training_stop = state.global_step == self.step
 
 
-def test_sharpness_aware_steps_compute_two_gradients(tiny_run, monkeypatch):
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 1}, {"gradient_accumulation_steps": 2}])
+def test_a_run_that_stopped_within_an_epoch_ends_as_one_that_did_not(options, make):
+    options |= {"mix": mixing(10, 0.8, 1.0), "evaluation": None}
+    whole = make("whole", **options)
+    whole.run()
+    make(callbacks=[Stop(whole.state.max_steps * 3 // 4)], **options).run()
+    own = make(**options)
+    own.run()
+    assert_equal(own.model.state_dict(), whole.model.state_dict())
+    # Views and order differ from epoch to epoch.
+    assert logged(own, "loss") == logged(whole, "loss") and len({*logged(own, "loss")}) == whole.state.max_steps
+
+
+def test_a_stream_goes_on(make, write_parquet):
+    def run(name, **options):
+        stream = load_images(write_parquet(count=24), streaming=True)
+        own = make(name, train=stream, evaluation=None, max_steps=6, **options)
+        own.run()
+        return logged(own, "loss")
+
+    whole, stopped, own = run("whole"), run("out", callbacks=[Stop(2)]), run("out")
+    # The stream has three batches, and begins anew with others.
+    assert stopped == whole[:2] and own[:3] == whole[:3] and len({*whole}) == len(own) == 6
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+def test_ctrl_c_saves_the_step_under_way(again, make, tmp_path, capsys):
+    """A second one ends at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        make(callbacks=[At(lambda step: step == 5 and os.kill(os.getpid(), signal.SIGINT))] * (1 + again)).run()
+    said = capsys.readouterr().err
+    assert said.count("The step under way is finished and saved first") == 1
+    assert ("Stopped at step 6; the same command goes on from there." in said) != again
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert last_checkpoint(tmp_path / "out").endswith("checkpoint-4" if again else "checkpoint-6")
+
+
+@pytest.mark.parametrize("state", [None, '{"global_step": 6'])
+def test_an_incomplete_checkpoint_is_passed_over(state, make, tmp_path):
+    """A user's own files beside are left alone."""
+    make(callbacks=[Stop(2)]).run()
+    kept = {"checkpoint-mine", "checkpoint-2-copy", "checkpoint-"}
+    for name in ("checkpoint-100", *kept):
+        (tmp_path / "out" / name).mkdir()
+        (tmp_path / "out" / name / "model.safetensors").write_bytes(b"half")
+        if state is not None:
+            (tmp_path / "out" / name / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", *kept}
+    assert last_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(("step", "factor"), [(0, math.inf), (5, math.nan)])
+def test_a_loss_that_is_not_finite_ends_the_run(step, factor, make, tmp_path):
+    own, handler = make(), signal.getsignal(signal.SIGINT)
+    own.factors = {step: factor}
+    kept = f"{tmp_path}/out/checkpoint-4 is kept" if step else "There is no checkpoint yet"
+    with pytest.raises(ValueError, match=rf"^The loss at step {step + 1} is not finite, .* learning_rate .*{kept}\.$"):
+        own.run()
+    assert signal.getsignal(signal.SIGINT) == handler and not (tmp_path / "out" / "model.safetensors").exists()
+    assert not step or all(value.isfinite().all() for value in weights(tmp_path / "out" / "checkpoint-4").values())
+
+
+def test_weights_that_are_not_finite_reach_no_checkpoint(make, tmp_path):
+    """The loss of their step was."""
+    own = make(save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1)
+    spoil = lambda _, gradients, __: [gradients[0] * (math.nan if own.state.global_step == 3 else 1)]  # noqa: E731
+    own.model.vit.layernorm.register_full_backward_hook(spoil)
+    with pytest.raises(ValueError, match="weights at step 4 are not finite, .*checkpoint-3 is kept"):
+        own.run()
+    assert not (tmp_path / "out" / "checkpoint-4").exists()
+
+
+def test_folders_of_others_are_refused(make, tmp_path, monkeypatch):
+    def begin(name, **options):
+        start(ImageTrainingArguments(str(tmp_path / name), use_cpu=True, **options))
+
+    for name in ("out", "empty/runs", "broken/checkpoint-3"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("file", "out/config.json", "broken/checkpoint-3/model.safetensors"):
+        (tmp_path / name).write_text("mine")
+    for name in ("new", "empty", "broken"):
+        begin(name)
+    for name, message in (("file", "is a file; expected a folder"), ("out", "is not empty .* overwrite_output_dir")):
+        with pytest.raises(ValueError, match=f"output_dir .*{name} {message}"):
+            begin(name)
+    begin("out", overwrite_output_dir=True)
+    assert (tmp_path / "out" / "config.json").read_text() == "mine"
+    make("run", callbacks=[Stop(2)]).run()
+    for overwrite in (False, True):
+        begin("run", overwrite_output_dir=overwrite)
+        assert (tmp_path / "run" / "checkpoint-2").is_dir() != overwrite
+    args = ImageTrainingArguments(str(tmp_path / "new"), use_cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="2 processes were started and Accelerate sees 1, .* use_cpu"):
+        start(args)
+
+
+@pytest.mark.parametrize("best", [0, 1])
+def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
+    """The last model is measured where it is kept; what was chosen on some images may be measured on others."""
+    accuracies, saved = [(0.75, 0.25, 0.375), (0.25, 0.75, 0.375)][best], []
+    for name, options, test, epoch, expected in (
+        *(("best", {}, None, best, 0.75), ("tested", {}, images, best, 0.375)),
+        ("last", {"load_best_model_at_end": False}, None, 1, accuracies[1]),
+    ):
+        own, folder = make(name, **options), tmp_path / name
+        own.accuracies = accuracies
+        assert own.run(test_dataset=test)["accuracy"] == expected
+        card, results = ModelCard.load(folder / "README.md"), json.loads((folder / "eval_results.json").read_text())
+        assert card.data.eval_results[0].metric_value == results["accuracy"] == expected
+        assert f"accuracy {expected:.4f}" in card.text and f"epoch {epoch + 1} of 2, chosen" in card.text
+        saved.append(AutoModelForImageClassification.from_pretrained(folder).state_dict())
+        assert_equal(saved[-1], own.model.state_dict())
+    assert torch.equal(*(each["classifier.weight"] for each in saved[1:])) == (best == 1)
+
+
+def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(make, tmp_path):
+    steps = []
+
+    def run(**options):
+        own = make(lr_scheduler_type="constant", callbacks=[At(steps.append)], **options)
+        own.accuracies = (0.75, 0.25, 0.5)
+        own.run()
+        return own, weights(tmp_path / "out")
+
+    (first, saved), *more = run(), run(), run(num_train_epochs=3)
+    assert steps == [*range(12)] and logged(more[1][0], "eval_accuracy") == [0.75, 0.25, 0.5]
+    for own, kept in more:
+        assert own.metrics == first.metrics and first.metrics["accuracy"] == 0.75
+        assert_equal(kept, saved)
+
+
+def test_it_is_a_trainer(make, images, pictures, tmp_path, hub, monkeypatch):
+    """A notebook calls its methods."""
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)
+    own = make(num_train_epochs=1, hub_model_id="someone/model", report_to="tensorboard")
+    assert own.evaluate().keys() >= {"eval_loss", "eval_accuracy"} and own.train().global_step == 4
+    assert own.evaluate(images, metric_key_prefix="other")["other_accuracy"] == own.metrics["accuracy"]
+    predictions = own.predict(pictures)
+    assert predictions.predictions.shape == (32, 10) and predictions.label_ids is None
+    with pytest.raises(ValueError, match="The training images have the classes airplane.*, the evaluation images"):
+        own.evaluate(images.cast_column("label", type(images.features["label"])(names=list("abcdefghij"))))
+    own.save_model(str(tmp_path / "saved"))
+    names = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
+    assert names == {path.name for path in (tmp_path / "saved").iterdir()}
+    own.push_to_hub("All of it")
+    [(_, header, files)] = hub.commits
+    assert names <= files.keys() and header["summary"] == "All of it" and list((tmp_path / "out").glob("runs/*"))
+    assert not any(name.startswith("checkpoint") for name in files)
+
+
+def test_images_a_second_are_those_of_training(make, monkeypatch):
+    """Neither of evaluation nor, in a run that goes on, of the steps before."""
+    now = iter(range(1000))
+    monkeypatch.setattr("frugalvit.training.trainer.time.perf_counter", lambda: next(now) / 4)
+    options = {"logging_steps": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 4}
+    make(callbacks=[Stop(2)], **options).run()
+    own = make(**options)
+    own.run()
+    # Two steps of 16 images between two looks at a clock.
+    assert {*logged(own, "images_per_second")} == {128}
+
+
+def test_a_batch_in_parts_is_a_batch(make):
+    losses = []
+    for count in (1, 2):
+        options = {"per_device_train_batch_size": 8 // count, "gradient_accumulation_steps": count}
+        own = make(f"{count}", evaluation=None, **options)
+        # Without dropout.
+        own.model.eval().train = lambda mode=True, model=own.model: model
+        own.run()
+        losses.append(logged(own, "loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
     """The second one where the first has led, from where the weights then move."""
-    seen, compute_loss = [], train.ImageClassificationTrainer.compute_loss
+    seen, compute_loss = [], Learner.compute_loss
 
     def note(self, model, *arguments, **options):
         seen.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
         return compute_loss(self, model, *arguments, **options)
 
-    monkeypatch.setattr(train.ImageClassificationTrainer, "compute_loss", note)
-    tiny_run(optimizer="sam", epochs=1, steps_per_epoch=2, warmup_epochs=0)
+    monkeypatch.setattr(Learner, "compute_loss", note)
+    make(sam_rho=0.05, max_steps=2, warmup_steps=0, evaluation=None).run()
     first, led, second, led_again = seen
     assert (led - first).norm().item() == pytest.approx(0.05, rel=1e-3)
     assert not torch.equal(first, second) and not torch.equal(led_again, second)
+    with pytest.raises(ValueError, match="sam_rho needs gradient_accumulation_steps 1, and no fp16"):
+        make(sam_rho=0.05, gradient_accumulation_steps=2)
 
 
-def test_a_run_without_a_step_begins_anew(tiny_run, tmp_path):
-
-    def fail():
-        raise RuntimeError("interrupted")
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="interrupted"):
-        patch.setattr(TrainingLoader, "epoch", at_step((0, 0), fail))
-        tiny_run(seed=1)
-    assert not (tmp_path / "out" / "checkpoints").exists()
-    tiny_run(train_split="train[64:128]")
-
-
-def test_a_launch_that_became_one_process_is_said(tiny_run, monkeypatch, capsys):
-    """`accelerate launch --cpu --num_processes 2` leaves such an environment, and starts one process."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    tiny_run(steps_per_epoch=1, epochs=1)
-    assert "one was started" in (said := capsys.readouterr().err)
-    assert "torchrun --nproc-per-node 2 -m frugalvit.training.train" in said
-
-
-def test_a_finished_run_is_left_as_it_is(finished_run, tiny_run, tmp_path, capsys):
-    first = finished_run()
-    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert {**tiny_run(), "command": first["command"]} == first
-    assert "2 epochs and 8 steps are done" in capsys.readouterr().out
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
-
-
-def test_a_longer_run_goes_on(finished_run, tiny_run):
-    first = finished_run(steps_per_epoch=1)
-    longer = tiny_run(steps_per_epoch=1, epochs=3, num_workers=1, logging_steps=3)
-    assert longer["epochs"][:2] == first["epochs"] and [record["epoch"] for record in longer["epochs"]] == [1, 2, 3]
-    with pytest.raises(ValueError, match="a checkpoint of 3 epochs and 3 steps, and an epoch has 4; .*--overwrite"):
-        tiny_run(epochs=3)
-
-
-def test_folders_of_others_are_refused(tiny_run, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="file is a file; expected a folder"):
-        tiny_run(name="file")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("mine")
-    for more in ([], ["--overwrite"]):
-        with pytest.raises(ValueError, match="out is not empty and holds no run to go on with or to overwrite"):
-            tiny_run(*more)
-    assert (tmp_path / "out" / "config.json").read_text() == "mine"
-
-
-def test_what_fails_in_an_evaluation_costs_no_epoch(finished_run, tiny_run, tmp_path, monkeypatch, capsys):
-    expected = finished_run("whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "evaluate_classifier", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            tiny_run()
-    # As the message about a corrupt image advises.
-    results = tiny_run("--skip-corrupt")
-    assert "0 epochs and 4 steps are done" in capsys.readouterr().out
-    assert results["best"]["accuracy"] == expected["best"]["accuracy"]
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
-    assert weights[0] == weights[1]
-
-
-@pytest.mark.parametrize("name", ["step-backup", "step-00000009-copy", "step-00000009.old", "step-", "step-٩"])
-def test_what_a_user_keeps_beside_checkpoints_is_none(name, tmp_path):
-    (tmp_path / name).mkdir()
-    for step in ("step-00000006", "step-100000000"):
-        (tmp_path / step).mkdir()
-        checkpoints = Checkpoints(Accelerator(), tmp_path)
-        assert checkpoints.newest() == checkpoints.all()[-1] == tmp_path / step
-
-
-@pytest.mark.parametrize("file", ["optimizer.pt", "model.safetensors"])
-def test_foreign_files_of_a_checkpoint_are_said(file, finished_run, tiny_run, tmp_path):
-    finished_run(steps_per_epoch=1)
-    newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
-    (newest / file).write_bytes(pickle.dumps(Path(file)))
-    with pytest.raises(ValueError, match="cannot be read: .* Remove it to go on from an earlier one, or start anew"):
-        tiny_run(steps_per_epoch=1)
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-def test_random_numbers_that_are_not_restored_are_said(processes, finished_run, tiny_run, tmp_path, capsys):
-    """They are not restored if a checkpoint was written by another number of processes."""
-    finished_run(steps_per_epoch=1)
-    for checkpoint in (tmp_path / "out" / "checkpoints").iterdir():
-        states = checkpoint / "rng_state.pth"
-        shutil.copyfile(states, checkpoint / "rng_state_1.pth") if processes else states.unlink()
-    assert "other random numbers" not in capsys.readouterr().out
-    tiny_run(steps_per_epoch=1)
-    assert "The run goes on with other random numbers" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_evaluation_that_is_no_number_is_an_error(value, tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "evaluate_classifier", lambda *_: {"loss": value, "accuracy": 0.1})
-    with pytest.raises(ValueError, match=r"The loss of epoch 1 is (nan|inf) at step 1.*step-00000001 is kept"):
-        tiny_run(steps_per_epoch=1)
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_weights_that_are_not_finite_reach_no_checkpoint(tiny_run, tmp_path):
-    with pytest.raises(ValueError, match="weights is nan at step 1, .* There is no checkpoint yet"):
-        tiny_run(learning_rate=1e38, weight_decay=10, warmup_epochs=0, steps_per_epoch=1)
-    assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-def test_overwriting_starts_anew(finished_run, tiny_run):
-    finished_run()
-    results = tiny_run("--overwrite", seed=1, epochs=1)
-    assert [record["epoch"] for record in results["epochs"]] == [1] and results["arguments"]["seed"] == 1
-
-
-@pytest.mark.parametrize("options", [{"train_split": "nothing"}, {"batch_size": 128}, {"model": "nowhere/at/all"}])
-def test_errors_leave_nothing_behind(options, tiny_run, tmp_path):
-    with pytest.raises((ValueError, OSError)):
-        tiny_run(**options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tiny_run, tmp_path):
-    with pytest.raises(ValueError, match=r"The loss is (nan|inf) at step \d+, .*The checkpoint .*step-.* is kept"):
-        tiny_run(learning_rate=1e19, epochs=20, checkpointing_steps=1, warmup_epochs=2, max_grad_norm=0)
-    newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
-    assert all(value.isfinite().all() for value in load_file(newest / "model.safetensors").values())
-    assert not (tmp_path / "out" / "results.json").exists()
-
-
-def test_a_gradient_that_is_not_finite_reaches_no_checkpoint(tiny_run, tmp_path, monkeypatch):
-    """The loss of its step is finite, and the weights that it leaves are not."""
-    cross_entropy, calls = train.F.cross_entropy, []
-
-    def breaks_at_step_3(logits, *arguments, **options):
-        calls.append(logits)
-        loss = cross_entropy(logits, *arguments, **options)
-        return loss + (0 * logits).sum().sqrt() if len(calls) == 3 else loss
-
-    monkeypatch.setattr(train.F, "cross_entropy", breaks_at_step_3)
-    message = "The gradient's norm is nan at step 3, the first such, .* The checkpoint .*step-00000002 is kept"
-    with pytest.raises(ValueError, match=message):
-        tiny_run(checkpointing_steps=1)
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_losses_that_are_read_later_tell_the_first_that_is_not_finite(tmp_path):
-    losses, checkpoints = [torch.tensor(loss) for loss in (1.0, 2.0, math.inf, math.nan)], Checkpoints(None, tmp_path)
-    assert read_losses(Accelerator(), losses[:2], 1, 8, checkpoints) == [1, 2]
-    with pytest.raises(ValueError, match="The loss is inf at step 9, .* There is no checkpoint yet."):
-        read_losses(Accelerator(), losses, 1, 10, checkpoints)
-
-
-@pytest.mark.parametrize("max_grad_norm", [0, 1e-3])
-def test_metrics_are_written_as_the_run_goes(tiny_run, tmp_path, monkeypatch, max_grad_norm):
-    seen, evaluate = [], train.evaluate_classifier
-
-    def watch(*arguments):
-        seen.append((tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
-        return evaluate(*arguments)
-
-    monkeypatch.setattr(train, "evaluate_classifier", watch)
-    tiny_run(logging_steps=2, max_grad_norm=max_grad_norm)
-    log = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    assert [len(lines) for lines in seen] == [2, 5] and seen[1] == log[:5] and len(log) == 6
-    for line in (*log[:2], *log[3:5]):
-        record = json.loads(line)
-        assert record.keys() == {"step", "loss", "learning_rate", "gradient_norm", "images_per_second"}
-        # Before it is clipped.
-        assert record["gradient_norm"] > 0.1 and record["images_per_second"] > 0
-
-
-def test_how_often_a_run_logs_changes_nothing(tiny_run):
-    """Also where the gradient is not clipped, whose norm is then computed for the log alone."""
-    options = {"max_grad_norm": 0, "learning_rate": 0.1}
-    often, seldom = (tiny_run(name=f"every-{steps}", logging_steps=steps, **options)["epochs"] for steps in (1, 100))
-    assert without_times(often) == without_times(seldom)
-
-
-def decayed_names(model):
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, kept = (
-        {names[id(parameter)] for parameter in group["params"]} for group in parameter_groups(model, 0.05)
-    )
-    assert decayed | kept == set(names.values()) and not decayed & kept
-    return decayed, kept
-
-
-def test_what_decays():
-    decayed, kept = decayed_names(make_vit())
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({}, "AdamW"), ({"optim": "sgd"}, "SGD"), ({"timm_optimizer": "muon"}, "Muon"), ({"sam_rho": 0.1}, "SAM")],
+)
+def test_optimizers_have_the_groups_of_the_trainer(options, kind, make):
+    """Norms, biases, positions and [CLS] do not decay, and what is frozen is not there."""
+    own = make(**options)
+    own.model.vit.layernorm.requires_grad_(False)
+    optimizer = own.create_optimizer()
+    assert type(optimizer).__name__ == kind and own.create_optimizer() is optimizer
+    assert [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups] == [(0.05, 0.01), (0.0, 0.01)]
+    names = {id(parameter): name for name, parameter in own.model.named_parameters()}
+    decayed, kept = ({names[id(each)] for each in group["params"]} for group in optimizer.param_groups)
     assert {name.rsplit(".", 1)[1] for name in decayed} == {"weight"} and "classifier.weight" in decayed
-    assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"} <= kept
-    assert not any("norm" in name or name.endswith("bias") for name in decayed)
+    assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings", "classifier.bias"} <= kept
+    assert not any("norm" in name for name in decayed) and not any("vit.layernorm" in name for name in kept)
 
-    model = SparseFormerForImageClassification(SparseFormerConfig.from_variant("v1-tiny", num_latent_tokens=4))
-    decayed, kept = decayed_names(model)
-    assert any("initial_rois" in name for name in kept) and not any("initial_rois" in name for name in decayed)
+
+@pytest.mark.parametrize("library", ["transformers", "timm"])
+def test_rates_fall_with_depth(library, make):
+    """By blocks, from the last one; the head has its own."""
+    if library == "timm":
+        sizes = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
+        config = transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=sizes, num_labels=3)
+        model, block = transformers.TimmWrapperForImageClassification(config), "timm_model.blocks.{}.mlp.fc1.weight"
+        names = {"timm_model.cls_token": 0.25, "timm_model.norm.weight": 1.0, "timm_model.head.weight": 5.0}
+    else:
+        model, block = make_vit(num_hidden_layers=2), "vit.layers.{}.mlp.fc1.weight"
+        names = {"vit.embeddings.cls_token": 0.25, "vit.layernorm.weight": 1.0, "classifier.weight": 5.0}
+    names |= {block.format(0): 0.5, block.format(1): 1.0}
+    factors, parameters = learning_rate_factors(model, 5.0, 0.5), dict(model.named_parameters())
+    args = make().args
+    groups = with_rates(parameter_groups(model, 0.05), factors, args.learning_rate)
+    rates = {id(each): group["lr"] for group in make_optimizer(args, groups).param_groups for each in group["params"]}
+    assert {name: rates[id(parameters[name])] / args.learning_rate for name in names} == pytest.approx(names)
+    assert len(rates) == len(parameters)

@@ -1,4 +1,4 @@
-"""The arithmetic that runs choose, keep and hold teachers in."""
+"""The arithmetic that teachers are held in."""
 
 import pytest
 import torch
@@ -11,24 +11,9 @@ from frugalvit.common import precision
 MEASURE = precision.bfloat16_is_fast.__wrapped__
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_run_takes_what_the_machine_is_fast_at(fast, tiny_run, monkeypatch, capsys):
-    monkeypatch.setattr(precision, "bfloat16_is_fast", lambda: fast)
-    results = tiny_run(epochs=1, steps_per_epoch=1)
-    assert results["arguments"]["mixed_precision"] == ("bf16" if fast else "no")
-    assert capsys.readouterr().out.startswith(
-        f"frugalvit train on CPU, {'bf16 and float32' if fast else 'float32'}, 1 process of "
-    )
-
-
 def test_where_bfloat16_is_emulated_no_large_product_is_tried(monkeypatch):
     measured = []
-
-    def speed(size):
-        measured.append(size)
-        return 0.01
-
-    monkeypatch.setattr(precision, "_speed_of_bfloat16", speed)
+    monkeypatch.setattr(precision, "_speed_of_bfloat16", lambda size: measured.append(size) or 0.01)
     assert not MEASURE() and max(measured) < 256
     for ratio, fast in ((2.3, False), (8.0, True)):
         monkeypatch.setattr(precision, "_speed_of_bfloat16", lambda size, ratio=ratio: ratio)

@@ -1,10 +1,9 @@
-"""Optimizers and schedules that trainers share."""
+"""Optimizers: groups of parameters with rates of their own, and what `TrainingArguments.optim` does not name."""
 
 import torch
-import transformers
+from transformers import Trainer
 
-from ...modeling.hosts.timm import is_timm
-from .arguments import OptimizerArguments
+from ..modeling.hosts.timm import is_timm
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -49,7 +48,7 @@ def learning_rate_factors(
     base = model.base_model
     if base is model and head_multiplier != 1:
         raise ValueError(
-            f"--head-multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
+            f"head_multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
             "expected 1."
         )
     # timm keeps its blocks in an `nn.Sequential`.
@@ -81,78 +80,47 @@ def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))
 
 
-def make_optimizer(name: str, groups: list[dict], sam_rho: float = 0.05, **options) -> torch.optim.Optimizer:
-    """Return an optimizer.
+def with_rates(groups: list[dict], rates: dict[torch.nn.Parameter, float], learning_rate: float) -> list[dict]:
+    """Split groups of parameters by the factors of their learning rates; parameters without one have 1."""
+    split = []
+    for group in groups:
+        for factor in sorted({rates.get(parameter, 1.0) for parameter in group["params"]}):
+            members = [parameter for parameter in group["params"] if rates.get(parameter, 1.0) == factor]
+            split.append({**group, "params": members, "lr": factor * learning_rate})
+    return split
+
+
+def make_optimizer(args, groups: list[dict]) -> torch.optim.Optimizer:
+    """Return the optimizer that training arguments name, for groups of parameters.
 
     Args:
-        name (`str`): One of `OPTIMIZERS`.
-        groups (`list[dict]`): The groups of `parameter_groups`.
-        sam_rho (`float`, *optional*, defaults to 0.05): Radius within which SAM looks for the worst weights.
-        options: Options of AdamW; Muon takes no `eps`.
+        args (`ImageTrainingArguments`): With `timm_optimizer` or `sam_rho`, its optimizer is timm's or SAM around
+            AdamW; else it is that of `optim`.
+        groups (`list[dict]`): Groups of parameters; empty ones, which DeepSpeed would drop, are left out.
 
     Raises:
-        ValueError: if its library is not installed.
+        ValueError: if its library is not installed, or knows no such optimizer.
     """
-    if name == "muon":
-        from timm.optim import Muon
+    groups = [group for group in groups if group["params"]]
+    if args.timm_optimizer:
+        from timm.optim import get_optimizer_class
 
-        options.pop("eps", None)
-        return Muon(groups, nesterov=True, **options)
-    if name == "sam":
-        try:
-            import pytorch_optimizer
-        except ImportError:
-            raise ValueError("--optimizer sam is pytorch_optimizer's: pip install 'frugalvit[sam]'.") from None
+        kind = get_optimizer_class(args.timm_optimizer)
+        return kind(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
+    for group in groups:
+        group.pop("use_fallback", None)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    if not args.sam_rho:
+        return kind(groups, **options)
+    try:
+        import pytorch_optimizer
+    except ImportError:
+        raise ValueError("sam_rho is pytorch_optimizer's: pip install 'frugalvit[sam]'.") from None
 
-        class SAM(pytorch_optimizer.SAM):
-            """SAM whose first step the trainer makes, before the second gradient."""
+    class SAM(pytorch_optimizer.SAM):
+        """SAM whose first step the trainer makes, before the second gradient."""
 
-            def step(self, closure=None):
-                self.second_step()
+        def step(self, closure=None):
+            self.second_step()
 
-        return SAM(groups, torch.optim.AdamW, rho=sam_rho, **options, fused=True)
-    return torch.optim.AdamW(groups, **options, fused=True)
-
-
-def optimizer_with_schedule(
-    model: torch.nn.Module,
-    optimization: OptimizerArguments,
-    epochs: float,
-    steps_per_epoch: int,
-    name: str = "adamw",
-    rates: dict[torch.nn.Parameter, float] | None = None,
-    **options,
-):
-    """Return an optimizer of all parameters of a model that learn, and its schedule.
-
-    Args:
-        model (`nn.Module`): The model.
-        optimization (`OptimizerArguments`): Learning rate, weight decay, warm-up and schedule.
-        epochs (`float`), steps_per_epoch (`int`): Length of the training.
-        name (`str`, *optional*, defaults to `"adamw"`): One of `OPTIMIZERS`.
-        rates (`dict`, *optional*): Factor of the learning rate of each parameter, see `learning_rate_factors`.
-        options: Passed to `make_optimizer`.
-    """
-    groups = parameter_groups(model, optimization.weight_decay)
-    if rates:
-        groups = [
-            {**group, "params": members, "lr": factor * optimization.learning_rate}
-            for group in groups
-            for factor in sorted({rates[parameter] for parameter in group["params"]})
-            if (members := [parameter for parameter in group["params"] if rates[parameter] == factor])
-        ]
-    optimizer = make_optimizer(
-        name,
-        groups,
-        lr=optimization.learning_rate,
-        betas=(optimization.adam_beta1, optimization.adam_beta2),
-        eps=optimization.adam_epsilon,
-        **options,
-    )
-    scheduler = transformers.get_scheduler(
-        optimization.lr_scheduler,
-        optimizer,
-        num_warmup_steps=round(optimization.warmup_epochs * steps_per_epoch),
-        num_training_steps=round(epochs * steps_per_epoch),
-    )
-    return optimizer, scheduler
+    return SAM(groups, kind, rho=args.sam_rho, **options)

@@ -1,0 +1,87 @@
+"""Run by tests as a program: `several_processes.py JOBS` runs trainings in forked processes, as torchrun starts them,
+but imports once for all of them.
+
+JOBS is a JSON file with a list of jobs: a `module`, its `words`, how many `processes` run it, and the exit codes
+`ends` that they should have. `environment` is theirs; with FSDP in it, the model is sharded. `interrupted` is a step,
+counted from 0, in which the last process gets Ctrl-C, and so do the processes that decode its images. What process
+RANK writes to standard error is added to the file `log`.RANK.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+
+import peft  # noqa: F401 (by Accelerate, when it unwraps a model; once, rather than in every process)
+import torch._dynamo  # noqa: F401 (likewise, in the first step)
+from accelerate import state
+from accelerate.utils import DistributedType
+
+from frugalvit.training import bootstrap  # noqa: F401 (likewise)
+from frugalvit.training.arguments import run_as_program
+from frugalvit.training.trainer import ImageTrainer
+
+
+def allow_fsdp_on_cpu():
+    """Accelerate 1.15 takes DDP on CPUs whatever is asked for; PyTorch's FSDP2 works there."""
+    start = state.AcceleratorState.__init__
+
+    def start_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
+        start(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    state.AcceleratorState.__init__ = start_with_fsdp
+
+
+def interrupt_at(step: int):
+    """Let a terminal's Ctrl-C come in a step."""
+    os.setpgrp()
+    training_step = ImageTrainer.training_step
+
+    def interrupted(self, *args):
+        if self.state.global_step == step:
+            os.killpg(0, signal.SIGINT)
+        return training_step(self, *args)
+
+    ImageTrainer.training_step = interrupted
+
+
+def run(job: dict, rank: int, port: int):
+    """Ends the process."""
+    processes, program = str(job["processes"]), importlib.import_module(f"frugalvit.training.{job['module']}")
+    if job["processes"] > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes}
+        os.environ |= {"LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= job.get("environment", {})
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        allow_fsdp_on_cpu()
+    if "interrupted" in job and rank == job["processes"] - 1:
+        interrupt_at(job["interrupted"])
+    os.dup2(os.open(f"{job['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    run_as_program(lambda: program.main(job["words"]), program.PROG)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    # What is imported is no garbage, and looking at it would copy it into every process.
+    gc.freeze()
+    for job in json.load(open(sys.argv[1])):  # noqa: SIM115
+        port, children = free_port(), []
+        for rank in range(job["processes"]):
+            children.append(os.fork())
+            if not children[-1]:
+                run(job, rank, port)
+        ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if ends != job["ends"]:
+            sys.exit(f"{job} ended with {ends}:\n" + open(f"{job['log']}.0").read())  # noqa: SIM115

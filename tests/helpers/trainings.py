@@ -1,0 +1,67 @@
+"""Trainings' commands, run in this process on a few embedded images."""
+
+import importlib
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tiny import SMALL
+
+
+# Fields of a tiny ViT, and of a tiny student, as a command line has them.
+TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+STUDENT = SMALL | {"mixing_hidden_size": 8}
+TINY_STUDENT = ",".join(f"{name}={value}" for name, value in STUDENT.items())
+# A few steps on the CPU.
+SHORT = {
+    "train_split": "train[:64]",
+    "eval_split": "test[:32]",
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 32,
+    "logging_steps": 1,
+    "use_cpu": True,
+}
+
+
+def command_words(**options) -> list[str]:
+    """Arguments as a command line has them; those that are None are left out."""
+    words = []
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
+    return words
+
+
+def run_command(command: str, output_dir, **options):
+    """Run a training of this name, and return its trainer."""
+    module = importlib.import_module(f"frugalvit.training.{command}")
+    trainers, make_trainer = [], module.make_trainer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "make_trainer", lambda *given: trainers.append(make_trainer(*given)) or trainers[0])
+        assert not module.main(command_words(**SHORT | {"output_dir": output_dir} | options))
+    return trainers[0]
+
+
+def logged(trainer, name: str) -> list[float]:
+    """The values of a number in a trainer's log."""
+    return [record[name] for record in trainer.state.log_history if name in record]
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]):
+    """Fail unless the tensors have the same names and are equal, bit by bit."""
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Pairs(Dataset):
+    """A dataset of PyTorch, as torchvision has them: images and labels, and names of these."""
+
+    def __init__(self, pictures, labels, classes):
+        self.pictures, self.labels, self.classes = pictures, labels, classes
+
+    def __len__(self):
+        return len(self.pictures)
+
+    def __getitem__(self, index):
+        return self.pictures[index], self.labels[index]

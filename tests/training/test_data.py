@@ -1,0 +1,200 @@
+"""Images in every form, views that depend on seed, epoch and index alone, and images that cannot be read."""
+
+import zipfile
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Subset
+from trainings import Pairs, assert_equal
+
+from drawn import draw, draw_classes
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import CorruptImageError, decode_image, read_image
+from frugalvit.common.labels import class_names
+from frugalvit.common.views import VIEW, EvalView, ImageFormat, seeded
+from frugalvit.training.arguments import ImageTrainingArguments
+from frugalvit.training.augmentation import BootstrapView, PairedEvalView, SmallDataView
+from frugalvit.training.data import Collator, Views, as_images, labeled_images, mixing, split_off, training_views
+
+
+FORMAT = ImageFormat((8, 8))
+VIEW_OF_TRAINING = SmallDataView(FORMAT, padding=2, erasing=0.5)
+
+
+class Records(Pairs):
+    def __getitem__(self, index):
+        return {"image": self.pictures[index], "label": torch.tensor(self.labels[index])}
+
+
+def of_pytorch(pictures, kind=Pairs):
+    return kind(pictures, [index % 2 for index in range(len(pictures))], ["cat", "dog"])
+
+
+LABELED = ["decoded", "stream", "pairs", "records", "subset", "folder", "zip"]
+
+
+@pytest.mark.parametrize("kind", [*LABELED, "undecoded", "PIL", "paths", "flat"])
+def test_images_are_what_people_have(kind, tmp_path):
+    """Ten images whose color tells their number."""
+    draw_classes(tmp_path / "classes", 5)
+    draw(tmp_path / "flat", 10)
+    with zipfile.ZipFile(tmp_path / "classes.zip", "w") as archive:
+        for path in sorted((tmp_path / "classes").rglob("*.png")):
+            archive.write(path, path.relative_to(tmp_path / "classes"))
+    paths = [str(tmp_path / "flat" / f"{index}.png") for index in range(10)]
+    pictures = [read_image(path) for path in paths]
+    features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])})
+    table = datasets.Dataset.from_dict({"picture": pictures, "kind": [i % 2 for i in range(10)]}, features)
+    given = {
+        "decoded": table,
+        "stream": table.to_iterable_dataset(),
+        "pairs": of_pytorch(pictures),
+        "records": of_pytorch(pictures, Records),
+        "subset": Subset(of_pytorch([*pictures, pictures[0]]), range(10)),
+        "folder": str(tmp_path / "classes"),
+        "zip": str(tmp_path / "classes.zip"),
+        "undecoded": table.remove_columns("kind").cast_column("picture", datasets.Image(decode=False)),
+        "PIL": pictures,
+        "paths": paths,
+        "flat": tmp_path / "flat",
+    }
+    found = as_images(given[kind])
+    records = list(found) if kind == "stream" else [found[index] for index in range(len(found))]
+    colors = [np.asarray(decode_image(record["image"], 0))[0, 0, 0] for record in records]
+    assert sorted(colors) == list(range(10)) and class_names(found) == (["cat", "dog"] if kind in LABELED else None)
+    if kind in LABELED:
+        by_folder = kind in ("folder", "zip")
+        assert [record["label"] for record in records] == [each // 5 if by_folder else each % 2 for each in colors]
+
+
+def test_what_does_not_fit_is_refused(images, pictures):
+    train, evaluation = labeled_images(of_pytorch(pictures), of_pytorch(pictures, Records))
+    assert class_names(train) == class_names(evaluation) == ["cat", "dog"] and labeled_images(images)[1] is None
+    for make, message in (
+        (lambda: as_images(5), "The images are a int; expected a data set, a list of PIL images or of paths"),
+        (lambda: as_images({"a": images}), "The images are a dict; expected"),
+        (lambda: as_images([3])[0], "Item 0 of the images is a int, expected a PIL image"),
+        (lambda: labeled_images(pictures), "The training images have no labels"),
+        (lambda: labeled_images(of_pytorch(pictures), pictures), "The evaluation images have no labels"),
+        (lambda: labeled_images(of_pytorch(pictures), images), "classes cat, dog"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_a_tenth_is_held_back(images, pictures):
+    """The same each time, and with the labels of a dataset of PyTorch."""
+    given = as_images(of_pytorch(pictures))
+    parts = *split_off(given), split_off(given)[1]
+    train, evaluation, again = ([part[index]["image"].tobytes() for index in range(len(part))] for part in parts)
+    assert evaluation == again and len({*train, *evaluation}) == 32 and len(evaluation) == 3
+    assert [class_names(part) for part in parts] == [["cat", "dog"]] * 3 and len(split_off(images)[1]) < 4
+
+
+def loaded(views, **options) -> list[dict]:
+    return list(DataLoader(views, collate_fn=Collator({"pixel_values": FORMAT}), **{"batch_size": 4} | options))
+
+
+def assert_same(batches, expected):
+    for batch, other in zip(batches, expected, strict=True):
+        assert_equal(batch, other)
+
+
+def test_a_view_is_a_function_of_seed_epoch_and_index(images):
+    """Whoever draws it, after whatever."""
+    views = Views(images, VIEW_OF_TRAINING, seed=1)
+    views.set_epoch(3)
+    before = torch.get_rng_state()
+    sample = views[5]
+    assert torch.equal(torch.get_rng_state(), before)
+    with seeded(1, 3, 5, VIEW):
+        pixels = VIEW_OF_TRAINING(decode_image(images[5]["image"], 5))["pixel_values"]
+    expected = loaded(views)
+    assert torch.equal(sample["pixel_values"], pixels) and expected[1]["index"].tolist() == [4, 5, 6, 7]
+    assert torch.equal(FORMAT.normalize(pixels), expected[1]["pixel_values"][1])
+    assert_same(loaded(views, num_workers=2), expected)
+    for epoch, seed in ((2, 1), (3, 2)):
+        other = Views(images, VIEW_OF_TRAINING, seed)
+        other.set_epoch(epoch)
+        assert not torch.equal(other[5]["pixel_values"], pixels)
+    # Workers that stay have the epoch, too.
+    loader = DataLoader(views, 8, num_workers=1, persistent_workers=True)
+    for epoch in range(2):
+        views.set_epoch(epoch)
+        assert {*torch.cat([batch["epoch"] for batch in loader]).tolist()} == {epoch}
+    # Labels are the model's numbers.
+    numbers = [Views(images, EvalView(FORMAT), classes=range(9, -1, -1))[index]["labels"] for index in range(32)]
+    assert numbers == [9 - label for label in images["label"]]
+
+
+def stream_of(write_parquet, workers=0, epoch=0, skip_corrupt=False, corrupt=()) -> list[dict]:
+    stream = load_images(write_parquet(count=12, corrupt=corrupt), streaming=True)
+    args = ImageTrainingArguments(output_dir="unused", use_cpu=True, skip_corrupt=skip_corrupt)
+    views = training_views(stream, VIEW_OF_TRAINING, args)
+    views.set_epoch(epoch)
+    return loaded(views, num_workers=workers)
+
+
+def test_a_stream_is_shuffled_and_its_views_are_drawn_anew_each_epoch(write_parquet):
+    first, again, other = (stream_of(write_parquet, epoch=epoch) for epoch in (1, 1, 2))
+    assert_same(again, first)
+    assert torch.cat([batch["index"] for batch in first]).tolist() == list(range(12))
+    assert not torch.equal(first[0]["pixel_values"], other[0]["pixel_values"])
+    orders = [torch.cat([batch["labels"] for batch in batches]).tolist() for batches in (first, other)]
+    assert orders[0] != orders[1]
+    assert sum(len(batch["labels"]) for batch in stream_of(write_parquet, workers=2)) == 12
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
+    message = r"^Image \d+ of the data set cannot be read \(.+\)\. Repair or remove it, or go on .*skip.corrupt\.$"
+    views = Views(load_images(write_parquet(count=12, corrupt=[3, 4, 11])), VIEW_OF_TRAINING, 1)
+    for read in (lambda: loaded(views, num_workers=workers), lambda: stream_of(write_parquet, workers, corrupt=[7])):
+        with pytest.raises(CorruptImageError, match=message):
+            read()
+    views.skip_corrupt = True
+    index = torch.cat([batch["index"] for batch in loaded(views, num_workers=workers)])
+    # 3 and 4 give way to 5, 11 to 0.
+    assert index.tolist() == [0, 1, 2, 5, 5, 5, 6, 7, 8, 9, 10, 0]
+    found = stream_of(write_parquet, workers, skip_corrupt=True, corrupt=[3, 4, 11])
+    assert sum(len(batch["labels"]) for batch in found) == 9
+    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    with pytest.raises(CorruptImageError, match=f"Image 0 of the data set cannot be read .*{tmp_path}/broken.jpg"):
+        Views(as_images([tmp_path / "broken.jpg"]), EvalView(FORMAT))[0]
+    with pytest.raises(ValueError, match="None of the 1 images of the data set can be read"):
+        Views(as_images([tmp_path / "broken.jpg"]), EvalView(FORMAT), skip_corrupt=True)[0]
+
+
+@pytest.mark.parametrize(("view", "size"), [(BootstrapView, (320, 240)), (PairedEvalView, (80, 60))])
+def test_jpegs_are_decoded_as_large_as_views_need(view, size, tmp_path, monkeypatch):
+    """Random views do not allow smaller images: crops depend on the size."""
+    Image.new("RGB", (320, 240)).save(tmp_path / "0.jpg")
+    seen, decode = [], decode_image
+    monkeypatch.setattr("frugalvit.training.data.decode_image", lambda *given: seen.append(decode(*given)) or seen[-1])
+    assert Views(as_images([tmp_path / "0.jpg"]), view(FORMAT, ImageFormat((16, 16))), seed=0)[0]
+    assert seen[0].size == size
+
+
+def test_batches_are_normalized_and_mixed_in_training_alone(images):
+    """By draws that depend on seed, epoch and first index."""
+    training, evaluation = (Views(images, EvalView(FORMAT), seed) for seed in (1, None))
+    samples, known = (
+        [views[index] | {"mask": torch.tensor(7)} for index in range(8)] for views in (training, evaluation)
+    )
+    collator = Collator({"pixel_values": FORMAT}, mixing(10, 0.8, 1.0), seed=3)
+    batch, plain = collator(samples), collator(known)
+    assert torch.equal(plain["pixel_values"], FORMAT.normalize(torch.stack([each["pixel_values"] for each in known])))
+    assert (plain["mask"] == 7).all() and plain["labels"].dtype == torch.int64 and "epoch" not in plain
+    assert not torch.equal(batch["pixel_values"], plain["pixel_values"])
+    torch.testing.assert_close(batch["labels"].sum(1), torch.ones(8))
+    torch.rand(3)
+    assert_same([collator(samples)], [batch])
+    kept = set()
+    for epoch in range(20):
+        mixed = collator([sample | {"epoch": epoch} for sample in samples])
+        kept.add(bool((mixed["pixel_values"] == plain["pixel_values"]).flatten(1).any(1).all()))
+    # CutMix leaves pixels as they are, and mixup none.
+    assert kept == {True, False} and mixing(10, 0, 0) is None

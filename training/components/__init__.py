@@ -1,1 +1,0 @@
-"""Components of training: arguments, data, augmentation, optimizers, checkpoints, cards."""

@@ -1,0 +1,252 @@
+"""Images in the forms in which people have them, and their views as data sets of PyTorch.
+
+The view of an image is a function of (seed, epoch, index) alone: it depends neither on workers and processes nor on
+the batch, and a run that goes on from a checkpoint sees what it would have seen.
+"""
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import datasets
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
+from torchvision.transforms import v2
+from transformers import TrainerCallback
+
+from ..common.data import load_images, select_images
+from ..common.decoding import CorruptImageError, decode_image
+from ..common.labels import check_same_classes, class_names
+from ..common.splits import hold_back
+from ..common.views import MIX, VIEW, ImageFormat, View, seeded
+
+
+# Images among which a stream is shuffled, besides its files.
+SHUFFLE_BUFFER = 1_000
+
+
+class PlainImages:
+    """A PyTorch dataset or a list of PIL images, with records and features as a `datasets.Dataset` has them.
+
+    Args:
+        source: Has a length, and items that are images, pairs of image and label, or dictionaries with `image` and
+            perhaps `label`. Its attribute `classes`, as torchvision's data sets have it, names the labels.
+        features (`datasets.Features`, *optional*): Columns; by default those that `source` has.
+    """
+
+    def __init__(self, source, features: datasets.Features | None = None):
+        self.source, self.features = source, features or datasets.Features({"image": datasets.Image()})
+        names = getattr(source.dataset if isinstance(source, Subset) else source, "classes", None)
+        if features is None and names:
+            self.features["label"] = datasets.ClassLabel(names=list(names))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict:
+        item = self.source[index]
+        if isinstance(item, dict):
+            item = (item["image"], *((item["label"],) if "label" in item else ()))
+        item = item if isinstance(item, tuple | list) else (item,)
+        if not isinstance(item[0], Image.Image):
+            raise ValueError(f"Item {index} of the images is a {type(item[0]).__name__}, expected a PIL image.")
+        return {"image": item[0]} | ({"label": int(item[1])} if "label" in self.features else {})
+
+    def select(self, indices) -> "PlainImages":
+        """The images of these indices."""
+        return PlainImages(Subset(self.source, list(indices)), self.features)
+
+    def take(self, count: int) -> "PlainImages":
+        """The first images."""
+        return self.select(range(min(count, len(self))))
+
+    def remove_columns(self, name: str) -> "PlainImages":
+        """The same images without a column, in practice the labels."""
+        return PlainImages(self.source, datasets.Features({"image": self.features["image"]}))
+
+
+def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
+    """Return images of any form as a data set with the columns `image`, not decoded, and perhaps `label`.
+
+    Args:
+        images: A `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset
+            of PyTorch or a list of PIL images, see `PlainImages`; a list of paths of image files; or the name of a
+            folder or a data set.
+
+    Raises:
+        ValueError: if there are no images.
+    """
+    if isinstance(images, datasets.Dataset | datasets.IterableDataset):
+        return select_images(images, "the data set")
+    if isinstance(images, PlainImages):
+        return images
+    if isinstance(images, str | Path):
+        return load_images(str(images))
+    if isinstance(images, Mapping) or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
+        raise ValueError(
+            f"The images are a {type(images).__name__}; expected a data set, a list of PIL images or of paths, or the "
+            "name of a folder."
+        )
+    if isinstance(images, Sequence) and len(images) and isinstance(images[0], str | Path):
+        table = datasets.Dataset.from_dict({"image": [str(path) for path in images]})
+        return table.cast_column("image", datasets.Image(decode=False))
+    return PlainImages(images)
+
+
+def split_off(images):
+    """Images to train on, and a tenth of them to evaluate on, see `hold_back`."""
+    if isinstance(images, PlainImages):
+        train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(images))}))
+        return images.select(train["place"]), images.select(evaluation["place"])
+    return hold_back(images)
+
+
+def labeled_images(train, evaluation=None) -> tuple:
+    """Images to train on and to evaluate on, each as `as_images` returns them, for a trainer that learns from labels.
+
+    Raises:
+        ValueError: if images have no labels, or parts have different classes.
+    """
+    train, evaluation = (None if images is None else as_images(images) for images in (train, evaluation))
+    for images, what in ((train, "training"), (evaluation, "evaluation")):
+        if images is not None and class_names(images) is None:
+            raise ValueError(
+                f"The {what} images have no labels; expected a column of labels, or a dataset of PyTorch that names "
+                "them by its attribute classes."
+            )
+    check_same_classes(class_names(train), evaluation)
+    return train, evaluation
+
+
+def draw_image(images) -> Image.Image:
+    """One of the images, chosen by torch's random numbers; raises `ImageError` if it cannot be read."""
+    index = int(torch.randint(len(images), ()))
+    return decode_image(images[index]["image"], index)
+
+
+class Views(Dataset):
+    """Views of images: `pixel_values` and the like as uint8 tensors, with `labels` where there are any.
+
+    Args:
+        images: Images of `as_images`, or with a column `mask`.
+        view (`View`): Makes a view of an image, and of its mask where there is one.
+        seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch` besides their `index`; None
+            in evaluation.
+        skip_corrupt (`bool`): Replace an image that cannot be read by the next one, instead of raising
+            `CorruptImageError`.
+        classes (sequence of `int`, *optional*): The model's number of each class of the data set.
+    """
+
+    def __init__(self, images, view: View, seed: int | None = None, skip_corrupt: bool = False, classes=None):
+        self.images, self.view, self.seed, self.skip_corrupt, self.classes = images, view, seed, skip_corrupt, classes
+        # Workers that stay for several epochs read it, too.
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def set_epoch(self, epoch: int):
+        """Go to the views of an epoch."""
+        self.epoch.fill_(epoch)
+
+    def __getitem__(self, index: int) -> dict:
+        for position in range(index, index + len(self)):
+            if sample := self.sample(position % len(self), self.images[position % len(self)]):
+                return sample
+        raise ValueError(f"None of the {len(self)} images of the data set can be read.")
+
+    def sample(self, index: int, record: dict) -> dict | None:
+        """The view of a record, or None if it is skipped."""
+        if get_worker_info():
+            # Ctrl-C reaches workers, too, and the main process still needs their images.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            if "mask" in record:
+                image = decode_image(record["image"], index)
+                parts = (image, self.view.read_mask(record["mask"], index, image.size))
+            else:
+                parts = (decode_image(record["image"], index, self.view.at_least),)
+            if self.seed is None:
+                sample = self.view(*parts) | {"index": index}
+            else:
+                epoch = int(self.epoch)
+                with seeded(self.seed, epoch, index, VIEW):
+                    sample = self.view(*parts) | {"epoch": epoch, "index": index}
+        except CorruptImageError:
+            if not self.skip_corrupt:
+                raise
+            return None
+        if "label" in record:
+            sample["labels"] = record["label"] if self.classes is None else self.classes[record["label"]]
+        return sample
+
+
+class StreamedViews(IterableDataset, Views):
+    """Views of a stream, whose index is an image's position among those that a worker reads."""
+
+    def __len__(self):
+        raise TypeError("a stream has no length")
+
+    def set_epoch(self, epoch: int):
+        super().set_epoch(epoch)
+        self.images.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        samples = (self.sample(first + step * number, record) for number, record in enumerate(self.images))
+        return filter(None, samples)
+
+
+def training_views(images, view: View, args, classes=None) -> Views:
+    """Views of images to train on, of a stream in an order that is drawn."""
+    if not isinstance(images, datasets.IterableDataset):
+        return Views(images, view, args.seed, args.skip_corrupt, classes)
+    shuffled = images.shuffle(seed=args.seed, buffer_size=SHUFFLE_BUFFER)
+    return StreamedViews(shuffled, view, args.seed, args.skip_corrupt, classes)
+
+
+class SetEpoch(TrainerCallback):
+    """Tells views their epoch: where a run goes on, Accelerate's `skip_first_batches` hides `set_epoch` from them."""
+
+    def __init__(self, views: Views):
+        self.views = views
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.views.set_epoch(int(state.epoch))
+
+
+class Collator:
+    """Makes a batch of views: normalized images, masks as they are, numbers as int64.
+
+    Args:
+        formats (`dict[str, ImageFormat]`): Normalize pixels of these names.
+        mix (`Callable`, *optional*): Mixes images and one-hot labels of a training batch, for example `mixing(…)`;
+            what it draws is a function of (seed, epoch, first index).
+        seed (`int`): Of the mix.
+    """
+
+    def __init__(self, formats: dict[str, ImageFormat], mix=None, seed: int = 0):
+        self.formats, self.mix, self.seed = formats, mix, seed
+
+    def __call__(self, samples: list[dict]) -> dict[str, torch.Tensor]:
+        batch = {}
+        for name, first in samples[0].items():
+            values = [sample[name] for sample in samples]
+            batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
+            if name in self.formats:
+                batch[name] = self.formats[name].normalize(batch[name])
+        if self.mix and "epoch" in batch:
+            with seeded(self.seed, int(batch["epoch"][0]), int(batch["index"][0]), MIX):
+                batch["pixel_values"], batch["labels"] = self.mix(batch["pixel_values"], batch["labels"])
+        return batch
+
+
+def mixing(num_labels: int, mixup: float, cutmix: float):
+    """Mixup and CutMix by torchvision, with these parameters of their Beta distributions; None where both are 0. With
+    both, each batch takes one of them with equal chance."""
+    mixes = [
+        kind(alpha=alpha, num_classes=num_labels) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
+    ]
+    return v2.RandomChoice(mixes) if mixes else None
