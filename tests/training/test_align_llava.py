@@ -8,6 +8,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
+from runs import check_resumes, error_of
+from runs import make as make_trainer
 from safetensors.torch import load_file
 from trainings import logged, run_command
 from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
@@ -15,8 +17,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Confi
 from frugalvit import SparseFormerVisionModel
 from frugalvit.common.loading import load_llava
 from frugalvit.training import align_llava
-from runs import check_resumes, error_of
-from runs import make as make_trainer
 from tiny import (
     SMALL,
     make_llava,

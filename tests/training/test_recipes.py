@@ -8,6 +8,7 @@ import timm
 import torch
 import torch.fx.experimental._config as fx_config
 import transformers
+from runs import make
 
 from frugalvit import (
     BootstrappedViTConfig,
@@ -23,7 +24,6 @@ from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, joint, segment, train
 from frugalvit.training.arguments import RECIPES, as_list, read_config
 from frugalvit.training.students import parse_overrides
-from runs import make
 
 
 MODULES = {"bootstrap": bootstrap, "segment": segment, "train": train, "joint": joint}

@@ -6,6 +6,8 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import check_resumes, error_of
+from runs import make as make_trainer
 from trainings import TINY_VIT, logged, run_command
 from transformers import (
     AutoConfig,
@@ -20,8 +22,6 @@ from frugalvit.common.data import load_images
 from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training import joint, models
 from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
-from runs import check_resumes, error_of
-from runs import make as make_trainer
 from tiny import make_vit
 
 
