@@ -30,7 +30,7 @@ def check_adaptive(model: nn.Module):
     if len(model.config.trained_token_counts) == 1:
         raise ValueError(
             f"A confidence needs a model for several numbers of tokens, and this one is made for "
-            f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --elastic-token-counts … "
+            f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --num_tokens … "
             "makes it one."
         )
 
