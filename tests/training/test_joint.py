@@ -10,7 +10,6 @@ from runs import check_resumes, error_of
 from runs import make as make_trainer
 from trainings import logged, run_command
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     Trainer,
@@ -101,14 +100,11 @@ def test_a_run_that_was_stopped_goes_on(watched, tmp_path):
 def test_hints_fade_in_any_trainer_of_a_pair(watched, tmp_path):
     examples = [{"pixel_values": torch.zeros(3, 32, 32), "labels": 1}] * 4
     arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, num_train_epochs=2, use_cpu=True)
-    for model in (twins(), AgentCNNForImageClassification(AgentCNNConfig(hidden_size=8, num_hidden_layers=1))):
-        trainer = Trainer(model, arguments, train_dataset=examples, callbacks=[HintDecayCallback()])
-        if "hint_share" in vars(model):
-            trainer.train()
-            assert [share for share, _ in watched[True]] == [1, 0.75, 0.5, 0.25] and model.hint_share == 1
-        else:
-            with pytest.raises(ValueError, match="AgentCNNFor.* has no hints to decay"):
-                trainer.train()
+    pair, alone = twins(), AgentCNNForImageClassification(AgentCNNConfig(hidden_size=8, num_hidden_layers=1))
+    Trainer(pair, arguments, train_dataset=examples, callbacks=[HintDecayCallback()]).train()
+    assert [share for share, _ in watched[True]] == [1, 0.75, 0.5, 0.25] and pair.hint_share == 1
+    with pytest.raises(ValueError, match="AgentCNNFor.* has no hints to decay"):
+        Trainer(alone, arguments, train_dataset=examples, callbacks=[HintDecayCallback()]).train()
 
 
 @pytest.mark.parametrize(
@@ -142,19 +138,16 @@ def test_the_vits_gradient_alone_is_clipped(tmp_path):
     assert lengths[1e-3, "twin."] == pytest.approx(lengths[0, "twin."]) and lengths[0, "twin."] > 0.1
 
 
-@pytest.mark.parametrize(
-    ("options", "norm"),
-    [
-        ({}, None),
-        ({"variant": "joint-base"}, 2),
+def test_clipping_is_the_references(tmp_path):
+    base = {"variant": "joint-base", "agent": f"{SIZES},downsample_after=[]"}
+    for options, norm in (
+        ({"variant": "joint-small"}, None),
+        ({}, 2),
         ({"variant": "shared-base-res"}, 0.1),
-        ({"variant": "joint-base", "sam_rho": 0.1}, None),
-        ({"variant": "joint-base", "vit_max_grad_norm": 0}, 0),
-    ],
-)
-def test_clipping_is_the_references(options, norm, tmp_path):
-    sizes = f"{SIZES},downsample_after=[]"
-    assert make(tmp_path / "out", **{"agent": sizes} | options).args.vit_max_grad_norm == norm
+        ({"sam_rho": 0.1}, None),
+        ({"vit_max_grad_norm": 0}, 0),
+    ):
+        assert make(tmp_path / "out", **base | options).args.vit_max_grad_norm == norm
 
 
 @VARIANTS
@@ -176,19 +169,6 @@ def test_both_start_as_the_reference_has_it(variant):
     assert 0.6 < block.mlp.fc1.bias.std() < 1.4 and not of_default.mlp.fc1.bias.any()
     impulse = twins(variant, initialization="impulse").vit.base_model.layers[0]
     assert impulse.mlp.fc1.weight.std() < 0.03
-
-
-@VARIANTS
-def test_the_start_travels_with_the_configuration(variant, tmp_path):
-    """The saved configuration names it. Loaded weights are not drawn again."""
-    model = twins(variant)
-    model.save_pretrained(tmp_path)
-    other = type(model).from_pretrained(tmp_path, num_labels=3, ignore_mismatched_sizes=True).state_dict()
-    assert {name for name, weight in model.state_dict().items() if not torch.equal(weight, other[name])} == {
-        f"{part}.classifier.{kind}" for part in ("vit", "twin") for kind in ("weight", "bias")
-    }
-    # The agent by itself starts as in the pair.
-    assert AutoConfig.from_pretrained(tmp_path).agent_config.initialization == "reference"
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,6 @@ SWIN = {
     "model_type": "swin",
     "config_overrides": "image_size=32,patch_size=4,embed_dim=16,depths=[1,1],num_heads=[1,2],window_size=4",
 }
-SPARSE = (
-    "image_size=32,num_latent_tokens=4,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,"
-    "focusing_hidden_size=32,focusing_num_attention_heads=2,stem_channels=8,num_sampling_points=4,resize_size=null"
-)
 RESNET = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
 OVERRIDES = "embedding_size=8,hidden_sizes=[8],depths=[1],layer_type=basic"
 
@@ -74,17 +70,14 @@ def test_a_run_that_was_stopped_goes_on(tmp_path):
     assert again.state.global_step == 8 and type(again.optimizer.optimizer).__name__ == "SAM"
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"), [({"timm_optimizer": "muon"}, "Muon"), ({"optim": "sgd", "sam_rho": 0.1}, "SAM")]
-)
-def test_other_optimizers_make_a_step(options, kind, tmp_path):
-    own = make(tmp_path / "out", **VIT, max_steps=1, warmup_steps=0, eval_split="none", **options)
+def test_muon_makes_a_step(tmp_path):
+    own = make(tmp_path / "out", **VIT, max_steps=1, warmup_steps=0, eval_split="none", timm_optimizer="muon")
     before = {name: weight.clone() for name, weight in own.model.named_parameters()}
     own.run()
-    assert type(own.optimizer.optimizer).__name__ == kind
-    moved = [name for name, weight in own.model.named_parameters() if not torch.equal(weight, before[name])]
+    assert type(own.optimizer.optimizer).__name__ == "Muon"
+    moved = {name for name, weight in own.model.named_parameters() if not torch.equal(weight, before[name])}
     # The gradient of a key's bias is none but rounding.
-    assert {name for name in before if "k_proj.bias" not in name} <= {*moved}
+    assert moved >= {name for name in before if "k_proj.bias" not in name}
 
 
 def test_attends_eagerly_on_cpus_unless_told(fused_calls, tmp_path):
@@ -159,15 +152,8 @@ def test_models_of_several_labels_are_refused(images, tmp_path):
 
 @pytest.mark.parametrize("options", [SWIN, {"model_type": "vit", "config_overrides": TINY_VIT}], ids=["swin", "vit"])
 def test_context_broadcasting_is_inserted_learns_and_is_saved(options, tmp_path):
-    places = ["mlp_end", "attention_end"]
-    own = run(
-        tmp_path / "out",
-        context_broadcast="cb_s",
-        context_broadcast_position=places,
-        learning_rate=1e-2,
-        num_train_epochs=1,
-        **options,
-    )
+    broadcast = {"context_broadcast": "cb_s", "context_broadcast_position": ["mlp_end", "attention_end"]}
+    own = run(tmp_path / "out", **broadcast, learning_rate=1e-2, num_train_epochs=1, **options)
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
     scales = [weight for name, weight in model.named_parameters() if "context_broadcast" in name]
     assert has_context_broadcast(model) and len(scales) == 4 and all(scale.any() for scale in scales)
@@ -176,17 +162,10 @@ def test_context_broadcasting_is_inserted_learns_and_is_saved(options, tmp_path)
 
 
 def test_other_architectures_and_stochastic_depth(tmp_path):
-    resnet = {"model_type": "resnet", "config_overrides": OVERRIDES, "num_train_epochs": 1}
-    run(tmp_path / "resnet", **resnet, image_size=24, crop="resized")
-    assert dict(AutoImageProcessor.from_pretrained(tmp_path / "resnet").size) == {"height": 24, "width": 24}
-    sparse = {"model_type": "sparseformer", "config_overrides": SPARSE, "num_train_epochs": 1}
-    run(tmp_path / "sparse", **sparse, image_std=[0.2, 0.2, 0.3])
-    assert (tmp_path / "sparse" / "modeling_sparseformer.py").exists()
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "sparse")
-    assert type(model).__name__ == "SparseFormerForImageClassification"
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "sparse")
-    assert [*model.config.image_std] == [*processor.image_std] == [0.2, 0.2, 0.3]
-    assert make(tmp_path / "swin", **SWIN, drop_path=0.2).model.config.drop_path_rate == 0.2
+    own = make(tmp_path / "out", model_type="resnet", config_overrides=OVERRIDES, image_size=24, crop="resized")
+    assert next(iter(own.get_train_dataloader()))["pixel_values"].shape == (16, 3, 24, 24)
+    assert dict(own.processing_class.size) == {"height": 24, "width": 24}
+    assert make(tmp_path / "out", **SWIN, drop_path=0.2).model.config.drop_path_rate == 0.2
 
 
 @pytest.mark.parametrize(
