@@ -184,7 +184,7 @@ class ArgumentParser(HfArgumentParser):
             action = actions[name]
             # Texts become numbers as on a command line: YAML takes 1e-3 for a text.
             values = [
-                each if each is None or isinstance(each, bool) else self._get_value(action, str(each))
+                each if each is None or isinstance(each, bool | dict) else self._get_value(action, str(each))
                 for each in as_list(value)
             ]
             action.required = False

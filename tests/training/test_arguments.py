@@ -36,6 +36,9 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
     # What the command line has goes before a file.
     over = make_parser().parse([*config, "--max_steps", "8", "--crop_scale", "0.2", "1", "--tune_all", "false"])
     assert (over[2].max_steps, over[2].crop_scale, over[2].tune_all) == (8, [0.2, 1.0], False)
+    (tmp_path / "more.yaml").write_text("{teacher: t, output_dir: o, lr_scheduler_kwargs: {min_lr: 1.0e-5}}")
+    more = make_parser().parse(["--config", str(tmp_path / "more.yaml")])
+    assert more[2].lr_scheduler_kwargs == {"min_lr": 1e-5}
     recipe = make_parser().parse(["--config", "augreg-base-49-224", "--output_dir", "out"])
     assert (recipe[0].num_tokens, recipe[0].truncate, recipe[2].learning_rate) == ([48], 4, 2e-4)
 
