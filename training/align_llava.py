@@ -13,7 +13,6 @@ model, too (Hu et al. 2022), which is written with what was learned added to its
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -249,10 +248,6 @@ class AlignLlavaTrainer(ImageTrainer):
         """As in Transformers; what goes on was measured before it began."""
         self.args.eval_on_start = self.args.eval_on_start and not resume_from_checkpoint
         return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def check_finite(self, step: int, weights: Iterable[torch.Tensor] = ()):
-        # What is offloaded stays as it was.
-        super().check_finite(step, (weight for weight in weights if not weight.is_meta))
 
     def take_images(self, images):
         is_table = isinstance(images, datasets.Dataset) and "turns" in images.features

@@ -143,7 +143,7 @@ class _Formatter(HelpFormatter):
 
 
 class ArgumentParser(HfArgumentParser):
-    """`HfArgumentParser` whose help lists the arguments of this package, and whose errors are one line.
+    """`HfArgumentParser` whose help has a group for each dataclass, and whose errors are one line.
 
     `--config` reads arguments from a YAML file, or from a recipe by its name; those on the command line replace them.
     """

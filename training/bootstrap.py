@@ -46,6 +46,7 @@ from .augmentation import BootstrapView, PairedEvalView
 from .cards import write_card
 from .data import Views, as_images, draw_image, split_off
 from .losses import AlignmentLoss, Targets, attended_cells
+from .models import choose_attention
 from .optimizers import parameter_groups, with_rates
 from .students import (
     LARGEST_SMALL,
@@ -304,8 +305,7 @@ class BootstrapTrainer(ImageTrainer):
         )
         self.align = AlignmentLoss(model, teacher, args)
         self.hold_teacher()
-        if attention := args.attn_implementation or ("eager" if args.device.type == "cpu" else None):
-            model.set_attn_implementation(attention)
+        choose_attention(model, args.attn_implementation, args.device)
         model.to(args.device)
 
     def evaluation_views(self, images, skip_corrupt: bool) -> Views:
@@ -374,11 +374,10 @@ class BootstrapTrainer(ImageTrainer):
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return, for each image, its cosine with the teacher's embedding at each count of tokens, and whether these
-        and the teacher classify it rightly, -1 without labels."""
+        """Return, for each image, its cosine with the teacher's embedding at each count of tokens and, with labels,
+        whether these and the teacher classify it rightly."""
         inputs = self._prepare_inputs(inputs)
         counts, labels = self.student.config.trained_token_counts, inputs.get("labels")
-        found = []
         with self.accelerator.autocast():
             target = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"])).float()
             embeddings = [self.embed(model, inputs["pixel_values"], count) for count in counts]
@@ -435,12 +434,11 @@ class BootstrapTrainer(ImageTrainer):
         text = f"{text}{'' if labels else ' without labels'}"
         if "alignment" not in metrics:
             return f"{text}, not evaluated."
-        images = "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
         if "accuracy" in metrics:
             own, teachers = metrics["accuracy"], metrics["teacher_accuracy"]
-            text = f"{text}: accuracy {own:.2%}{images}, the teacher's is {teachers:.2%}."
+            text = f"{text}: accuracy {own:.2%}{self.of_images}, the teacher's is {teachers:.2%}."
         else:
-            text = f"{text}: mean cosine with the teacher's embeddings {metrics['alignment']:.4f}{images}."
+            text = f"{text}: mean cosine with the teacher's embeddings {metrics['alignment']:.4f}{self.of_images}."
         if len(counts) == 1:
             return text
         names = [name for name in ("accuracy", "alignment") if f"{name}_{counts[0]}" in metrics]

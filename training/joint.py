@@ -212,8 +212,7 @@ class JointTrainer(ImageTrainer):
         together = f"trained together on {name_images(self.data)}"
         if "accuracy" not in metrics:
             return f"{together}, not evaluated."
-        images = "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
-        return f"{together}: accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}{images}."
+        return f"{together}: accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}{self.of_images}."
 
     def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
         """As in `ImageTrainer`; also leaves the two models alone in `vit` and `agent`."""

@@ -23,6 +23,7 @@ from transformers import AutoModelForSemanticSegmentation, PreTrainedModel, Segf
 from ..common.choices import IGNORED
 from ..common.loading import load_image_processor
 from ..common.masks import MaskReader, load_masked_images, load_masked_splits
+from ..common.metrics import scores_of_pixels
 from ..common.scores import check_scores
 from ..common.views import ImageFormat
 from ..configuration.configuration_sparseformer_base import is_sparseformer
@@ -246,20 +247,14 @@ class SegmentationTrainer(ImageTrainer):
         predicted, right, real = prediction.predictions.sum(0)
         if not real.any():
             raise ValueError("No pixel of the evaluation masks counts; check ignored_labels and reduce_labels.")
-        union = real + predicted - right
-        occurs, present = union > 0, real > 0
-        return {
-            "mean_iou": (right[occurs] / union[occurs]).mean(),
-            "mean_accuracy": (right[present] / real[present]).mean(),
-            "pixel_accuracy": right.sum() / real.sum(),
-        }
+        scores = scores_of_pixels(predicted, right, real)
+        return {name: value for name, value in scores.items() if name != "iou"}
 
     def summary(self, metrics: dict[str, float]) -> str:
         measured = ", not evaluated"
         if "mean_iou" in metrics:
-            images = "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
             size = " x ".join(map(str, self.eval_view.formats["pixel_values"].size))
-            measured = f": mean IoU {metrics['mean_iou']:.2%}{images}, measured at {size} pixels"
+            measured = f": mean IoU {metrics['mean_iou']:.2%}{self.of_images}, measured at {size} pixels"
         kind = self.trained.config.model_type
         return f"A {kind} for semantic segmentation trained on {name_images(self.data)}{measured}."
 

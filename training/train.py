@@ -267,8 +267,7 @@ class ImageClassificationTrainer(ImageTrainer):
     def summary(self, metrics: dict[str, float]) -> str:
         config, measured = self.trained.config, ", not evaluated"
         if "accuracy" in metrics:
-            images = "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
-            measured = f": accuracy {metrics['accuracy']:.2%}{images}"
+            measured = f": accuracy {metrics['accuracy']:.2%}{self.of_images}"
         architecture = getattr(config, "architecture", config.model_type)
         return f"A {architecture} classifier trained on {name_images(self.data)}{measured}."
 

@@ -21,6 +21,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ProgressCallback
 
 from ..common.files import permit_as_usual
 from ..common.labels import check_same_classes, class_names
@@ -104,6 +105,11 @@ class ImageTrainer(Trainer):
         raise NotImplementedError
 
     @property
+    def of_images(self) -> str:
+        """The number of images that were measured, in words behind a number; not of test images."""
+        return "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
+
+    @property
     def trained(self):
         """The model that is written."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -156,6 +162,7 @@ class ImageTrainer(Trainer):
         found = None
         if self.unread_loss is not None and not math.isfinite(self.unread_loss.item()):
             found = f"loss at step {step} is"
+        # What is offloaded stays as it was.
         elif not all(weight.isfinite().all() for weight in weights if not weight.is_meta):
             found = f"weights at step {step} are"
         self.unread_loss = None
@@ -217,6 +224,10 @@ class ImageTrainer(Trainer):
             return super().train(*args, **kwargs)
         finally:
             self.interruption.restore()
+            # What is said of an error has a line of its own.
+            shown = [each for each in self.callback_handler.callbacks if isinstance(each, ProgressCallback)]
+            for bar in (bar for each in shown for bar in (each.prediction_bar, each.training_bar) if bar is not None):
+                bar.close()
 
     def create_model_card(self, *args, **kwargs):
         """Nothing: `save_model` writes the card."""

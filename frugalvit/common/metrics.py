@@ -93,15 +93,21 @@ class SegmentationScores(_Metric):
     def _compute(self, predictions, references):
         predicted, right = np.sum(predictions, axis=0)
         [real] = np.sum(references, axis=0)
-        union = real + predicted - right
-        occurs, present = union > 0, real > 0
-        iou = np.divide(right, union, out=np.full(self.num_labels, np.nan), where=occurs)
-        return {
-            "mean_iou": float(iou[occurs].mean()) if occurs.any() else None,
-            "mean_accuracy": float((right[present] / real[present]).mean()) if present.any() else None,
-            "pixel_accuracy": float(right.sum() / real.sum()) if present.any() else None,
-            "iou": [float(value) if known else None for value, known in zip(iou, occurs, strict=True)],
-        }
+        return scores_of_pixels(predicted, right, real)
+
+
+def scores_of_pixels(predicted: np.ndarray, right: np.ndarray, real: np.ndarray) -> dict:
+    """Compute `SegmentationScores` from each class's number of predicted, of rightly predicted and of real pixels,
+    `(labels,)` each."""
+    union = real + predicted - right
+    occurs, present = union > 0, real > 0
+    iou = np.divide(right, union, out=np.full(len(real), np.nan), where=occurs)
+    return {
+        "mean_iou": float(iou[occurs].mean()) if occurs.any() else None,
+        "mean_accuracy": float((right[present] / real[present]).mean()) if present.any() else None,
+        "pixel_accuracy": float(right.sum() / real.sum()) if present.any() else None,
+        "iou": [float(value) if known else None for value, known in zip(iou, occurs, strict=True)],
+    }
 
 
 @torch.inference_mode()

@@ -73,6 +73,8 @@ def error_of(command: str, output_dir, capsys, **options) -> str:
         code = end.code
     before, start, said = capsys.readouterr().err.rpartition(f"frugalvit {command}: error: ")
     assert code in (1, 2) and start and "Traceback" not in before
+    # On a line of its own, behind the bar of a training.
+    assert not before or before.endswith("\n")
     said = said.splitlines()[0]
     assert not (output_dir / "model.safetensors").exists()
     return said
