@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,9 +77,8 @@ class ImageFormat:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     resample: int = 2
     resize: int | None = None
-    # Not shown, so that teacher caches of formats that have neither stay what they were.
-    reverse_channels: bool = field(default=False, repr=False)
-    rounds_center: bool = field(default=False, repr=False)
+    reverse_channels: bool = False
+    rounds_center: bool = False
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
