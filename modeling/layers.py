@@ -2,20 +2,24 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.utils import ModelOutput, TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
 
 from ..configuration.configuration_base import pair
+
+
+logger = logging.get_logger(__name__)
 
 
 def in_float32(values: torch.Tensor) -> torch.Tensor:
@@ -58,6 +62,27 @@ def rotary_table(
     steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
     angles = (coordinates.unsqueeze(-1) * theta**-steps).flatten(-2)
     return angles.cos(), angles.sin()
+
+
+def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int) -> torch.Tensor:
+    """Rotate the tokens of queries or keys, `(batch, heads, tokens, head_dim)`, from number `first` on, by the angles
+    of `rotary_table`, `(batch, rotated tokens, head_dim / 2)`."""
+    if states.shape[2] <= first:
+        return states
+    cos = cos.unsqueeze(1).to(states.dtype)
+    sin = sin.unsqueeze(1).to(states.dtype)
+    return torch.cat([states[:, :, :first], rotate_half(states[:, :, first:], cos, sin)], dim=2)
+
+
+def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the rotary positions of tokens with these RoIs, `(batch, tokens, 4)`, as `SelfAttention` takes them: a
+    token without a grid is rotated as a patch around the center of its RoI would be. No gradient flows into the RoIs."""
+    if config.rope_theta is None:
+        return None
+    left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
+    centers = ((left_top + right_bottom) * 0.5).flip(-1)
+    head_dim = config.hidden_size // config.num_attention_heads
+    return rotary_table(centers, config.rope_theta, config.rope_scale, config.rope_shift, head_dim)
 
 
 def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -125,24 +150,17 @@ class SelfAttention(nn.Module):
             them.
         """
         queries = hidden_states if queries is None else queries
-
-        def heads(states: torch.Tensor) -> torch.Tensor:
-            return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-        query, key = heads(self.q_proj(queries)), heads(self.k_proj(hidden_states))
-        value = heads(self.v_proj(hidden_states))
+        heads = (-1, self.head_dim)
+        query = self.q_proj(queries).unflatten(-1, heads).transpose(1, 2)
+        key = self.k_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
+        value = self.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
         if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         if position_embeddings is not None:
-            cos, sin = (table.unsqueeze(1).to(query.dtype) for table in position_embeddings)
-            fixed = key.shape[2] - cos.shape[2]
-            rotated = query.shape[2] - fixed
-            query, key = (
-                torch.cat(
-                    [states[:, :, :fixed], rotate_half(states[:, :, fixed:], cos[:, :, :count], sin[:, :, :count])], 2
-                )
-                for states, count in ((query, max(rotated, 0)), (key, cos.shape[2]))
-            )
+            first = key.shape[2] - position_embeddings[0].shape[1]
+            query = rotate_tokens(query, *position_embeddings, first)
+            key = rotate_tokens(key, *position_embeddings, first)
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -151,17 +169,6 @@ class SelfAttention(nn.Module):
         if self.output_norm is not None:
             output = self.output_norm(output)
         return self.o_proj(output), weights
-
-
-def activation(name: str) -> nn.Module:
-    """Return one of Transformers' activations, by name.
-
-    Raises:
-        ValueError: if there is none of that name; the message lists the names.
-    """
-    if name not in ACT2FN:
-        raise ValueError(f"There is no activation {name!r}; there are {', '.join(sorted(ACT2FN))}.")
-    return ACT2FN[name]
 
 
 class MLP(nn.Module):
@@ -185,18 +192,17 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size) if gated else None
         self.fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.activation = activation(hidden_act)
-        self.norm = norm(intermediate_size) if norm else None
+        self.activation = ACT2FN[hidden_act]
+        self.norm = norm(intermediate_size) if norm else nn.Identity()
         self.fc2 = nn.Linear(intermediate_size, hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         inner = self.fc1(hidden_states)
-        inner = (
-            self.activation(inner)
-            if self.gate_proj is None
-            else self.activation(self.gate_proj(hidden_states)) * inner
-        )
-        return self.fc2(inner if self.norm is None else self.norm(inner))
+        if self.gate_proj is None:
+            inner = self.activation(inner)
+        else:
+            inner = self.activation(self.gate_proj(hidden_states)) * inner
+        return self.fc2(self.norm(inner))
 
 
 def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
@@ -207,40 +213,217 @@ def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor
     return branch * keep / (1 - rate)
 
 
-def pool_tokens(
-    tokens: torch.Tensor,
-    pooling: str,
-    norm: Callable[[torch.Tensor], torch.Tensor],
-    num_prefix_tokens: int,
-    class_tokens: Sequence[int] = (),
-    norm_last: bool = False,
-    attend: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Pool tokens after the last block to one embedding of each image.
+def norm_factory(config) -> Callable[[int], nn.Module]:
+    """Norm-layer factory for a `SparseFormerBaseConfig`: makes a norm, given its width."""
+    norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
+    return functools.partial(norm_class, eps=config.layer_norm_eps)
+
+
+class EncoderLayer(GradientCheckpointingLayer):
+    """A pre-norm transformer block of a SparseFormer: attention and MLP, each of normalized tokens, with the options of
+    the vision transformers from which students inherit blocks.
 
     Args:
-        tokens (`torch.Tensor`): `(batch, prefix + other tokens, hidden_size)`.
-        pooling (`str`): `pooling` of a `SparseFormerConfig`.
-        norm (`Callable`): The final norm.
-        num_prefix_tokens (`int`): Class and register tokens, in front of the others.
-        class_tokens (sequence of `int`): The class tokens that are pooled.
-        norm_last (`bool`): Whether means are taken before the norm.
-        attend (`Callable`, *optional*): Attention pooling, `(batch, tokens, hidden_size)` to `(batch, hidden_size)`.
-
-    Returns:
-        `torch.Tensor`: `(batch, hidden_size)`, or of several parts side by side a multiple of it.
+        config (`SparseFormerBaseConfig`): The configuration.
+        drop_path_rate (`float`): Drop rate of each of the two branches, 0 to 1.
     """
-    if pooling in ("cls", "class_mean"):
-        tokens = torch.stack([tokens[:, index] for index in class_tokens], dim=1)
-    elif pooling in ("latent_mean", "latent_attention"):
-        tokens = tokens[:, num_prefix_tokens:]
-    if pooling == "cls":
-        return norm(tokens).flatten(1)
-    if pooling == "cls_and_latent_mean":
-        tokens = norm(tokens)
-        return torch.cat([tokens[:, 0], tokens[:, num_prefix_tokens:].mean(dim=1)], dim=1)
-    reduce = attend if pooling in ("attention", "latent_attention") else functools.partial(torch.mean, dim=1)
-    return norm(reduce(tokens)) if norm_last else reduce(norm(tokens))
+
+    def __init__(self, config, drop_path_rate: float):
+        super().__init__()
+        self.drop_path_rate = drop_path_rate
+        hidden_size = config.hidden_size
+        norm = norm_factory(config)
+        self.layernorm_before = norm(hidden_size)
+        self.attention = SelfAttention(
+            config,
+            hidden_size,
+            config.num_attention_heads,
+            head_norm=norm if config.query_key_norm else None,
+            output_norm=norm if config.attention_norm else None,
+        )
+        self.layernorm_after = norm(hidden_size)
+        self.mlp = MLP(
+            hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            config.gated_mlp,
+            norm if config.mlp_norm else None,
+        )
+        self.attention_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
+        self.mlp_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
+
+    def forward(self, hidden_states: torch.Tensor, num_queries: int | None = None, **kwargs) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` to the same shape, or, with `num_queries`, to the first tokens alone, which
+        attend to all."""
+        tokens = self.layernorm_before(hidden_states)
+        branch, _ = self.attention(tokens, tokens[:, :num_queries], **kwargs)
+        branch = branch if self.attention_scale is None else branch * self.attention_scale
+        hidden_states = hidden_states[:, :num_queries] + drop_path(branch, self.drop_path_rate, self.training)
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        branch = branch if self.mlp_scale is None else branch * self.mlp_scale
+        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+
+
+class AttentionPooling(nn.Module):
+    """One learned query that attends to all tokens, then an MLP (SigLIP); AIMv2's has none."""
+
+    def __init__(self, config):
+        super().__init__()
+        hidden_size = config.hidden_size
+        self.probe = nn.Parameter(torch.empty(1, hidden_size))
+        self.attention = SelfAttention(
+            config, hidden_size, config.pooling_num_attention_heads or config.num_attention_heads
+        )
+        self.layernorm = self.mlp = None
+        if config.pooling_intermediate_size != 0:
+            self.layernorm = norm_factory(config)(hidden_size)
+            self.mlp = MLP(
+                hidden_size,
+                config.pooling_intermediate_size or config.intermediate_size,
+                config.pooling_hidden_act or config.hidden_act,
+            )
+
+    def draw(self, std: float):
+        """Draw the query as the reference implementation does."""
+        init.normal_(self.probe)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`."""
+        pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1))
+        if self.mlp is not None:
+            pooled = pooled + self.mlp(self.layernorm(pooled))
+        return pooled[:, 0]
+
+
+class Pooler(nn.Module):
+    """Pools tokens after the last block to one embedding of each image, as `config.pooling` says."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        attends = config.pooling in ("attention", "latent_attention")
+        self.head = AttentionPooling(config) if attends else None
+
+    def forward(self, tokens: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        """Tokens `(batch, prefix + latent tokens, hidden_size)` before the final norm, which is passed along, to
+        `(batch, pooled_size)`."""
+        pooling = self.config.pooling
+        first = self.config.num_prefix_tokens
+        if pooling == "cls":
+            chosen = self.config.pooled_class_tokens or range(self.config.num_class_tokens)
+            return norm(torch.stack([tokens[:, index] for index in chosen], dim=1)).flatten(1)
+        if pooling == "cls_and_latent_mean":
+            tokens = norm(tokens)
+            return torch.cat([tokens[:, 0], tokens[:, first:].mean(dim=1)], dim=1)
+        if pooling == "class_mean":
+            tokens = tokens[:, : self.config.num_class_tokens]
+        elif pooling in ("latent_mean", "latent_attention"):
+            tokens = tokens[:, first:]
+        if not self.config.pool_before_norm:
+            tokens = norm(tokens)
+        pooled = tokens.mean(dim=1) if self.head is None else self.head(tokens)
+        return norm(pooled) if self.config.pool_before_norm else pooled
+
+
+def reads_class_tokens_alone(config, **kwargs) -> bool:
+    """Whether of the last block a call with these arguments reads nothing but class tokens."""
+    names = ("output_hidden_states", "output_attentions")
+    recorded = any(kwargs.get(name, getattr(config, name, False)) for name in names)
+    return config.pooling == "cls" and not recorded
+
+
+def place_among(counts: Sequence[int], number: torch.Tensor) -> torch.Tensor:
+    """The place, `()`, of the largest of increasing counts that is not above a number, `()`, else of the smallest."""
+    return (torch.tensor(counts, device=number.device) <= number).sum().sub(1).clamp(min=0)
+
+
+def read_at(place: torch.Tensor, values: Sequence[int]) -> int:
+    """The value at a place, `()`, which is not known while a program is exported; its bounds are."""
+    value = torch.tensor(values, device=place.device)[place].item()
+    torch._check(value >= min(values))
+    torch._check(value <= max(values))
+    return value
+
+
+def check_num_tokens(config, num_tokens: int) -> int:
+    """Return the count that a model computes with when `num_tokens` latent tokens are asked for. Warn once if the model
+    was not trained for it.
+
+    Raises:
+        ValueError: if it is below 1 or above `config.num_latent_tokens`, or cells of such a number make no grid.
+    """
+    if not 1 <= num_tokens <= config.num_latent_tokens:
+        raise ValueError(
+            f"`num_tokens` is {num_tokens}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
+            "model has; `resize_tokens` adds more, which then have to be trained."
+        )
+    num_tokens = config.round_tokens(num_tokens)
+    if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
+        trained = ", ".join(map(str, config.trained_token_counts))
+        logger.warning_once(
+            f"This model was trained with {trained} latent tokens and is asked for {num_tokens}, with which it may be "
+            "much worse. Bootstrapping it with `elastic_token_counts` teaches it others."
+        )
+    return num_tokens
+
+
+@dataclass
+class AdaptiveClassifierOutput(ModelOutput):
+    """Scores of images that were each classified with as many tokens as they needed.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores, from the last count that was tried.
+        num_tokens (`torch.LongTensor` of shape `(batch,)`): That count.
+        confidence (`float`): Probability of the likeliest class from which on an image was done, 0 to 1.
+    """
+
+    logits: torch.FloatTensor | None = None
+    num_tokens: torch.LongTensor | None = None
+    confidence: float | None = None
+
+
+def classify_adaptively(
+    classify: Callable[[torch.Tensor, int], torch.Tensor],
+    images: torch.Tensor,
+    confidence: float,
+    token_counts: Sequence[int],
+) -> AdaptiveClassifierOutput:
+    """Classify images with the first count of tokens, and those whose class is not sure enough with the next.
+
+    Args:
+        classify (`Callable`): Returns logits, `(chosen, num_labels)`, given indices of images and a count.
+        images (`torch.Tensor`): Indices of all images, `(batch,)`.
+        confidence (`float`): Probability of the likeliest class, 0 to 1, from which on an image is done.
+        token_counts (sequence of `int`): Counts to try, in this order.
+
+    Raises:
+        ValueError: if `confidence` is no probability.
+    """
+    if not 0 <= confidence <= 1:
+        raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
+    left = images
+    logits = num_tokens = None
+    for count in token_counts:
+        found = classify(left, count)
+        if logits is None:
+            logits = found
+            num_tokens = torch.full_like(left, count)
+        else:
+            logits = logits.index_copy(0, left, found)
+            num_tokens = num_tokens.index_fill(0, left, count)
+        left = left[found.float().softmax(dim=-1).amax(dim=-1) < confidence]
+        if not len(left):
+            break
+    return AdaptiveClassifierOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)
+
+
+def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Images `(batch, channels, height, width)` at another size, in float32; those that have it are left as they are,
+    if that is known: in a program for several sizes it is not."""
+    is_known = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
+    if is_known and size == tuple(images.shape[-2:]):
+        return images
+    return F.interpolate(in_float32(images), size, mode="bilinear", antialias=True)
 
 
 class PatchEmbeddings(nn.Module):

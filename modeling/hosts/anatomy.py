@@ -16,7 +16,43 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..layers import pool_tokens, rotary_table, rotate_half
+from ..layers import rotary_table, rotate_half
+
+
+def pool_tokens(
+    tokens: torch.Tensor,
+    pooling: str,
+    norm: Callable[[torch.Tensor], torch.Tensor],
+    num_prefix_tokens: int,
+    class_tokens: Sequence[int] = (),
+    norm_last: bool = False,
+    attend: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Pool tokens after the last block to one embedding of each image.
+
+    Args:
+        tokens (`torch.Tensor`): `(batch, prefix + other tokens, hidden_size)`.
+        pooling (`str`): `pooling` of a `SparseFormerConfig`.
+        norm (`Callable`): The final norm.
+        num_prefix_tokens (`int`): Class and register tokens, in front of the others.
+        class_tokens (sequence of `int`): The class tokens that are pooled.
+        norm_last (`bool`): Whether means are taken before the norm.
+        attend (`Callable`, *optional*): Attention pooling, `(batch, tokens, hidden_size)` to `(batch, hidden_size)`.
+
+    Returns:
+        `torch.Tensor`: `(batch, hidden_size)`, or of several parts side by side a multiple of it.
+    """
+    if pooling in ("cls", "class_mean"):
+        tokens = torch.stack([tokens[:, index] for index in class_tokens], dim=1)
+    elif pooling in ("latent_mean", "latent_attention"):
+        tokens = tokens[:, num_prefix_tokens:]
+    if pooling == "cls":
+        return norm(tokens).flatten(1)
+    if pooling == "cls_and_latent_mean":
+        tokens = norm(tokens)
+        return torch.cat([tokens[:, 0], tokens[:, num_prefix_tokens:].mean(dim=1)], dim=1)
+    reduce = attend if pooling in ("attention", "latent_attention") else functools.partial(torch.mean, dim=1)
+    return norm(reduce(tokens)) if norm_last else reduce(norm(tokens))
 
 
 # Largest difference between what was read and what the model computes, relative to its largest value.
