@@ -7,6 +7,10 @@ import transformers
 
 # A family's public names are those in `__all__` of `modeling_<family>.py`.
 FAMILIES = (
+    "agent_cnn",
+    "convmixer",
+    "vit_context_broadcast",
+    "vit_impulse_init",
     "patch_sparseformer",
     "sparseformer",
     "sparseformer_dense",

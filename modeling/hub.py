@@ -90,35 +90,38 @@ class HubModel(PreTrainedModel):
         from the family's elsewhere, for example in a notebook."""
         return next(base for base in cls.__mro__ if "auto_classes" in vars(base))
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
         """As in Transformers; besides weights and configuration it writes the family's source files and, where they do
-        not exist yet, the image processor's configuration, what sentence-transformers embeds with, and a model card.
-        If the model has adapters, only these are saved."""
+        not exist yet, the files of `companions`. If the model has adapters, only these are saved."""
         folder = Path(save_directory)
-        if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
-            return
-        if getattr(self, "_hf_peft_config_loaded", False) or not is_main_process or folder.is_file():
+        names = ("commit_message", "commit_description", "private", "revision", "create_pr")
+        upload = {name: kwargs.pop(name) for name in names if name in kwargs}
+        is_adapter = getattr(self, "_hf_peft_config_loaded", False)
+        if is_adapter or not is_main_process or folder.is_file():
             super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        family = self.family_class()
-        module = family.__module__.rpartition(".")[2]
-        for name, source in source_files(family.__module__).items():
-            (folder / name).write_text(source, encoding="utf-8", newline="\n")
-        # A configuration class imported through the modeling file is the one that the model itself uses.
-        classes = {"AutoConfig": family.config_class.__name__, **self.auto_classes}
-        self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
-        super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
-        for name, content in self.companions().items():
-            if not (folder / name).exists():
-                (folder / name).write_text(content, encoding="utf-8")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            family = self.family_class()
+            module = family.__module__.rpartition(".")[2]
+            for name, source in source_files(family.__module__).items():
+                (folder / name).write_text(source, encoding="utf-8", newline="\n")
+            # A configuration class imported through the modeling file is the one that the model itself uses.
+            classes = {"AutoConfig": family.config_class.__name__, **self.auto_classes}
+            self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
+            super().save_pretrained(folder, **kwargs)
+            for name, content in self.companions().items():
+                if not (folder / name).exists():
+                    (folder / name).write_text(content, encoding="utf-8")
+        if push_to_hub and is_main_process:
+            self.push_to_hub(repo_id or folder.name, token=kwargs.get("token"), **upload)
 
     def companions(self) -> dict[str, str]:
-        """Contents of the files beside weights, configuration and code, by their names."""
-        files = self.sentence_transformers_config()
-        if (values := self.image_processor_config()) is not None:
-            files["preprocessor_config.json"] = values
+        """Contents of the files beside weights, configuration and code: the image processor's configuration, what
+        sentence-transformers embeds with and, where frugalvit is installed, a model card."""
+        files = {}
+        if (processor := self.image_processor_config()) is not None:
+            files["preprocessor_config.json"] = processor
+        files |= self.sentence_transformers_config()
         files = {name: json.dumps(content, indent=2, sort_keys=True) + "\n" for name, content in files.items()}
         try:
             from frugalvit.modeling.model_card import model_card
@@ -131,43 +134,31 @@ class HubModel(PreTrainedModel):
         return image_processor_config(getattr(self.config, "vision_config", self.config))
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """The contents of the files by which `SentenceTransformer` gives the embeddings of the model, by their names;
-        of a folder without them it takes the mean of all tokens. Empty where the model has none."""
+        """The files by which `SentenceTransformer` gives the model's embeddings; without, it averages all tokens."""
         if not self.embeds:
             return {}
         inputs = {
             kind: {"method": method, "method_output_name": output} for kind, (method, output) in self.embeds.items()
         }
         module = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+        config = {"transformer_task": "feature-extraction", "module_output_name": "sentence_embedding"}
         return {
             "modules.json": [module | {"kwargs": list(self.embedding_arguments)}],
-            "sentence_bert_config.json": {
-                "transformer_task": "feature-extraction",
-                "modality_config": inputs,
-                "module_output_name": "sentence_embedding",
-            },
+            "sentence_bert_config.json": config | {"modality_config": inputs},
         }
 
-    def push_to_hub(
-        self, repo_id: str, *, private=None, token=None, revision=None, commit_message=None, create_pr=False, **kwargs
-    ):
-        """Save the complete repository and upload it in one commit, as in Transformers; a model card that is already
-        there stays. `kwargs` go to `save_pretrained`."""
+    def push_to_hub(self, repo_id: str, *, private=None, token=None, revision=None, **commit):
+        """Save the complete repository and upload it in one commit; a model card that is already there stays. `commit`
+        is what `HfApi.upload_folder` takes."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        keeps = api.file_exists(repo_id, "README.md", revision=revision)
+        keeps = ["README.md"] if api.file_exists(repo_id, "README.md", revision=revision) else None
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, **kwargs)
-            return api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                revision=revision,
-                commit_message=commit_message or "Upload model",
-                create_pr=create_pr,
-                ignore_patterns=["README.md"] if keeps else None,
-            )
+            self.save_pretrained(folder)
+            commit |= {"repo_id": repo_id, "folder_path": folder, "revision": revision, "ignore_patterns": keeps}
+            return api.upload_folder(**{"commit_message": "Upload model"} | commit)
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):

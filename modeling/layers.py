@@ -543,17 +543,14 @@ def image_classification_loss(
     """Loss of an image classifier for `config.problem_type`, inferred from the labels and kept there if it is unset.
 
     With `num_items_in_batch` (what `Trainer` hands over when it accumulates gradients) the summed loss is divided by
-    that count, for every problem type, so that accumulated steps add up to the large batch.
+    that count for every problem type, so that accumulated steps add up to the large batch; Transformers' own loss does
+    so for single labels alone.
 
     Args:
         logits (`torch.Tensor`): `(batch, num_labels)`.
         labels (`torch.Tensor`): `(batch,)` integers, `(batch, num_labels)` zeros and ones, or floats for regression.
         config: Its `problem_type` and `num_labels` are read.
         num_items_in_batch (`int`, *optional*): Labels in the whole batch that this one is a part of.
-
-    Raises:
-        ValueError: if the shape of the labels does not fit the problem type, or (looked at on CPU only) if they are no
-            classes of the model; -100 is ignored.
     """
     if config.problem_type is None:
         if config.num_labels == 1:
@@ -562,33 +559,15 @@ def image_classification_loss(
             config.problem_type = "multi_label_classification"
         else:
             config.problem_type = "single_label_classification"
+    logits = in_float32(logits)
+    labels = labels.to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    logits, labels = in_float32(logits), labels.to(logits.device)
     if config.problem_type == "single_label_classification":
-        if labels.shape != logits.shape[:1] or labels.is_floating_point():
-            raise ValueError(
-                f"Got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}; single-label classification "
-                f"expects {logits.shape[0]} integers. For zeros and ones per class, set "
-                '`config.problem_type="multi_label_classification"` and pass floats.'
-            )
-        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = labels[(labels >= config.num_labels) | (labels < 0) & (labels != -100)]
-            if len(wrong):
-                raise ValueError(
-                    f"Got labels {wrong.unique().tolist()}; the model's classes are 0 to {config.num_labels - 1}. For "
-                    "other classes, load it with `num_labels` and `ignore_mismatched_sizes=True`."
-                )
         loss = F.cross_entropy(logits, labels, reduction=reduction)
+    elif config.problem_type == "regression":
+        loss = F.mse_loss(logits, labels.reshape(logits.shape).to(logits.dtype), reduction=reduction)
     else:
-        if labels.numel() != logits.numel():
-            raise ValueError(
-                f"Got labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}; "
-                f"{config.problem_type} expects one value for each logit."
-            )
-        labels = labels.reshape(logits.shape).to(logits.dtype)
-        regression = config.problem_type == "regression"
-        loss_function = F.mse_loss if regression else F.binary_cross_entropy_with_logits
-        loss = loss_function(logits, labels, reduction=reduction)
+        loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=reduction)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
@@ -649,3 +628,7 @@ def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: 
     are `(batch, classes)`; those of the teacher get no gradient."""
     student, teacher = (F.log_softmax(in_float32(x) / temperature, dim=1) for x in (logits, teacher_logits.detach()))
     return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+
+
+def activation(name: str) -> nn.Module:
+    return ACT2FN[name]
