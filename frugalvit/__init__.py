@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .inference import Embedder as Embedder
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast
     from .modeling.context_broadcast_hosts import insert_context_broadcast as insert_context_broadcast
+    from .modeling.context_broadcast_hosts import load_context_broadcast as load_context_broadcast
     from .modeling.context_broadcast_hosts import remove_context_broadcast as remove_context_broadcast
     from .modeling.generalized_convolution import GeneralizedConv2d as GeneralizedConv2d
     from .modeling.heads import swap_backbone as swap_backbone

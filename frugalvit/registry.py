@@ -54,6 +54,7 @@ FUNCTIONS = {
     "JointArguments": "frugalvit.training.joint",
     "JointTrainer": "frugalvit.training.joint",
     "MapAlignmentLoss": "frugalvit.training.losses",
+    "load_context_broadcast": "frugalvit.modeling.context_broadcast_hosts",
     "match_channels_": "frugalvit.modeling.swap",
     "matching_processor": "frugalvit.modeling.swap",
     "measure_attention": "frugalvit.attention",
@@ -138,15 +139,10 @@ def register() -> None:
 
 @_once
 def register_configurations() -> None:
-    """Register the configurations of all families, and of Transformers' models with Context Broadcasting."""
+    """Register the configurations of all families."""
     import transformers
-    from transformers.utils import is_torch_available
 
-    found = configuration_classes()
-    if is_torch_available():
-        altered = importlib.import_module("frugalvit.modeling.context_broadcast_hosts")
-        found += [getattr(altered, f"ContextBroadcast{name}") for name in altered.CONFIGURATIONS]
-    for config_class in found:
+    for config_class in configuration_classes():
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 

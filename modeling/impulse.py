@@ -23,11 +23,7 @@ SHARP_TOLERANCE, SHARP_MASS = 1e-3, 0.985
 def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch.Tensor:
     """Sinusoidal encoding of a grid as Simple-ViT has it (Beyer et al. 2022), `(height * width, hidden_size)`.
 
-    Frequencies are 10000^(-i / (hidden_size / 4 - 1)); the order is sin x, cos x, sin y, cos y.
-
-    Raises:
-        ValueError: if `hidden_size` is no multiple of 4.
-    """
+    Frequencies are 10000^(-i / (hidden_size / 4 - 1)); the order is sin x, cos x, sin y, cos y."""
     if hidden_size % 4:
         raise ValueError(f"`hidden_size` is {hidden_size}, expected a multiple of 4 (sine and cosine of x and y).")
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -38,13 +34,7 @@ def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch
 
 def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
     """The positions of a kernel relative to its center as (dy, dx), row by row; an even kernel has its center right of
-    and below the middle.
-
-    Raises:
-        ValueError: if there are no such kernels.
-    """
-    if isinstance(kernel_size, bool) or not isinstance(kernel_size, int) or kernel_size < 1:
-        raise ValueError(f"`kernel_size` is {kernel_size!r}, expected a positive integer.")
+    and below the middle."""
     reach = range(-(kernel_size // 2), kernel_size - kernel_size // 2)
     return [(dy, dx) for dy in reach for dx in reach]
 
@@ -55,6 +45,13 @@ def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | 
     while len(drawn) < num_heads:
         drawn += [offsets[i] for i in torch.randperm(len(offsets), generator=generator).tolist()]
     return drawn[:num_heads]
+
+
+def pinv_offsets(num_heads: int) -> list[tuple[int, int]]:
+    """The positions of a 3 x 3 kernel in the order in which the NeurIPS 2025 code gives them to heads."""
+    offsets = kernel_offsets(3)
+    order = (4, 1, 5, 3, 7, 0, 2, 6, 8)
+    return [offsets[order[head % len(order)]] for head in range(num_heads)]
 
 
 def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Tensor:
@@ -98,16 +95,15 @@ def solve_closed_form(
     all with 12 and 92 % with 8 (3 x 3 offsets, `hidden_size` 192).
 
     Without a `mass`, the maps are those that Algorithm 1 reaches: as sharp, and even where the impulse leaves the
-    grid, as there eq. 8 wants no attention anywhere. R then sends those positions to zero
-    (`results/impulse_speed.json` has mass and error of both).
+    grid, as eq. 8 wants no attention there; R then sends those positions to zero (`results/impulse_speed.json`).
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
         target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.
         head_dim (`int`): Width of the head.
         mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the interior,
-            above 0 and below 1; where no temperature gives that much, 95 % of the most that one gives. `None` for maps
-            as those of Algorithm 1. `impulse_init_` says where the default comes from.
+            above 0 and below 1; where no temperature reaches it, 95 % of the most that one gives. `None` for maps as
+            those of Algorithm 1.
 
     Returns:
         Two tensors `(hidden_size, head_dim)`.
