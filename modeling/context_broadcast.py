@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..configuration.configuration_base import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
+from ..configuration.configuration_vit_context_broadcast import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
 
 
 class ContextBroadcast(nn.Module):
@@ -52,7 +52,9 @@ class ContextBroadcast(nn.Module):
         if kind not in CONTEXT_BROADCASTS:
             raise ValueError(f"`kind` is {kind!r}, expected one of {', '.join(map(repr, CONTEXT_BROADCASTS))}.")
         if kind == "cb_s" and blend and scale_init == 0:
-            raise ValueError("`kind='cb_s'` with `blend=True` and `scale_init=0` never learns; set another `scale_init`.")
+            raise ValueError(
+                "`kind='cb_s'` with `blend=True` and `scale_init=0` never learns; set another `scale_init`."
+            )
         self.kind = kind
         self.data_format = data_format
         self.scale_init = scale_init

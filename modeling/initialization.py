@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.utils.logging import tqdm
 
-from ..configuration.configuration_base import PSEUDO_INPUTS, SOLVERS, VALUE_INITS
+from ..configuration.configuration_vit import PSEUDO_INPUTS, SOLVERS, VALUE_INITS
 from .impulse import (
     attention_logits,
     draw_offsets,
@@ -28,23 +28,17 @@ from .impulse import (
 
 @dataclass
 class HeadReport:
-    """A head's attention on its layer's pseudo input, after initialization.
-
-    Args:
-        layer, head (`int`): Numbers of layer and head.
-        offset (pair of `int`): The target relative to a position, (dy, dx); (0, 0) for initializations without impulses.
-        error (`float`): Mean squared error of the attention map (eq. 8).
-        peak_rate (`float`): Share of the interior positions that attend most to their target.
-        mass (`float`): Attention at the target, averaged over the interior positions.
-        query_norm, key_norm (`float`): Frobenius norms of the head's weights.
-        max_logit (`float`): Largest absolute value before the softmax.
-    """
+    """A head's attention on its layer's pseudo input, after initialization."""
 
     layer: int
     head: int
+    # The target relative to a position, (dy, dx); (0, 0) for initializations without impulses.
     offset: tuple[int, int]
+    # Mean squared error of the attention map (eq. 8).
     error: float
+    # Share of the interior positions that attend most to their target.
     peak_rate: float
+    # Attention at the target, averaged over the interior positions.
     mass: float
     query_norm: float
     key_norm: float
@@ -68,14 +62,8 @@ class InitializationReport:
 
 @dataclass
 class BlockParts:
-    """The parts of a block that initializations read and write.
-
-    Args:
-        norm (`nn.Module`): The norm before the attention.
-        query, key, value, output: Each has a `weight`, `(hidden_size, hidden_size)`, and a `bias` or None.
-        num_heads (`int`): Heads.
-        linears (`list[nn.Linear]`): All linear layers of the block.
-    """
+    """The parts of a block that initializations read and write: its norm before the attention, projections with
+    `weight` and `bias`, and all linear layers."""
 
     norm: nn.Module
     query: nn.Module
@@ -96,20 +84,15 @@ class BlockParts:
 
 @dataclass
 class TransformerParts:
-    """The parts of a vision transformer that initializations read and write.
-
-    Args:
-        layers (`list[BlockParts]`): Its blocks, in order.
-        positions (`torch.Tensor`): `(prefix + height * width, hidden_size)`, those of [CLS] and registers first.
-        learns_positions (`bool`): Whether the positions are a parameter.
-        grid (pair of `int`): Height and width in patches.
-        pre_norm (`nn.Module`, *optional*): The norm of tokens before the first block.
-    """
+    """The parts of a vision transformer that initializations read and write."""
 
     layers: list[BlockParts]
+    # (prefix + height * width, hidden_size), those of [CLS] and registers first.
     positions: torch.Tensor
     learns_positions: bool
+    # Height and width in patches.
     grid: tuple[int, int]
+    # The norm of tokens before the first block.
     pre_norm: nn.Module | None = None
 
     @property
@@ -155,8 +138,8 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
     )
 
 
-def parts_of_layers(model: nn.Module) -> TransformerParts:
-    """The parts of a base model whose layers are `ViTLayer`s."""
+def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts:
+    """The parts of a base model of this package, or of Transformers' ViT, with a grid of patches."""
     layers = [
         BlockParts(
             norm=layer.layernorm_before,
@@ -170,7 +153,7 @@ def parts_of_layers(model: nn.Module) -> TransformerParts:
         for layer in model.layers
     ]
     positions = model.embeddings.position_embeddings
-    return TransformerParts(layers, positions[0], positions.requires_grad, model.embeddings.grid)
+    return TransformerParts(layers, positions[0], positions.requires_grad, grid)
 
 
 def is_drawn(model: nn.Module) -> bool:
@@ -323,7 +306,6 @@ def mimetic_init_(
     return _report(vit)
 
 
-@torch.no_grad()
 def trunc_normal_init_(
     model: nn.Module,
     std: float = 0.02,
@@ -334,30 +316,36 @@ def trunc_normal_init_(
 
     With `value_init="mimetic"`, values and output projections are those of `mimetic_init_`. The rest as there.
     """
-    _check("value_init", value_init, VALUE_INITS)
-    vit = read_parts(model)
-    for layer in vit.layers:
-        for linear in layer.linears:
-            nn.init.trunc_normal_(linear.weight, std=std, generator=generator)
-            if linear.bias is not None:
-                linear.bias.zero_()
-        _set_values(layer, value_init, generator)
-    return _report(vit)
+
+    def draw(linear: nn.Linear):
+        nn.init.trunc_normal_(linear.weight, std=std, generator=generator)
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+    return _init_linears(model, draw, generator, value_init)
 
 
-@torch.no_grad()
 def kaiming_uniform_init_(
     model: nn.Module, generator: torch.Generator | None = None, value_init: str = "default"
 ) -> InitializationReport:
     """Initialize all linear layers of the blocks, weights and biases, uniformly in +-1 / sqrt(inputs), PyTorch's
     default; in place. The rest as in `trunc_normal_init_`."""
+
+    def draw(linear: nn.Linear):
+        bound = linear.in_features**-0.5
+        for parameter in linear.parameters():
+            parameter.uniform_(-bound, bound, generator=generator)
+
+    return _init_linears(model, draw, generator, value_init)
+
+
+@torch.no_grad()
+def _init_linears(model: nn.Module, draw, generator: torch.Generator | None, value_init: str):
     _check("value_init", value_init, VALUE_INITS)
     vit = read_parts(model)
     for layer in vit.layers:
         for linear in layer.linears:
-            bound = linear.in_features**-0.5
-            for parameter in linear.parameters():
-                parameter.uniform_(-bound, bound, generator=generator)
+            draw(linear)
         _set_values(layer, value_init, generator)
     return _report(vit)
 
@@ -371,7 +359,7 @@ INITIALIZATIONS = {
 
 
 def initialize_attention_(model: nn.Module, initialization: str = "impulse", **options) -> InitializationReport:
-    """Apply one of `INITIALIZATIONS` by name, with its options; for example `initialize_attention_(vit, "mimetic")`."""
+    """Apply one of `INITIALIZATIONS` by name, for example `initialize_attention_(vit, "mimetic")`."""
     _check("initialization", initialization, INITIALIZATIONS)
     return INITIALIZATIONS[initialization](model, **options)
 

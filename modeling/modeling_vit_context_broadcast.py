@@ -45,12 +45,12 @@ class ViTContextBroadcastPreTrainedModel(ViTPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
+        structured = self.config.initialization != "default"
         if isinstance(module, ContextBroadcast):
             module.reset_parameters()
         # Comes after all modules within.
-        elif isinstance(module, ViTContextBroadcastModel) and self.config.initialization != "default":
-            if is_drawn(module):
-                start_attention_(parts_of_layers(module), self.config)
+        elif isinstance(module, ViTContextBroadcastModel) and structured and is_drawn(module):
+            start_attention_(parts_of_layers(module, module.embeddings.grid), self.config)
 
 
 class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
@@ -118,7 +118,6 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
     ) -> ViTContextBroadcastImageClassifierOutput:
         """
         Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*):
                 `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
             num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).

@@ -36,7 +36,7 @@ class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
             uniform_init_(module)
         # Comes after all modules within.
         elif isinstance(module, ViTImpulseInitModel) and structured and is_drawn(module):
-            start_attention_(parts_of_layers(module), config, positions="keep")
+            start_attention_(parts_of_layers(module, module.embeddings.grid), config, positions="keep")
         else:
             super()._init_weights(module)
 
@@ -115,7 +115,6 @@ class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):
     ) -> ImageClassifierOutput:
         """
         Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*):
                 `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
             num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).

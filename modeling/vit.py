@@ -30,8 +30,7 @@ class ViTPatchEmbeddings(nn.Module):
 
 
 class ViTEmbeddings(nn.Module):
-    """Patches and positions, with [CLS] and a distillation token in front if wanted. Positions are learned or fixed
-    sinusoidal ones."""
+    """Patches and positions, learned or sinusoidal, with [CLS] and a distillation token in front if wanted."""
 
     def __init__(
         self,
@@ -146,14 +145,13 @@ class ViTPreTrainedModel(HubModel):
         elif isinstance(module, nn.Conv2d):
             # At 0.02, small patches would drown in positions.
             uniform_init_(module)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
         elif isinstance(module, ViTEmbeddings):
             self._init_positions(module)
             for token in (module.cls_token, module.distillation_token):
                 if token is not None:
                     init.trunc_normal_(token, std=std)
+        else:
+            super()._init_weights(module)
 
     def _init_positions(self, embeddings: ViTEmbeddings):
         init.trunc_normal_(embeddings.position_embeddings, std=self.config.initializer_range)
