@@ -57,9 +57,9 @@ def test_choices_are_all_that_there_are():
     """Names that options list without importing what defines them."""
     from frugalvit.common import choices
     from frugalvit.configuration import (
-        configuration_base,
         configuration_bootstrapped_vit,
         configuration_patch_sparseformer,
+        configuration_vit_context_broadcast,
     )
     from frugalvit.modeling import conversion, inheritance, initialization, reference_initialization
 
@@ -68,8 +68,8 @@ def test_choices_are_all_that_there_are():
     assert inheritance.FOCUSINGS == choices.FOCUSINGS
     assert configuration_patch_sparseformer.PLACEMENTS == choices.PLACEMENTS
     assert configuration_patch_sparseformer.PLACEMENT_RULES == choices.PLACEMENT_RULES
-    assert configuration_base.CONTEXT_BROADCASTS == choices.CONTEXT_BROADCASTS
-    assert configuration_base.CONTEXT_BROADCAST_POSITIONS == choices.CONTEXT_BROADCAST_POSITIONS
+    assert configuration_vit_context_broadcast.CONTEXT_BROADCASTS == choices.CONTEXT_BROADCASTS
+    assert configuration_vit_context_broadcast.CONTEXT_BROADCAST_POSITIONS == choices.CONTEXT_BROADCAST_POSITIONS
     assert tuple(configuration_bootstrapped_vit.VARIANTS) == choices.JOINT_VARIANTS
     assert tuple(conversion.TEMPLATES) == choices.CONVERTED_VARIANTS
 

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForImageClassification, ViTImagePr
 
 from ..common.decoding import CorruptImageError, decode_image
 from ..common.loading import check_folder, load_image_processor, one_error, split_revision
-from ..configuration.configuration_base import AttentionStartConfig, FrugalViTConfig, pair, set_image_size
+from ..configuration.configuration_base import FrugalViTConfig, pair, set_image_size
+from ..configuration.configuration_vit import AttentionStartConfig
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ..modeling import initialization
 from ..modeling.context_broadcast_hosts import insert_context_broadcast

@@ -119,7 +119,7 @@ KINDS = {
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTImpulseInitModel, frugalvit.ViTImpulseInitForImageClassification),
         any_size=False,
-        files={"context_broadcast.py", "impulse.py", "initialization.py"},
+        files={"configuration_vit.py", "vit.py", "impulse.py", "initialization.py"},
     ),
     "vit_context_broadcast": Kind(
         frugalvit.ViTContextBroadcastConfig,
@@ -127,7 +127,7 @@ KINDS = {
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTContextBroadcastModel, frugalvit.ViTContextBroadcastForImageClassification),
         any_size=False,
-        files={"context_broadcast.py", "impulse.py", "initialization.py"},
+        files={"configuration_vit.py", "vit.py", "context_broadcast.py", "impulse.py", "initialization.py"},
     ),
     "agent_cnn": Kind(
         frugalvit.AgentCNNConfig,
