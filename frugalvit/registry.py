@@ -8,6 +8,7 @@ import transformers
 # A family's public names are those in `__all__` of `modeling_<family>.py`.
 FAMILIES = (
     "agent_cnn",
+    "bootstrapped_vit",
     "convmixer",
     "vit_context_broadcast",
     "vit_impulse_init",

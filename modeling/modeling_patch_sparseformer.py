@@ -136,8 +136,10 @@ class PatchSparseFormerEmbeddings(nn.Module):
         # Not the projection's dtype, which may be that of quantized weights.
         patches = patches.to(self.position_embeddings.dtype)
         tokens = self.patch_norm(self.projection(patches)) + positions
-        prefix = [front.expand(len(tokens), -1, -1) for front in (self.cls_token, self.register_tokens) if front is not None]
-        return self.norm(torch.cat([*prefix, tokens], dim=1)), rois.expand(len(tokens), -1, -1), forecast
+        batch = tokens.shape[0]
+        front = [each for each in (self.cls_token, self.register_tokens) if each is not None]
+        tokens = torch.cat([*(each.expand(batch, -1, -1) for each in front), tokens], dim=1)
+        return self.norm(tokens), rois.expand(batch, -1, -1), forecast
 
     def cut_grid(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> tuple:
         """Patches `(batch, tokens, pixels)`, positions `(tokens, hidden_size)`, RoIs `(tokens, 4)`, and None."""

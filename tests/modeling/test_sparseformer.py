@@ -89,7 +89,7 @@ class TestOutputs:
     def test_shapes(self, generation, make_model, pixel_values):
         tokens = {"bootstrapped": 6, "v1": 5}[generation]
         adjustments = {"bootstrapped": 4, "v1": 5}[generation]
-        for model_class in SPARSEFORMERS:
+        for model_class in SPARSEFORMERS[:4]:
             model = make_model(model_class, generation)
             model.set_attn_implementation("eager")
             plain = model(pixel_values, output_tokens=True)
