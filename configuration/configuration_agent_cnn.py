@@ -91,9 +91,8 @@ class AgentCNNConfig(FrugalViTConfig):
         )
         self._check_rates("dropout", "branch_dropout")
         if not {*self.downsample_after} <= {*range(self.num_hidden_layers)}:
-            raise ValueError(
-                f"`downsample_after` is {self.downsample_after}, expected blocks from 0 to {self.num_hidden_layers - 1}."
-            )
+            last = self.num_hidden_layers - 1
+            raise ValueError(f"`downsample_after` is {self.downsample_after}, expected blocks from 0 to {last}.")
         if min(pair(self.image_size)) < self.stride:
             raise ValueError(f"`image_size`={self.image_size} is less than the last map's stride of {self.stride}.")
 

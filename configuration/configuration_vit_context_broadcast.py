@@ -56,7 +56,7 @@ class ViTContextBroadcastConfig(PlainViTConfig):
             )
 
 
-# Names read size, "distilled" with a teacher, kind of Context Broadcasting ("plain" for the baselines), and image size.
+# Names read size, "distilled" with a teacher, kind of Context Broadcasting ("plain" for baselines), and image size.
 VARIANTS = {
     f"vit-{size}{'-distilled' if distilled else ''}-{'plain' if kind is None else kind}-224": {
         "hidden_size": width,
