@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .configuration.configuration_patch_sparseformer import *
     from .configuration.configuration_sparseformer import *
     from .configuration.configuration_sparseformer_clip import *
-    from .configuration.configuration_sparseformer_llava import *
-    from .configuration.configuration_sparseformer_paligemma import *
     from .configuration.configuration_sparseformer_vlm import *
     from .configuration.configuration_vit_context_broadcast import *
     from .configuration.configuration_vit_impulse_init import *
@@ -48,10 +46,8 @@ if TYPE_CHECKING:
     from .modeling.modeling_patch_sparseformer import *
     from .modeling.modeling_sparseformer import *
     from .modeling.modeling_sparseformer_clip import *
-    from .modeling.modeling_sparseformer_llava import *
-    from .modeling.modeling_sparseformer_llava import SparseFormerLlavaProcessor as SparseFormerLlavaProcessor
-    from .modeling.modeling_sparseformer_paligemma import *
     from .modeling.modeling_sparseformer_vlm import *
+    from .modeling.modeling_sparseformer_vlm import SparseFormerLlavaProcessor as SparseFormerLlavaProcessor
     from .modeling.modeling_vit_context_broadcast import *
     from .modeling.modeling_vit_impulse_init import *
     from .modeling.open_clip_adapter import OpenClipVisual as OpenClipVisual

@@ -42,7 +42,7 @@ from frugalvit import (
     to_open_clip,
 )
 from frugalvit.common.loading import load_vision_model
-from frugalvit.modeling.modeling_sparseformer_llava import clip_image_processor
+from frugalvit.modeling.llava_tower import clip_image_processor
 from tiny import SMALL, randomize, word_tokenizer
 
 
