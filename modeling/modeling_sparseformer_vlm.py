@@ -1,8 +1,8 @@
 """VLMs whose vision tower is a SparseFormer; `swap_vision_tower` puts them together.
 
-The language model of a LLaVA (section 4.3 of the bootstrapping paper) or a PaliGemma reads the SparseFormer's tokens. A
-Gemma 3 and a LLaVA-OneVision count on rows and columns of patches: each cell has the states of the tokens that look at
-it.
+The language model of a LLaVA (section 4.3 of the bootstrapping paper) or a PaliGemma reads the SparseFormer's tokens.
+A Gemma 3 and a LLaVA-OneVision count on rows and columns of patches: each cell has the states of the tokens that look
+at it.
 """
 
 from collections.abc import Sequence
@@ -168,12 +168,14 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlavaModelOutputWithPast:
         """As in `LlavaModel`, with `num_image_tokens` as in `get_image_features`."""
+        kwargs["return_dict"] = True
         if pixel_values is not None and num_image_tokens is not None:
             names = ("vision_feature_layer", "vision_feature_select_strategy")
-            selection = {name: kwargs.pop(name, None) for name in names}
+            selection = {name: kwargs.get(name) for name in names}
             outputs = self.get_image_features(pixel_values, num_image_tokens, return_dict=True, **selection)
-            return super().forward(input_ids, **kwargs | {"mm_encoder_outputs": {"image": outputs}, "return_dict": True})
-        return super().forward(input_ids, pixel_values, **kwargs | {"return_dict": True})
+            kwargs["mm_encoder_outputs"] = {"image": outputs}
+            pixel_values = None
+        return super().forward(input_ids, pixel_values, **kwargs)
 
 
 class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForConditionalGeneration):

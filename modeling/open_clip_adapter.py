@@ -166,7 +166,8 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     block = text.transformer.resblocks[0]
     unlike = f"The text side of this {type(clip).__name__} is not like that of Transformers' "
     unlike += "SigLIP." if is_siglip else "CLIP."
-    if has_matrix == is_siglip or not isinstance(block.attn, nn.MultiheadAttention):
+    has_cls = getattr(text, "cls_emb", None) is not None
+    if has_matrix == is_siglip or has_cls or not isinstance(block.attn, nn.MultiheadAttention):
         raise ValueError(unlike)
     vocab_size, hidden_size = text.token_embedding.weight.shape
     text_config = {

@@ -230,7 +230,7 @@ def match_channels_(
         ValueError: if the models have a grid, the projector has no bias or is offloaded, or there is no image.
     """
     if original.config.model_type in GRID_MODELS:
-        raise ValueError(f"Channels are matched in a LLaVA 1.5 or a PaliGemma; a {type(original).__name__} has a grid.")
+        raise ValueError(f"Channels are matched in a LLaVA 1.5 or PaliGemma, not a {original.config.model_type}.")
     check_projector_is_held(original)
     old = first_layer(original.model)
     if old.bias is None:

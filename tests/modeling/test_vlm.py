@@ -140,7 +140,10 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     inputs = ask(made, vlm)
     torch.testing.assert_close(model(**inputs).logits, swapped(vlm, 4)(**inputs).logits)
     assert main(["info", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 7 + model.config.vision_config.tower_config.num_prefix_tokens
+    assert (
+        json.loads(capsys.readouterr().out)[0]["tokens"]
+        == 7 + model.config.vision_config.tower_config.num_prefix_tokens
+    )
     with pytest.raises(ValueError, match="Export the SparseFormer"):
         parts_of(model)
 
