@@ -65,7 +65,9 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
     """The image side of a CLIP or a LLaVA; other models as they are."""
     if vision_config_of(model.config) is not model.config:
-        return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
+        side = model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
+        # Of a `SparseFormerGridTower`, the SparseFormer.
+        return getattr(side, "tower", side)
     return model
 
 

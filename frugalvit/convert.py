@@ -99,7 +99,7 @@ def convert_checkpoint(
     outputs = f"projection to {config.projection_dim}" if config.projection_dim else f"{config.num_labels} classes"
     height, width = pair(config.image_size)
     print(
-        f"variant      {variant or infer_showlab_variant(state_dict, iterations)}\n"
+        f"variant      {variant or infer_showlab_variant(state_dict)}\n"
         f"tokens       {config.num_latent_tokens}{' and [CLS]' if config.use_cls_token else ''}, "
         f"{config.num_sampling_points} points each, {config.stem_channels} stem channels\n"
         f"focusing     width {config.focusing_hidden_size}, {config.num_focusing_iterations} iterations\n"

@@ -92,11 +92,11 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     quantized = f", its language model in {arguments.quantize}" if arguments.quantize else ""
-    if hasattr(model.config, "tower_config"):
-        tokens, grid = model.config.tower_config.default_num_tokens, image_grid(model.config)
+    if model.config.vision_config.model_type == "sparseformer_grid":
+        tokens, grid = model.config.vision_config.tower_config.default_num_tokens, image_grid(model.config)
         counts = (
             f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language "
-            f"model reads {model.config.tokens_per_grid} tokens"
+            f"model reads {model.config.image_seq_length} tokens"
         )
         hint = ""
     else:

@@ -41,7 +41,7 @@ USES = {
     "vision tower": "It is a `SparseFormerVisionModelWithProjection`. `SparseFormerCLIPModel.from_clip(clip, model)` "
     "puts it into its CLIP, `swap_vision_tower(llava, model)` into a LLaVA with that CLIP's tower.",
     "vision model": "It is a `SparseFormerVisionModel`, which classifies nothing: a classifier, a SigLIP "
-    "(`SparseFormerCLIPModel.from_clip`) or a LLaVA (`swap_vision_tower`) reads its embedding or its tokens.",
+    "(`SparseFormerSiglipModel.from_siglip`) or a LLaVA (`swap_vision_tower`) reads its embedding or its tokens.",
 }
 
 

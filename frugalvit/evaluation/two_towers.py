@@ -21,7 +21,7 @@ from ..common.loading import (
 )
 from ..common.reading import share_read
 from ..common.scores import check_scores
-from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
+from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
 from ..modeling.open_clip_adapter import OpenClipVisual
 
 
@@ -67,7 +67,9 @@ def load_two_towers(
         return _open_clip(name, student, image_processor, device)
     model = load_pretrained(name, device, trust_remote_code, "a CLIP", _clip_class)
     if student is not None:
-        model = SparseFormerCLIPModel.from_clip(model, student)
+        is_siglip = hasattr(model, "logit_bias")
+        put_into = SparseFormerSiglipModel.from_siglip if is_siglip else SparseFormerCLIPModel.from_clip
+        model = put_into(model, student)
     elif model.config.model_type == "siglip2":
         raise ValueError(
             f"{name!r} is a SigLIP 2 for images of any shape (NaFlex), which it takes in patches; expected a model "
