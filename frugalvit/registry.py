@@ -10,11 +10,13 @@ FAMILIES = (
     "agent_cnn",
     "bootstrapped_vit",
     "convmixer",
-    "vit_context_broadcast",
-    "vit_impulse_init",
     "patch_sparseformer",
     "sparseformer",
+    "sparseformer_clip",
     "sparseformer_dense",
+    "sparseformer_vlm",
+    "vit_context_broadcast",
+    "vit_impulse_init",
 )
 
 

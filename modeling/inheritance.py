@@ -6,6 +6,7 @@ leaves their products as they are.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .hosts import Anatomy, read_anatomy
@@ -132,7 +133,7 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict) -> nn.Module:
         )
     student = model_class(config).eval()
     if needs_classifier:
-        load_linear(student.classifier, Projection.of(anatomy.classifier))
+        load_linear(student.classifier, anatomy.classifier)
     if needs_projection:
         load_linear(student.visual_projection, anatomy.projection)
     pooling, head = anatomy.pooling_head, student.base_model.pooler.head
@@ -313,7 +314,7 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
     if hasattr(student, "visual_projection"):
         found = student.visual_projection(found)
     elif anatomy.projection is not None:
-        found = anatomy.projection(found)
+        found = F.linear(found, anatomy.projection.weight, anatomy.projection.bias)
     if not difference(found, expected) < TOLERANCE:
         raise ValueError(
             f"Cannot bootstrap from {anatomy.name}: the student's embedding of the teacher's own tokens differs from "

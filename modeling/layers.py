@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +10,8 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs, logging
-from transformers.utils.generic import can_return_tuple
-
-from ..configuration.configuration_base import pair
+from transformers.utils import ModelOutput, logging
 
 
 logger = logging.get_logger(__name__)
@@ -426,37 +421,6 @@ def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return F.interpolate(in_float32(images), size, mode="bilinear", antialias=True)
 
 
-class PatchEmbeddings(nn.Module):
-    """Pixels `(batch, num_channels, height, width)` to tokens `(batch, patches, hidden_size)`, by a linear map of each
-    patch. The configuration's `image_size`, `patch_size`, `num_channels`, `hidden_size` and `grid` are read."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.image_size, self.patch_size = pair(config.image_size), pair(config.patch_size)
-        self.num_patches = config.grid[0] * config.grid[1]
-        self.projection = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
-        )
-
-    def grid_of(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of patches of an image, given its height and width in pixels."""
-        return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
-
-    def forward(self, pixel_values: torch.Tensor, any_size: bool = False) -> torch.Tensor:
-        """
-        Raises:
-            ValueError: if the image has another size than the configuration says, unless any will do.
-        """
-        size = tuple(pixel_values.shape[2:])
-        if not any_size and size != self.image_size:
-            expected = " x ".join(map(str, self.image_size))
-            raise ValueError(
-                f"Got images of {size[0]} x {size[1]} pixels, expected {expected}. Resize them, or pass "
-                "`interpolate_pos_encoding=True`."
-            )
-        return self.projection(pixel_values).flatten(2).mT
-
-
 def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
     """Interpolate the positions of a grid, `(1, leading + rows * columns, hidden_size)`, for one of another size,
     bicubically. Leading positions, of [CLS] and the like, stay."""
@@ -464,77 +428,6 @@ def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: 
     patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
     patches = F.interpolate(in_float32(patches), size, mode="bicubic", align_corners=False).flatten(2).mT
     return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
-
-
-class PreNormLayer(GradientCheckpointingLayer):
-    """A transformer block: attention and MLP, each of normalized tokens.
-
-    Args:
-        config: The model's configuration: `hidden_size`, `num_attention_heads`, `intermediate_size`, `hidden_act`,
-            `qkv_bias` and `layer_norm_eps` are read.
-        drop_path_rate (`float`): Drop rate of each of the two branches, 0 to 1.
-    """
-
-    def __init__(self, config, drop_path_rate: float):
-        super().__init__()
-        self.drop_path_rate = drop_path_rate
-        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads, config.qkv_bias)
-        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
-        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
-        branch = self.mlp(self.layernorm_after(hidden_states))
-        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
-
-
-def pre_norm_layers(config) -> nn.ModuleList:
-    """A configuration's blocks, whose drop path rate rises linearly to `drop_path_rate`."""
-    last = max(config.num_hidden_layers - 1, 1)
-    return nn.ModuleList(
-        PreNormLayer(config, config.drop_path_rate * i / last) for i in range(config.num_hidden_layers)
-    )
-
-
-def check_pixel_values(
-    pixel_values: torch.Tensor | None, num_channels: int, min_size: int | tuple[int, int]
-) -> torch.Tensor:
-    """Return `pixel_values` as they are, after a check.
-
-    Raises:
-        ValueError: if they are missing, no `(batch, num_channels, height, width)` floats, smaller than `min_size`, the
-            first layer's stride, or (looked at on CPU only, where it costs no synchronization) none or not finite.
-    """
-    if pixel_values is None:
-        raise ValueError("You have to specify `pixel_values`.")
-    if pixel_values.ndim != 4 or pixel_values.shape[1] != num_channels:
-        raise ValueError(
-            f"Got pixel values of shape {tuple(pixel_values.shape)}, expected (batch, {num_channels}, height, width). "
-            "Prepare images with the model's AutoImageProcessor."
-        )
-    if not pixel_values.is_floating_point():
-        raise ValueError(
-            f"Got pixel values of dtype {pixel_values.dtype}, expected normalized floating point values. Prepare "
-            "images with the model's AutoImageProcessor."
-        )
-    rows, columns = pair(min_size)
-    if pixel_values.shape[2] < rows or pixel_values.shape[3] < columns:
-        raise ValueError(
-            f"Got an image of {pixel_values.shape[2]} x {pixel_values.shape[3]} pixels, expected at least "
-            f"{rows} x {columns}, the stride of the first layer. Resize it first."
-        )
-    if not torch.compiler.is_compiling() and pixel_values.device.type == "cpu" and not torch.jit.is_tracing():
-        if len(pixel_values) == 0:
-            raise ValueError("Got a batch of no images, expected at least one.")
-        # A finite sum, which costs little, has finite terms alone; one that overflowed says nothing.
-        if not pixel_values.sum().isfinite() and not (finite := pixel_values.isfinite().flatten(1).all(1)).all():
-            raise ValueError(
-                f"Images {(~finite).nonzero().flatten().tolist()} of the batch hold NaN or infinite pixels; check "
-                "how they were loaded and normalized."
-            )
-    return pixel_values
 
 
 def image_classification_loss(
@@ -571,64 +464,8 @@ def image_classification_loss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-class GenericForImageClassification:
-    """A linear classifier on the pooled embedding of a family's base model: the first base of a family's
-    `...ForImageClassification`, before its `...PreTrainedModel`, as Transformers' `GenericForSequenceClassification`.
-
-    Families set `model_class`, the base model, and where it has more outputs than attentions, `output_class`.
-    `base_model_arguments` are passed to it unless others are given.
-    """
-
-    model_class: type[nn.Module]
-    output_class: type[ModelOutput] = ImageClassifierOutput
-    base_model_arguments: dict[str, object] = {}
-    # The loss divides by `num_items_in_batch` for every problem type.
-    accepts_loss_kwargs = True
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        setattr(self, self.base_model_prefix, self.model_class(config))
-        width = getattr(config, "pooled_size", config.hidden_size)
-        self.classifier = nn.Linear(width, config.num_labels) if config.num_labels > 0 else nn.Identity()
-        names = [field.name for field in fields(self.output_class)]
-        self.passed_on = [name for name in names if name not in ("loss", "logits")]
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-            kwargs: Passed to the base model's `forward`.
-
-        Returns:
-            `output_class`: `loss`, `(batch, num_labels)` `logits`, and of its other fields those that the base model
-        returns.
-        """
-        outputs = self.base_model(pixel_values, **(self.base_model_arguments | kwargs))
-        logits = self.classifier(outputs.pooler_output)
-        loss = None
-        if labels is not None:
-            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
-        return self.output_class(loss=loss, logits=logits, **{name: outputs.get(name) for name in self.passed_on})
-
-
 def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Kullback-Leibler divergence of a student from a teacher, times temperature^2, the mean over the batch. Logits
     are `(batch, classes)`; those of the teacher get no gradient."""
     student, teacher = (F.log_softmax(in_float32(x) / temperature, dim=1) for x in (logits, teacher_logits.detach()))
     return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
-
-
-def activation(name: str) -> nn.Module:
-    return ACT2FN[name]
