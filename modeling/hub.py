@@ -125,7 +125,7 @@ class HubModel(PreTrainedModel):
         files = {name: json.dumps(content, indent=2, sort_keys=True) + "\n" for name, content in files.items()}
         try:
             from frugalvit.modeling.model_card import model_card
-        except ImportError:
+        except ModuleNotFoundError:
             return files
         return files | {"README.md": str(model_card(self))}
 

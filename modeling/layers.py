@@ -290,8 +290,44 @@ class AttentionPooling(nn.Module):
         return pooled[:, 0]
 
 
+def pool_tokens(
+    tokens: torch.Tensor,
+    pooling: str,
+    norm: Callable[[torch.Tensor], torch.Tensor],
+    num_prefix_tokens: int,
+    class_tokens: Sequence[int] = (),
+    norm_last: bool = False,
+    attend: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Pool tokens after the last block to one embedding of each image.
+
+    Args:
+        tokens (`torch.Tensor`): `(batch, prefix + other tokens, hidden_size)`.
+        pooling (`str`): `pooling` of a `SparseFormerBaseConfig`.
+        norm (`Callable`): The final norm.
+        num_prefix_tokens (`int`): Class and register tokens, in front of the others.
+        class_tokens (sequence of `int`): The class tokens that are pooled.
+        norm_last (`bool`): Whether means are taken before the norm.
+        attend (`Callable`, *optional*): Attention pooling, `(batch, tokens, hidden_size)` to `(batch, hidden_size)`.
+
+    Returns:
+        `torch.Tensor`: `(batch, hidden_size)`, or of several parts side by side a multiple of it.
+    """
+    if pooling in ("cls", "class_mean"):
+        tokens = torch.stack([tokens[:, index] for index in class_tokens], dim=1)
+    elif pooling in ("latent_mean", "latent_attention"):
+        tokens = tokens[:, num_prefix_tokens:]
+    if pooling == "cls":
+        return norm(tokens).flatten(1)
+    if pooling == "cls_and_latent_mean":
+        tokens = norm(tokens)
+        return torch.cat([tokens[:, 0], tokens[:, num_prefix_tokens:].mean(dim=1)], dim=1)
+    reduce = attend if pooling in ("attention", "latent_attention") else functools.partial(torch.mean, dim=1)
+    return norm(reduce(tokens)) if norm_last else reduce(norm(tokens))
+
+
 class Pooler(nn.Module):
-    """Pools tokens after the last block to one embedding of each image, as `config.pooling` says."""
+    """Pools tokens after the last block to one embedding of each image, as the configuration says."""
 
     def __init__(self, config):
         super().__init__()
@@ -302,22 +338,17 @@ class Pooler(nn.Module):
     def forward(self, tokens: torch.Tensor, norm: nn.Module) -> torch.Tensor:
         """Tokens `(batch, prefix + latent tokens, hidden_size)` before the final norm, which is passed along, to
         `(batch, pooled_size)`."""
-        pooling = self.config.pooling
-        first = self.config.num_prefix_tokens
-        if pooling == "cls":
-            chosen = self.config.pooled_class_tokens or range(self.config.num_class_tokens)
-            return norm(torch.stack([tokens[:, index] for index in chosen], dim=1)).flatten(1)
-        if pooling == "cls_and_latent_mean":
-            tokens = norm(tokens)
-            return torch.cat([tokens[:, 0], tokens[:, first:].mean(dim=1)], dim=1)
-        if pooling == "class_mean":
-            tokens = tokens[:, : self.config.num_class_tokens]
-        elif pooling in ("latent_mean", "latent_attention"):
-            tokens = tokens[:, first:]
-        if not self.config.pool_before_norm:
-            tokens = norm(tokens)
-        pooled = tokens.mean(dim=1) if self.head is None else self.head(tokens)
-        return norm(pooled) if self.config.pool_before_norm else pooled
+        config = self.config
+        class_tokens = config.pooled_class_tokens or range(config.num_class_tokens)
+        return pool_tokens(
+            tokens,
+            config.pooling,
+            norm,
+            config.num_prefix_tokens,
+            class_tokens,
+            config.pool_before_norm,
+            self.head,
+        )
 
 
 def reads_class_tokens_alone(config, **kwargs) -> bool:

@@ -338,7 +338,7 @@ class PatchSparseFormerPreTrainedModel(HubModel):
         """
         try:
             from frugalvit.modeling.inheritance import inherit_patches
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise ImportError("from_teacher needs frugalvit: pip install frugalvit.") from error
         return inherit_patches(cls, teacher, num_latent_tokens, truncate, **fields)
 

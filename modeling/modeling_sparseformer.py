@@ -243,7 +243,7 @@ class SparseFormerPreTrainedModel(HubModel):
         """
         try:
             from frugalvit.modeling.inheritance import inherit_blocks as inherit
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise ImportError("from_teacher needs frugalvit: pip install frugalvit.") from error
         return inherit(cls, teacher, num_latent_tokens, truncate, inherit_blocks, break_ties, **fields)
 
