@@ -82,7 +82,7 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         return self.generation == "v1"
 
     def round_tokens(self, num_tokens: int) -> int:
-        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for: all exist."""
+        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for."""
         return num_tokens
 
     def validate_focusing(self):

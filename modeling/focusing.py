@@ -431,7 +431,11 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
         heads, intermediate_size, hidden_act = config.focusing_num_attention_heads, 4 * hidden_size, "gelu"
         if full_width:
             hidden_size, eps = config.hidden_size, config.layer_norm_eps
-            heads, intermediate_size, hidden_act = config.num_attention_heads, config.intermediate_size, config.hidden_act
+            heads, intermediate_size, hidden_act = (
+                config.num_attention_heads,
+                config.intermediate_size,
+                config.hidden_act,
+            )
         self.sampling = SparseFormerSampling(config, hidden_size)
         self.layernorm_before = nn.LayerNorm(hidden_size, eps=eps)
         self.attention = SelfAttention(config, hidden_size, heads)

@@ -36,7 +36,7 @@ def source_files(module_name: str) -> dict[str, str]:
 
 def image_processor_config(config) -> dict:
     """Return the content of `preprocessor_config.json` for a model: with `config.resize_size`, the shorter side is
-    resized and the center cropped (CLIPImageProcessor), else images are resized to `image_size` (ViTImageProcessor)."""
+    resized and the center cropped (CLIPImageProcessor), else images are resized to `image_size`."""
     height, width = pair(config.image_size)
     square = {"height": height, "width": width}
     fields = {

@@ -29,7 +29,9 @@ def inherit_patches(
     anatomy = read_teacher(teacher)
     truncated = count_truncated(anatomy, truncate)
     inherited = configuration_fields(anatomy) | {
-        "num_latent_tokens": default_num_latent_tokens(anatomy, True) if num_latent_tokens is None else num_latent_tokens,
+        "num_latent_tokens": default_num_latent_tokens(anatomy, True)
+        if num_latent_tokens is None
+        else num_latent_tokens,
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.patch_embedding.weight.shape[1],
         "patch_size": list(anatomy.patch_size),
@@ -287,8 +289,8 @@ def load_norm(module: nn.Module | None, norm: nn.Module | None, channels: torch.
 
 
 def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
-    """Raise a ValueError unless a student's inherited part embeds two images of noise as its teacher does: given all of
-    the teacher's patches or, without its first blocks, the tokens after those."""
+    """Raise a ValueError unless a student's inherited part embeds two images of noise as its teacher does: given all
+    of the teacher's patches or, without its first blocks, the tokens after those."""
     if any(parameter.dtype != torch.float32 for parameter in anatomy.model.parameters()):
         return
     base = student.base_model
@@ -318,6 +320,6 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
     if not difference(found, expected) < TOLERANCE:
         raise ValueError(
             f"Cannot bootstrap from {anatomy.name}: the student's embedding of the teacher's own tokens differs from "
-            f"the teacher's (largest relative difference {difference(found, expected):.1e}). Expected a plain pre-norm "
-            "vision transformer; docs/models.md lists them."
+            f"the teacher's (largest relative difference {difference(found, expected):.1e}). Expected a plain "
+            "pre-norm vision transformer; docs/models.md lists them."
         )

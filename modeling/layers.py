@@ -71,7 +71,7 @@ def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, fi
 
 def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the rotary positions of tokens with these RoIs, `(batch, tokens, 4)`, as `SelfAttention` takes them: a
-    token without a grid is rotated as a patch around the center of its RoI would be. No gradient flows into the RoIs."""
+    token without a grid is rotated as a patch around the center of its RoI would be. RoIs get no gradient."""
     if config.rope_theta is None:
         return None
     left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
@@ -215,8 +215,8 @@ def norm_factory(config) -> Callable[[int], nn.Module]:
 
 
 class EncoderLayer(GradientCheckpointingLayer):
-    """A pre-norm transformer block of a SparseFormer: attention and MLP, each of normalized tokens, with the options of
-    the vision transformers from which students inherit blocks.
+    """A pre-norm transformer block of a SparseFormer: attention and MLP, each of normalized tokens, with the options
+    of the vision transformers from which students inherit blocks.
 
     Args:
         config (`SparseFormerBaseConfig`): The configuration.
@@ -372,8 +372,8 @@ def read_at(place: torch.Tensor, values: Sequence[int]) -> int:
 
 
 def check_num_tokens(config, num_tokens: int) -> int:
-    """Return the count that a model computes with when `num_tokens` latent tokens are asked for. Warn once if the model
-    was not trained for it.
+    """Return the count that a model computes with when `num_tokens` latent tokens are asked for. Warn once if the
+    model was not trained for it.
 
     Raises:
         ValueError: if it is below 1 or above `config.num_latent_tokens`, or cells of such a number make no grid.

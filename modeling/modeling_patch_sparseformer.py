@@ -190,10 +190,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
         tables = self.position_embeddings.split([math.prod(grid) for grid in own])
         last = len(own) - 1
         return torch.cat(
-            [
-                resize_table(tables[min(level, last)], own[min(level, last)], grid)
-                for level, grid in enumerate(grids)
-            ]
+            [resize_table(tables[min(level, last)], own[min(level, last)], grid) for level, grid in enumerate(grids)]
         )
 
 
@@ -314,7 +311,9 @@ class PatchSparseFormerPreTrainedModel(HubModel):
         base.embeddings = trees
 
     @classmethod
-    def from_teacher(cls, teacher: nn.Module, num_latent_tokens: int | None = None, truncate: float | int = 0, **fields):
+    def from_teacher(
+        cls, teacher: nn.Module, num_latent_tokens: int | None = None, truncate: float | int = 0, **fields
+    ):
         """Return a student that is its teacher at a lower resolution: it inherits the patch embedding, positions,
         blocks, final norm and classifier or projection.
 
@@ -477,8 +476,8 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
 
 
 class PatchSparseFormerVisionModel(PatchSparseFormerModel):
-    """PatchSparseFormer as a vision encoder of CLIP or SigLIP: a `PatchSparseFormerModel` under the name that goes with
-    `PatchSparseFormerVisionModelWithProjection`."""
+    """PatchSparseFormer as a vision encoder of CLIP or SigLIP: a `PatchSparseFormerModel` under the name that goes
+    with `PatchSparseFormerVisionModelWithProjection`."""
 
     loads_with = "AutoModel"
 

@@ -266,7 +266,9 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         self.layers = nn.ModuleList(EncoderLayer(config, rate) for rate in rates[iterations + 1 :])
         if config.is_v1:
             self.transition_layernorm = nn.LayerNorm(config.hidden_size, eps=config.focusing_layer_norm_eps)
-            self.layers.insert(0, SparseFormerV1FocusingLayer(config, rates[iterations : iterations + 1], full_width=True))
+            self.layers.insert(
+                0, SparseFormerV1FocusingLayer(config, rates[iterations : iterations + 1], full_width=True)
+            )
         else:
             self.final_focusing_layer = SparseFormerLastLook(config, rates[iterations])
         self.layernorm = norm_factory(config)(config.hidden_size) if config.final_norm else nn.Identity()
@@ -440,8 +442,8 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
 
 
 class SparseFormerVisionModel(SparseFormerModel):
-    """SparseFormer as a vision encoder of CLIP, in the place of `CLIPVisionModel`: a `SparseFormerModel` under the name
-    that goes with `SparseFormerVisionModelWithProjection`."""
+    """SparseFormer as a vision encoder of CLIP, in the place of `CLIPVisionModel`: a `SparseFormerModel` under the
+    name that goes with `SparseFormerVisionModelWithProjection`."""
 
     loads_with = "AutoModel"
 

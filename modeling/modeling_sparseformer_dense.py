@@ -1,7 +1,7 @@
 """SparseFormers for dense prediction: backbones with feature maps, and semantic segmentation.
 
-The papers' SparseFormer has the paper's segmentation head (section 4.1 of Gao et al., *Bootstrapping SparseFormers from
-Vision Foundation Models*), a PatchSparseFormer a linear classifier of its feature maps.
+The papers' SparseFormer has the paper's segmentation head (section 4.1 of Gao et al., *Bootstrapping SparseFormers
+from Vision Foundation Models*), a PatchSparseFormer a linear classifier of its feature maps.
 """
 
 from dataclasses import dataclass
@@ -250,7 +250,7 @@ class PatchSparseFormerForSemanticSegmentation(PatchSparseFormerPreTrainedModel)
         output_token_maps: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerSemanticSegmenterOutput:
-        """As that of `SparseFormerForSemanticSegmentation`, with logits at the grid of the last of the feature maps."""
+        """As that of `SparseFormerForSemanticSegmentation`, with logits at the grid of the last feature map."""
         kwargs |= {"output_rois": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
         norm = self.sparseformer.layernorm if self.config.apply_layernorm else nn.Identity()

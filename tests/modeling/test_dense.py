@@ -18,10 +18,9 @@ from vision_transformers import KINDS, of_transformers
 from frugalvit import (
     PatchSparseFormerBackbone,
     PatchSparseFormerConfig,
+    PatchSparseFormerForImageClassification,
     PatchSparseFormerForSemanticSegmentation,
     SparseFormerBackbone,
-    PatchSparseFormerForImageClassification,
-    SparseFormerConfig,
     swap_backbone,
 )
 from frugalvit.modeling.dense import place_in_token, shares_of_tokens, spread
@@ -129,9 +128,7 @@ class TestMaps:
         teacher.config.out_indices = [0, 2, 3]
         reference = getattr(transformers, backbone_class)(teacher.config).eval()
         reference.load_state_dict(teacher.state_dict())
-        own = PatchSparseFormerBackbone.from_teacher(
-            teacher, 64, out_indices=[0, 2, 3], upsampler_hidden_size=8
-        )
+        own = PatchSparseFormerBackbone.from_teacher(teacher, 64, out_indices=[0, 2, 3], upsampler_hidden_size=8)
         pixel_values = images(32, 32)
         expected = reference(pixel_values).feature_maps
         torch.testing.assert_close(own(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
@@ -141,9 +138,7 @@ class TestMaps:
     @torch.no_grad()
     def test_without_the_norm_they_are_hidden_states(self):
         teacher = KINDS["vit"].make()
-        own = PatchSparseFormerBackbone.from_teacher(
-            teacher, 64, out_indices=[1, 3], apply_layernorm=False
-        )
+        own = PatchSparseFormerBackbone.from_teacher(teacher, 64, out_indices=[1, 3], apply_layernorm=False)
         states = teacher(images(32, 32), output_hidden_states=True).hidden_states
         for found, index in zip(own(images(32, 32)).feature_maps, (1, 3), strict=True):
             expected = states[index][:, 1:].mT.unflatten(-1, (8, 8))
@@ -403,7 +398,10 @@ class TestSwap:
         for wrong, message in (
             (make(), r"reads maps of 48, 48 channels, the backbone gives 32\. Choose as many layers"),
             (make(hidden_size=48, out_indices=[1, 2], reshape_hidden_states=False), "reshape_hidden_states=True`"),
-            (make(PatchSparseFormerForImageClassification), "Got a PatchSparseFormerForImageClassification as backbone"),
+            (
+                make(PatchSparseFormerForImageClassification),
+                "Got a PatchSparseFormerForImageClassification as backbone",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 swap_backbone(head, wrong)

@@ -21,7 +21,9 @@ def test_auto_model_makes_the_class_of_the_configuration(make_config, tmp_path):
         prefix = "Patch" if kind == "patches" else ""
         assert type(AutoModel.from_config(plain)).__name__ == f"{prefix}SparseFormerModel"
         projection = getattr(frugalvit, f"{prefix}SparseFormerVisionModelWithProjection")
-        model = projection(projection.config_class.from_dict(plain.to_dict() | {"model_type": projection.config_class.model_type}))
+        model = projection(
+            projection.config_class.from_dict(plain.to_dict() | {"model_type": projection.config_class.model_type})
+        )
         model.save_pretrained(tmp_path / kind)
         assert type(AutoModel.from_pretrained(tmp_path / kind)) is projection
 
@@ -41,5 +43,3 @@ def test_classes_that_were_derived_elsewhere(make_config, pixel_values, tmp_path
     assert type(plain) is frugalvit.PatchSparseFormerForImageClassification
     with torch.no_grad():
         assert torch.equal(2 * plain(pixel_values).logits, model(pixel_values).logits)
-
-
