@@ -492,5 +492,3 @@ def test_fixed_positions_are_computed_anew_for_another_size(tmp_path):
 def test_positions_that_cannot_be_resized_are_refused():
     with pytest.raises(ValueError, match=r"30 pixels do not divide into patches of \(4, 4\)"):
         resize_positions_(vit(), 30)
-    with pytest.raises(ValueError, match="positions of ResNet"):
-        resize_positions_(timm.create_model("resnet10t"), 32)
