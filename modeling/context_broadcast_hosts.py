@@ -67,7 +67,7 @@ def insert_context_broadcast(
     return [name for name, module in model.named_modules() if isinstance(module, ContextBroadcast)]
 
 
-def load_context_broadcast(model: nn.Module, folder: str | Path):
+def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: dict | None = None):
     """Insert what `config.context_broadcast` notes into a model that `from_pretrained` has loaded, with its weights.
 
     Does nothing if nothing is noted.
@@ -75,6 +75,8 @@ def load_context_broadcast(model: nn.Module, folder: str | Path):
     Args:
         model (`PreTrainedModel`): The model.
         folder (`str` or `Path`): The folder, written by `save_pretrained(folder, save_original_format=False)`.
+        loading_info (`dict`, *optional*):
+            What `from_pretrained` returns with `output_loading_info=True`; names that are loaded here are taken out.
 
     Raises:
         ValueError: if weights of Context Broadcasting are missing.
@@ -92,6 +94,8 @@ def load_context_broadcast(model: nn.Module, folder: str | Path):
                 "save_original_format=False)`, which keeps the names of weights."
             )
         model.load_state_dict({name: weights[name] for name in names}, strict=False)
+    if loading_info is not None:
+        loading_info["unexpected_keys"] = set(loading_info["unexpected_keys"]) - set(names)
 
 
 def remove_context_broadcast(model: nn.Module):

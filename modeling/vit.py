@@ -77,7 +77,7 @@ class ViTEmbeddings(nn.Module):
         height, width = pixel_values.shape[2:]
         tokens = self.patch_embeddings(pixel_values)
         prefix = [token for token in (self.cls_token, self.distillation_token) if token is not None]
-        tokens = torch.cat([token.expand(len(tokens), -1, -1) for token in prefix] + [tokens], dim=1)
+        tokens = torch.cat([token.expand(tokens.shape[0], -1, -1) for token in prefix] + [tokens], dim=1)
         if interpolate_pos_encoding:
             return tokens + self.interpolate_pos_encoding(height, width).to(tokens.dtype)
         if (height, width) != self.patch_embeddings.image_size:

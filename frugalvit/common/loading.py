@@ -33,6 +33,7 @@ from transformers.utils import is_bitsandbytes_available, logging
 
 from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
+from ..modeling.context_broadcast_hosts import load_context_broadcast
 from ..modeling.hosts.timm import TIMM
 from ..modeling.open_clip_adapter import open_clip_image_processor
 from .choices import OPEN_CLIP
@@ -338,6 +339,7 @@ def load_pretrained(
             # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
             options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
         model, report = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+        load_context_broadcast(model, name, report)
     check_complete(given, model, report, kind, unread)
     return model.eval() if placement else model.eval().to(device)
 

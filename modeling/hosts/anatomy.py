@@ -107,14 +107,14 @@ class GridPositions:
     crops: bool = False
 
     @property
-    def num_front(self) -> int:
-        """Number of tokens in front that have positions of their own."""
-        return self.table.shape[-2] - self.grid[0] * self.grid[1]
+    def front(self) -> torch.Tensor:
+        """Positions of tokens in front, `(tokens, hidden_size)`."""
+        return self.table.flatten(0, -2)[: self.table.shape[-2] - self.grid[0] * self.grid[1]]
 
     def __call__(self, grid: tuple[int, int]) -> torch.Tensor:
         """Positions of the patches of a grid, `(rows * columns, hidden_size)`."""
         rows, columns = grid
-        table = self.table.flatten(0, -2)[self.num_front :]
+        table = self.table.flatten(0, -2)[len(self.front) :]
         if (rows, columns) == tuple(self.grid):
             return table
         maps = table.float().unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
@@ -333,12 +333,9 @@ class Anatomy:
     def require_plain(self, purpose: str, embeds: bool = False, patches: bool = False):
         """Raise a ValueError with the reason why this model does not serve `purpose`, unless it is a plain vision
         transformer and, with `embeds` and `patches`, its embedding and the tokens before its first block were read."""
-        reason = self.obstacle
-        if embeds:
-            reason = reason or self.embedding_obstacle
-        if patches:
-            reason = reason or self.patch_obstacle
-        if reason:
+        embedding_obstacle = self.embedding_obstacle if embeds else None
+        patch_obstacle = self.patch_obstacle if patches else None
+        if reason := self.obstacle or embedding_obstacle or patch_obstacle:
             raise self.refusal(purpose, reason)
 
     def refusal(self, purpose: str, reason: str) -> ValueError:
@@ -405,22 +402,17 @@ class Anatomy:
     def front_tokens(self) -> torch.Tensor:
         """Class tokens and registers before `pre_norm`, `(prefix tokens, hidden_size)`, with their own positions."""
         self.require_plain("read the tokens of", patches=True)
-        no_tokens = self.patch_embedding.weight.new_zeros(0, self.hidden_size)
-        tokens = torch.cat([no_tokens, *(token.reshape(-1, self.hidden_size) for token in self.front)])
-        count = getattr(self.patch_positions, "num_front", 0)
-        if not count:
-            return tokens
-        positions = self.patch_positions.table.flatten(0, -2)[:count]
-        return torch.cat([tokens[:count] + positions, tokens[count:]])
+        none = self.patch_embedding.weight.new_zeros(0, self.hidden_size)
+        tokens = torch.cat([none, *(token.reshape(-1, self.hidden_size) for token in self.front)])
+        positions = getattr(self.patch_positions, "front", none)
+        return torch.cat([tokens[: len(positions)] + positions, tokens[len(positions) :]])
 
-    def feature_maps(
-        self, pixel_values: torch.Tensor, layers: Sequence[int] = (-1,), normalized: bool = True
-    ) -> list[torch.Tensor]:
-        """The patches' tokens where they lie in the image, `(batch, hidden_size, rows, columns)`, before the first
-        block, layer 0, and after each; normalized by the final norm, if there is one."""
+    def feature_maps(self, pixel_values: torch.Tensor, layers: Sequence[int] = (-1,)) -> list[torch.Tensor]:
+        """The patches' normalized tokens where they lie in the image, `(batch, hidden_size, rows, columns)`, before
+        the first block, layer 0, and after each."""
         states = self.states(pixel_values)
-        chosen = [self.normalize(states[layer]) if normalized else states[layer] for layer in layers]
-        return [each[:, self.num_prefix_tokens :].mT.unflatten(-1, self.grid) for each in chosen]
+        tokens = [self.normalize(states[layer])[:, self.num_prefix_tokens :] for layer in layers]
+        return [each.mT.unflatten(-1, self.grid) for each in tokens]
 
     def normalize(self, tokens: torch.Tensor) -> torch.Tensor:
         """Normalize tokens by the final norm, if there is one."""

@@ -4,6 +4,7 @@ Families differ in how they pool and interpolate (`_FAMILIES`), and name the sam
 it).
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -158,22 +159,7 @@ def _read_plain(
         # DINOv3's: coordinates 2 center - 1, angles 2 pi times that.
         channels = torch.arange(anatomy.blocks[0].attention.head_dim)
         anatomy.rotary = Rotary(float(rope.base), (4 * torch.pi,) * 2, (-2 * torch.pi,) * 2, channels)
-    patch = pair(config.patch_size)
-    # NaFlex takes images of any shape; the square one is its own.
-    own = pair(config.image_size if hasattr(config, "image_size") else int(config.num_patches**0.5) * patch[0])
-    resizes = "interpolate_pos_encoding" in inspect.signature(embeddings.forward).parameters
-    is_native = getattr(config, "is_native", False)
-    anatomy.image_size = image_size if image_size and (family.any_size or resizes or is_native) else own
-    anatomy.grid = (anatomy.image_size[0] // patch[0], anatomy.image_size[1] // patch[1])
-    positions = next((table for name in _POSITIONS if (table := getattr(embeddings, name, None)) is not None), None)
-    if positions is not None:
-        table = positions.weight if isinstance(positions, nn.Embedding) else positions
-        grid = (own[0] // patch[0], own[1] // patch[1])
-        if hasattr(embeddings, "max_rows"):
-            grid = (embeddings.max_rows, embeddings.max_cols)
-        anatomy.patch_positions = GridPositions(table, grid, **family.interpolation)
-    elif is_native:
-        anatomy.patch_positions = lambda grid: sincos_positions(grid, config.hidden_size)
+    interpolates = _read_grid(config, embeddings, family, anatomy, image_size)
     with anatomy.noting("patch_obstacle"):
         anatomy.patch_embedding = _read_patches(tower)
     if isinstance(classifier := getattr(model, "classifier", None), nn.Linear):
@@ -182,10 +168,34 @@ def _read_plain(
         anatomy.projection = projection
     with anatomy.noting("embedding_obstacle"):
         _read_pooling(model, tower, family, anatomy)
-    call = _caller(tower, resizes and anatomy.image_size != own)
+    call = _caller(tower, interpolates)
     anatomy.embed = _embedder(model, tower, family, anatomy, call)
     if anatomy.classifier is not None:
         anatomy.run_classifier = lambda images: call(model, images).logits
+
+
+def _read_grid(
+    config, embeddings: nn.Module, family: Family, anatomy: Anatomy, image_size: tuple[int, int] | None
+) -> bool:
+    """Read the size of images and positions; returns whether the model has to be told to interpolate these."""
+    rows, columns = pair(config.patch_size)
+    # NaFlex takes images of any shape; the square one is its own.
+    own = pair(config.image_size if hasattr(config, "image_size") else int(config.num_patches**0.5) * rows)
+    is_native = getattr(config, "is_native", False)
+    can_interpolate = "interpolate_pos_encoding" in inspect.signature(embeddings.forward).parameters
+    takes_size = family.any_size or is_native or can_interpolate
+    anatomy.image_size = image_size if image_size and takes_size else own
+    anatomy.grid = (anatomy.image_size[0] // rows, anatomy.image_size[1] // columns)
+    tables = [table for name in _POSITIONS if (table := getattr(embeddings, name, None)) is not None]
+    if tables:
+        table = tables[0].weight if isinstance(tables[0], nn.Embedding) else tables[0]
+        grid = (own[0] // rows, own[1] // columns)
+        if hasattr(embeddings, "max_rows"):
+            grid = (embeddings.max_rows, embeddings.max_cols)
+        anatomy.patch_positions = GridPositions(table, grid, **family.interpolation)
+    elif is_native:
+        anatomy.patch_positions = functools.partial(sincos_positions, config.hidden_size)
+    return can_interpolate and anatomy.image_size != own
 
 
 def read_block(module: nn.Module) -> Block:
@@ -213,7 +223,7 @@ def _read_mlp(module: nn.Module) -> MLP:
     return MLP(find(module, _UPS), find(module, _DOWNS), activation, gate=find(module, ["gate_proj"]))
 
 
-def sincos_positions(grid: tuple[int, int], hidden_size: int, theta: float = 10000.0) -> torch.Tensor:
+def sincos_positions(hidden_size: int, grid: tuple[int, int], theta: float = 10000.0) -> torch.Tensor:
     """Positions that AIMv2 computes for the patches of a grid, sines and cosines of columns, then of rows,
     `(rows * columns, hidden_size)` in float64."""
     quarter = hidden_size // 4

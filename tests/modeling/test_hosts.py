@@ -302,8 +302,8 @@ class TestOtherMethods:
     def test_context_broadcasting_can_be_inserted(self, name):
         has_class_token = KINDS[name].class_token
         for kind in ("cb", "cb_s", "cb_gate", "cb_hybrid") if has_class_token else ("cb", "cb_s"):
-            report = insert_context_broadcast(make(name), kind, ["mlp_end", "attention_end"])
-            assert len(report.places) == 6
+            inserted = insert_context_broadcast(make(name), kind, ["mlp_end", "attention_end"])
+            assert len(inserted) == 6
         model = make(name)
         images = read_anatomy(model).example()
         before = read_anatomy(model).embed(images)
