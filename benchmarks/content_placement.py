@@ -41,7 +41,7 @@ from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.configuration.configuration_base import pair
 from frugalvit.contenders import load_teacher, with_random_patches
-from frugalvit.modeling.modeling_sparseformer import SparseFormerForImageClassification
+from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from shared import (
@@ -135,16 +135,15 @@ def untrained(arguments, placement: str):
     """A teacher's student before training, and its image processor."""
     teacher, processor = load_image_classifier(arguments.teacher, "cpu")
     image_format = ImageFormat.from_processor(processor)
-    looks = {} if placement == "grid" else {"placement": "content", "placement_rule": placement}
-    student = SparseFormerForImageClassification.from_teacher(
+    placed = {} if placement == "grid" else {"placement": "content", "placement_rule": placement}
+    student = PatchSparseFormerForImageClassification.from_teacher(
         teacher,
-        focusing="inherited",
         elastic_token_counts=TOKENS,
         image_mean=image_format.mean,
         image_std=image_format.std,
         resample=image_format.resample,
         resize_size=image_format.resize,
-        **looks,
+        **placed,
     )
     return student, processor
 

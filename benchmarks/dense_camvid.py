@@ -201,11 +201,11 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         yield from students(name, found, TOKENS)
 
 
-def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> SparseFormerBackbone:
+def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> PatchSparseFormerBackbone:
     """A student of a kind before training, for several counts of tokens."""
-    fields = {"focusing": "inherited", "image_size": list(SIZE), "elastic_token_counts": sorted(TOKENS)}
+    fields = {"image_size": list(SIZE), "elastic_token_counts": sorted(TOKENS)}
     fields |= {"image_mean": image_format.mean, "image_std": image_format.std, **STUDENTS[kind]}
-    return SparseFormerBackbone.from_teacher(teacher, TOKENS[0], **fields)
+    return PatchSparseFormerBackbone.from_teacher(teacher, TOKENS[0], **fields)
 
 
 def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[Path]:

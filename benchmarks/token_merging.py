@@ -39,8 +39,8 @@ from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
-from frugalvit.modeling.inheritance import block_weights
 from frugalvit.modeling.layers import divergence
+from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
 from frugalvit.training import bootstrap
 from shared import (
     Views,
@@ -349,7 +349,9 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     projection = next((module for module in anatomy.model.modules() if isinstance(module, nn.Conv2d)), None)
     if projection is None or projection.kernel_size != projection.stride or anatomy.rotary or anatomy.pre_norm:
         raise anatomy.refusal(purpose, "expected a convolution of patches and added positions before the first block")
-    blocks = [block_weights(block) for block in anatomy.blocks]
+    blocks = [layer.state_dict() for layer in PatchSparseFormerModel.from_teacher(anatomy).layers]
+    for block in blocks:
+        fold_layer_scale(block)
     first = anatomy.blocks[0]
     vit = PooledViT(
         img_size=anatomy.image_size,
@@ -359,7 +361,6 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
         depth=len(blocks),
         num_heads=first.attention.num_heads,
         mlp_ratio=len(first.mlp.up.weight) / anatomy.hidden_size,
-        qkv_bias="attention.q_proj.bias" in blocks[0],
         norm_layer=functools.partial(nn.LayerNorm, eps=norm_eps(first.attention_norm)),
         final_norm=anatomy.norm is not None,
         no_embed_class=True,
@@ -383,13 +384,20 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     for index, block in enumerate(blocks):
         for name in ("weight", "bias"):
             weights |= {f"blocks.{index}.{timm}.{name}": block[f"{ours}.{name}"] for ours, timm in PARTS.items()}
-            if f"attention.q_proj.{name}" in block:
-                qkv = torch.cat([block[f"attention.{letter}_proj.{name}"] for letter in "qkv"])
-                weights[f"blocks.{index}.attn.qkv.{name}"] = qkv
+            qkv = torch.cat([block[f"attention.{letter}_proj.{name}"] for letter in "qkv"])
+            weights[f"blocks.{index}.attn.qkv.{name}"] = qkv
     vit.load_state_dict(weights)
     vit.to(anatomy.device)
     check_copy(vit, anatomy)
     return vit
+
+
+def fold_layer_scale(block: dict[str, torch.Tensor]):
+    """Fold layer scale into the linear layers before it, in the state dict of an `EncoderLayer`."""
+    for scale, linear in (("attention_scale", "attention.o_proj"), ("mlp_scale", "mlp.fc2")):
+        if scale in block:
+            block[f"{linear}.weight"] = block[scale][:, None] * block[f"{linear}.weight"]
+            block[f"{linear}.bias"] = block[scale] * block[f"{linear}.bias"]
 
 
 def check_copy(vit: PooledViT, anatomy: Anatomy):

@@ -66,7 +66,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     `SparseFormerBaseConfig`'s.
 
     Args:
-        patch_size (`int` or pair of `int`, *optional*, defaults to 16): Height and width in pixels of an embedded cell.
+        patch_size (`int` or pair of `int`, *optional*, defaults to 16): Height and width of a cell in pixels.
         patch_norm (`bool`, *optional*, defaults to `False`): Norm of embedded cells, before positions are added.
         embedding_norm (`bool`, *optional*, defaults to `False`): Norm of all tokens before the encoder (CLIP).
         token_grid (`int` or pair of `int`, *optional*):

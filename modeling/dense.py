@@ -155,7 +155,7 @@ class FeatureMaps(nn.Module):
         """
         Args:
             hidden_states (`tuple` of `torch.Tensor`):
-                `(batch, prefix + tokens, hidden_size)` before the first block of the cortex and after each.
+                `(batch, prefix + tokens, hidden_size)` before the first block of the encoder and after each.
             rois (`torch.Tensor`): `(batch, tokens, 4)`.
             pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
             norm (`nn.Module`, *optional*): The norm of the tokens of every layer.

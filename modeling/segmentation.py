@@ -62,7 +62,7 @@ class SegmentationHead(nn.Module):
     """Class scores of each token, spread over the map by single-head attention (equations 6 and 7).
 
     The paper gives the width (256), two encoder blocks, linear classifier and bias, and a 3 x 3 convolution of the
-    early convolution's map for the queries. It leaves open, and here is: blocks as those of the cortex, with 64
+    early convolution's map for the queries. It leaves open, and here is: blocks as those of the encoder, with 64
     channels a head and an MLP four times as wide; a LayerNorm after them, which such blocks need; keys by a linear
     layer; no constants in the keys and the predictive bias, which the softmax would cancel.
     """
