@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 import frugalvit
 from frugalvit.common.loading import choose_device, load_image_classifier, load_vision_model, split_revision
-from frugalvit.common.views import EvalView, ImageFormat, restore_images, size_made_by
+from frugalvit.common.views import SUPPORTED, EvalView, ImageFormat, restore_images, size_made_by
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
@@ -233,17 +233,8 @@ PROCESSORS = {
     "factor": (transformers.ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
     "no factor": (transformers.ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
     "neither": (transformers.ViTImageProcessor(size=square(64), do_normalize=False, do_rescale=False), 0),
-    "offset": (
-        transformers.EfficientNetImageProcessor(size=square(64), rescale_offset=True, rescale_factor=1 / 127.5),
-        0,
-    ),
-    "normalized twice": (transformers.EfficientNetImageProcessor(size=square(64), include_top=True), 0),
     "blue first": (transformers.MobileViTImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
     "padded": (transformers.MobileViTImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
-    "blue first, normalized": (
-        transformers.PPLCNetImageProcessor(resize_short=72, size=square(72), crop_size=square(64)),
-        0,
-    ),
 }
 
 
@@ -263,7 +254,7 @@ def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_each_processor_is_followed_and_undone(name):
-    """Evaluation prepares images as the processor does, and every factor, offset, mean and order of channels is undone
+    """Evaluation prepares images as the processor does, and every factor, mean and order of channels is undone
     in pictures of what a model saw."""
     processor, levels = PROCESSORS[name]
     assert_prepared_alike(processor, photograph(160, 120), levels)
@@ -273,10 +264,6 @@ def test_each_processor_is_followed_and_undone(name):
     assert seen.min() >= 0 and seen.max() <= 1 and seen.dtype == torch.float32
     # Rounding, and what is no number of 0 to 255 after resizing.
     assert (255 * seen[0] - expected).abs().mean() < 1
-
-
-# Those that make no pictures of pixels, turn and pad, or crop before they resize; training refuses them.
-NOT_FOLLOWED = {"ImageGPTImageProcessor", "DonutImageProcessor", "PerceiverImageProcessor"}
 
 
 def processors_of_teachers() -> set[str]:
@@ -292,14 +279,15 @@ def processors_of_teachers() -> set[str]:
 
 
 @pytest.mark.parametrize("name", sorted(processors_of_teachers()))
-def test_training_prepares_images_as_every_processor_of_transformers_does(name):
-    if name.removesuffix("Pil") in NOT_FOLLOWED:
-        with pytest.raises(ValueError):
-            ImageFormat.from_processor(getattr(transformers, name)())
+def test_training_prepares_images_as_the_processor_does_or_refuses_it(name):
+    processor = getattr(transformers, name)()
+    if not SUPPORTED.fullmatch(name):
+        with pytest.raises(ValueError, match=f"Training does not follow {name}"):
+            ImageFormat.from_processor(processor)
         return
     # DINOv3 resizes numbers that are not rounded, PIL rounds otherwise than torchvision.
     levels = 2.01 if name.endswith("Pil") else 1.01 if "DINOv3" in name else 0.01
-    assert_prepared_alike(getattr(transformers, name)(), photograph(256, 256), levels)
+    assert_prepared_alike(processor, photograph(256, 256), levels)
 
 
 class FarFromTraining(transformers.ViTImageProcessor):
@@ -312,7 +300,7 @@ class FarFromTraining(transformers.ViTImageProcessor):
 def test_formats_convert_into_each_other():
     image = photograph(64, 64)
     formats = [
-        ImageFormat.from_processor(PROCESSORS[name][0]) for name in ("cropped", "blue first", "factor", "offset")
+        ImageFormat.from_processor(PROCESSORS[name][0]) for name in ("cropped", "blue first", "factor", "no factor")
     ]
     formats = [replace(each, size=(64, 64), resize=None) for each in formats]
     pixels = EvalView(formats[0])(image)["pixel_values"][None]
@@ -341,15 +329,11 @@ def test_processors_that_leave_the_shape_open_are_followed_on_squares(processor,
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
-        (timm_processor(crop_mode="border"), "by timm's crop_mode 'border', which training does not follow"),
-        (timm_processor(input_size=[3, 64, 32]), "resized to 64 x 32 by timm's crop_mode 'center'"),
-        (timm_processor(interpolation="lanczos"), "resized by 'lanczos'; expected PIL's"),
-        (type("Odd", (), {"size": {"longest_edge": 32}})(), "in a way that training does not follow"),
-        (FarFromTraining(size=square(64)), r"FarFromTraining prepares .* its pixels differ by [0-9.]+ of 255 levels"),
-        (
-            transformers.ViTImageProcessor(size=square(64), rescale_factor=0.0, do_normalize=False),
-            "same pixels of black and white",
-        ),
+        (timm_processor(crop_mode="border"), "crop_mode is 'border'"),
+        (timm_processor(input_size=[3, 64, 32]), "crop_mode is 'center' and the size"),
+        (timm_processor(interpolation="lanczos"), "resized by 'lanczos'"),
+        (transformers.ViTImageProcessor(size={"shortest_edge": 64}), "has the size"),
+        (FarFromTraining(size=square(64)), "does not follow FarFromTraining"),
     ],
 )
 def test_processors_that_cannot_be_followed(processor, message):
