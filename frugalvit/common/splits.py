@@ -1,5 +1,6 @@
 """Images to train on, to evaluate on and to test on."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import datasets
@@ -7,12 +8,12 @@ import numpy as np
 from accelerate import PartialState
 
 from .choices import NO_EVALUATION
-from .data import load_images, split_names
-from .labels import check_labels, check_same_classes, class_names, label_numbers, match_labels, say_if_few_classes
+from .data import find_source, load_images, split_names
+from .labels import check_labels, check_same_classes, class_names, label_numbers, match_labels
 from .tables import shortened
 
 
-# Splits that are there to evaluate on, the first choice first.
+# Splits for evaluation, the first choice first.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
 # Images that are held back to evaluate on, where there is no split for that: a share of them, and the most.
 HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
@@ -21,8 +22,8 @@ HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
 def load_splits(data, learns_labels: bool = False) -> tuple:
     """Load the images to train on, to evaluate on and to test on that `DataArguments` name, see `load_parts`.
 
-    A label of -1, as in ImageNet's test split, is no label. Images count as unlabeled, which is printed, if all lack
-    their label, or some for a training that does not learn from labels.
+    A label of -1, as in ImageNet's test split, is no label. Images count as unlabeled if all lack their label, or some
+    for a training that does not learn from labels.
 
     Args:
         data (`DataArguments`): The arguments; `data.evaluated` and `data.tested` are filled in.
@@ -36,23 +37,24 @@ def load_splits(data, learns_labels: bool = False) -> tuple:
     """
     # Class names of the training images, for images whose labels are numbers or texts.
     names = None
+    find = functools.cache(lambda *dataset: find_source([*dataset], data.dataset_config))
 
     def load(dataset: list[str], split: str, streaming: bool = False):
         nonlocal names
         images = load_images(
             dataset,
             split,
-            name=data.dataset_config,
             image_column=data.image_column,
             label_column=data.label_column,
             class_names=data.class_names,
             default_names=names,
             streaming=streaming,
+            source=find(*dataset),
         )
         names = names or class_names(images)
         return images
 
-    parts = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
+    parts = load_parts(data, load, lambda dataset: split_names(dataset, source=find(*dataset)))
     names = class_names(parts[0])
     if learns_labels and names is None:
         raise ValueError(f"{' '.join(data.dataset)} has no labels to train with; name their column: label_column.")
@@ -60,16 +62,13 @@ def load_splits(data, learns_labels: bool = False) -> tuple:
         check_labels(parts[0], data.train_split)
     splits = (data.train_split, data.evaluated, data.tested)
     train, *others = (_complete(images, split, learns_labels) for images, split in zip(parts, splits, strict=True))
-    for images, split in zip(others, splits[1:], strict=True):
+    for images in others:
         if images is None or "label" not in images.features:
             continue
         check_same_classes(names, images)
-        if "[" in split:
-            say_if_few_classes(images, split)
-        lacking = (
-            np.setdiff1d(label_numbers(images), label_numbers(train)) if learns_labels and not data.streaming else ()
-        )
-        if len(lacking):
+        if not learns_labels or data.streaming:
+            continue
+        if len(lacking := np.setdiff1d(label_numbers(images), label_numbers(train))):
             raise ValueError(
                 f"Among the training images ({data.train_split}) there are none of the evaluated classes "
                 f"{shortened([names[label] for label in lacking])}. Are the images sorted by class?"
@@ -83,7 +82,7 @@ def _complete(images, split: str | None, learns_labels: bool):
         return images
     missing = label_numbers(images) < 0
     if missing.any() and (missing.all() or not learns_labels):
-        count = "The" if missing.all() else f"{missing.sum():,} of {len(missing):,}"
+        count = f"{missing.sum():,} of {len(missing):,}"
         PartialState().print(f"{count} images of the split {split!r} have no labels; it counts as unlabeled.")
         return images.remove_columns("label")
     check_labels(images, split)
@@ -106,7 +105,6 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
     source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None
     if data.eval_split == NO_EVALUATION:
         data.evaluated = None
-        PartialState().print("There is no evaluation: the model of the last epoch is kept.")
         return train, None, None
     if data.eval_split is not None:
         return train, load(source, data.eval_split), None

@@ -105,12 +105,11 @@ class ImageFormat:
         else:
             size, resize = _size_and_resize(processor)
             resample, crops = processor.resample, False
-        if isinstance(resample, str):
-            resample = getattr(Image.Resampling, resample.upper(), resample)
-        if resample not in FILTERS:
+        number = getattr(Image.Resampling, resample.upper(), None) if isinstance(resample, str) else resample
+        if number not in FILTERS:
             raise ValueError(f"Images are resized by {resample!r}, expected nearest (0), bilinear (2) or bicubic (3).")
         normalization = _normalization(processor)
-        return cls(tuple(size), resample=int(resample), resize=resize, rounds_center=crops, **normalization)
+        return cls(tuple(size), resample=int(number), resize=resize, rounds_center=crops, **normalization)
 
     @property
     def interpolation(self) -> InterpolationMode:
