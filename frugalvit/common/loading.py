@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 from PIL import Image
@@ -29,6 +28,7 @@ from transformers import (
     ProcessorMixin,
     ViTImageProcessor,
 )
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import is_bitsandbytes_available, logging
 
 from ..configuration.configuration_base import pair
@@ -38,6 +38,7 @@ from ..modeling.open_clip_adapter import open_clip_image_processor
 from .choices import OPEN_CLIP
 from .exported import ExportedModule, is_exported
 from .resources import locate_model
+from .tables import shortened
 
 
 # VLMs with a grid of patches, whose processors may cut images into tiles.
@@ -59,8 +60,7 @@ def choose_device(name: str | None = None) -> torch.device:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
-            f"The device {name!r} cannot be used here ({_one_line(error)}); expected one like 'cpu', 'cuda', 'cuda:1' "
-            "or 'mps' that this machine has. Leave it out to have it chosen."
+            f"The device {name!r} cannot be used here ({_one_line(error)}); expected one such as cpu, cuda or cuda:1."
         ) from error
     return device
 
@@ -76,11 +76,9 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
     if (place := Path(name).expanduser()).exists():
         return str(place), {}
     hub_id, at, revision = name.partition("@")
-    if not at:
-        return name, {}
-    if not revision:
+    if at and not revision:
         raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")
-    return hub_id, {"revision": revision}
+    return hub_id, {"revision": revision} if at else {}
 
 
 def load_image_classifier(
@@ -97,25 +95,12 @@ def load_image_classifier(
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
 
     Raises:
-        ValueError: if there is no such model, it classifies nothing, weights are missing or left over, or a class has
-            no name.
+        ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
-
     kind = "an image classifier"
     if is_exported(name):
-        model = load_exported(name, device, kind, ["logits"])
-        image_processor = load_image_processor(name, False, kind)
-    else:
-        model, image_processor = load_with_image_processor(
-            name, device, trust_remote_code, kind, lambda config: AutoModelForImageClassification
-        )
-    labels = model.config.id2label
-    if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
-        raise ValueError(
-            f"Cannot load {os.fspath(name)!r} as {kind}: id2label in its config.json has no names of the classes 0 to "
-            f"{len(labels) - 1}, one each."
-        )
-    return model, image_processor
+        return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
+    return load_with_image_processor(name, device, trust_remote_code, kind, lambda _: AutoModelForImageClassification)
 
 
 def load_exported(
@@ -144,18 +129,14 @@ def load_vision_model(
     """Load a vision transformer or a SparseFormer for inference, in float32, and its image processor.
 
     Parts that pretraining alone needs (a decoder, a mask token) and a pooler after [CLS] are left out: their weights
-    may be missing or left over.
+    may be missing or left over. Of a LLaVA, the vision tower is returned.
 
     Args:
         name (`str` or `os.PathLike`):
             Folder that `save_pretrained` or timm wrote, or a hub id, of a vision transformer with or without
             classifier, a CLIP, a SigLIP, a SparseFormer or a LLaVA; or `open_clip:MODEL:PRETRAINED`,
             `open_clip:hf-hub:ID`, `open_clip:local-dir:FOLDER`.
-        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
-
-    Returns:
-        `tuple`: The model, of a LLaVA its vision tower, and the image processor.
+        device, trust_remote_code: As in `load_image_classifier`.
 
     Raises:
         ValueError: if there is no such model, or weights are missing or left over.
@@ -166,12 +147,9 @@ def load_vision_model(
         name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
     )
     tower = getattr(getattr(model, "model", None), "vision_tower", None)
-    if tower is None:
-        return model, image_processor
-    if model.config.model_type in GRID_VLMS:
+    if tower is not None and model.config.model_type in GRID_VLMS:
         image_processor = _tile_processor(image_processor, model.config.vision_config)
-    # A LLaVA's vision tower.
-    return tower, image_processor
+    return model if tower is None else tower, image_processor
 
 
 def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProcessor:
@@ -217,13 +195,12 @@ def load_llava(
     """Load a LLaVA 1.5, a PaliGemma or, with `grids`, another VLM whose vision tower can be replaced, and its
     processor; other arguments and errors as of `load_pretrained`."""
     classes = {"llava": LlavaForConditionalGeneration, "paligemma": PaliGemmaForConditionalGeneration}
-    if grids:
-        classes |= GRID_VLMS
+    classes |= GRID_VLMS if grids else {}
 
     def choose_class(config: PreTrainedConfig) -> type:
+        if config.model_type.startswith("sparseformer_"):
+            raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
         if config.model_type not in classes:
-            if config.model_type.startswith("sparseformer_"):
-                raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
             others = ", ".join([*classes][1:])
             raise ValueError(
                 f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or another of {others}"
@@ -235,7 +212,7 @@ def load_llava(
     )
     hub_id, revision = split_revision(name)
     with one_error(name, "a LLaVA"):
-        return model, AutoProcessor.from_pretrained(os.path.expanduser(hub_id), **revision)
+        return model, AutoProcessor.from_pretrained(hub_id, **revision)
 
 
 def load_with_image_processor(
@@ -252,24 +229,18 @@ def load_with_image_processor(
 
 
 def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind: str):
-    """Load the image processor of a model and try it; arguments and errors as in `load_pretrained`."""
+    """Load the image processor of a model; arguments and errors as in `load_pretrained`."""
     hub_id, revision = split_revision(name)
-    wrong = f"Cannot load {os.fspath(name)!r} as {kind}: "
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 61, 3), dtype=np.uint8))
     try:
         with one_error(name, kind):
-            found = AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
-            pixel_values = torch.as_tensor(np.asarray(found(image, return_tensors="pt")["pixel_values"]))
+            return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
     except ValueError as error:
         if not Path(hub_id).is_dir() or any(Path(hub_id).glob("*processor_config.json")):
             raise
         raise ValueError(
-            f"{wrong}without a preprocessor_config.json it does not say how its images are resized and normalized. "
-            "Save the image processor of the model's family beside it."
+            f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how its "
+            "images are resized and normalized. Save the image processor of the model's family beside it."
         ) from error
-    if not pixel_values.isfinite().all():
-        raise ValueError(f"{wrong}its image processor makes pixels that are not finite; check image_mean, image_std.")
-    return found
 
 
 def check_folder(folder: Path):
@@ -278,9 +249,8 @@ def check_folder(folder: Path):
         return
     hint = "Give a folder that `save_pretrained` wrote."
     # Trainer leaves checkpoints alone where nobody has called `save_model`.
-    if checkpoints := [path.parent for path in folder.glob("checkpoint-*/config.json")]:
-        newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
-        hint = f"Its newest checkpoint has one: give {str(newest)!r}."
+    if checkpoint := get_last_checkpoint(folder):
+        hint = f"Its newest checkpoint has one: give {checkpoint!r}."
     raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. {hint}")
 
 
@@ -310,36 +280,35 @@ def load_pretrained(
         device_map (`str`, *optional*): As of `from_pretrained`, instead of `device`.
 
     Raises:
-        ValueError: if there is no such model, it is of another kind, weights are missing or left over, or bitsandbytes
-            is not installed.
+        ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
     """
     given, (name, revision) = os.fspath(name), split_revision(name)
     folder = Path(name)
-    if folder.is_file():
-        raise ValueError(f"The model {given!r} is a file; give the folder that holds its config.json.")
     if not folder.is_dir() and (name.startswith((".", "~", os.sep)) or name.count("/") != 1 or folder.parent.is_dir()):
         raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
-
     device = choose_device(None if device is None else str(device))
     check_folder(folder)
-    placement = {"device_map": device_map} if device_map else {}
+    options = {"device_map": device_map} if device_map else {}
     if quantize:
-        placement = {"device_map": device_map or {"": device}, "quantization_config": _quantization(quantize, dtype)}
+        # Of the language model alone.
+        options = {"device_map": device_map or {"": device}, "quantization_config": _quantization(quantize, dtype)}
+    placed = bool(options)
     with one_error(given, kind):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
         model_class = choose_class(config)
-        # Classes of Transformers and of this package take no code from elsewhere.
-        remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
-        # Other shapes are refused below, by name.
-        options = {"ignore_mismatched_sizes": True, **remote, **revision, **placement}
+        if model_class.__name__.startswith("Auto"):
+            # Classes of Transformers and of this package take no code from elsewhere.
+            options["trust_remote_code"] = trust_remote_code
         if "pooler" in unread and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
             options["add_pooling_layer"] = False
         if model_args := getattr(config, "model_args", None):
             # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
             options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
-        model, report = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+        # Other shapes are refused below, by name.
+        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, **revision}
+        model, report = model_class.from_pretrained(name, dtype=dtype, **options)
     check_complete(given, model, report, kind, unread)
-    return model.eval() if placement else model.eval().to(device)
+    return model.eval() if placed else model.eval().to(device)
 
 
 def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -366,17 +335,15 @@ def check_complete(
     other arguments as of `load_pretrained`."""
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
-        ("lacks", report["missing_keys"]),
-        ("does not know", report["unexpected_keys"]),
-        ("has other shapes of", mismatched),
+        ("checkpoint lacks", report["missing_keys"]),
+        ("model class does not know", report["unexpected_keys"]),
+        ("checkpoint has other shapes of", mismatched),
     ):
         keys = sorted(key for key in keys if unread.isdisjoint(key.split(".")))
         if keys:
-            names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-            part = "model class" if problem == "does not know" else "checkpoint"
             raise ValueError(
-                f"{given!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
-                f"Save it again as {kind}."
+                f"{given!r} is no complete {type(model).__name__}: its {problem} {shortened(keys)}. Save it again as "
+                f"{kind}."
             )
 
 
@@ -391,12 +358,11 @@ def one_error(name: str | os.PathLike, kind: str):
         yield
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
+        message = f"{type(error).__name__}: {_one_line(error)}"
         if "trust_remote_code" in str(error):
             message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
         elif isinstance(error, OSError) and not Path(name).exists():
             message = f"there is no such folder here, and of the hub: {_one_line(error)}"
-        else:
-            message = f"{type(error).__name__}: {_one_line(error)}"
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -415,12 +381,8 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
             f"{OPEN_CLIP}ViT-B-16:openai, or {OPEN_CLIP}hf-hub:ID."
         )
     device = choose_device(None if device is None else str(device))
-    try:
+    with one_error(f"{OPEN_CLIP}{name}", "an open_clip model"):
         model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
-    # Weights and configurations fail in more ways than can be listed.
-    except Exception as error:
-        message = f"{type(error).__name__}: {_one_line(error)}"
-        raise ValueError(f"Cannot load the open_clip model {name!r}: {message}") from error
     return model.float().eval(), open_clip_image_processor(model)
 
 
