@@ -95,17 +95,11 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
 def read_image(
     file: str | Path | io.BytesIO, max_pixels: int | None = None, at_least: tuple[int, int] | None = None
 ) -> Image.Image:
-    """Read the RGB image in a file, upright, see `to_rgb`.
+    """Read the RGB image in a file, upright, see `to_rgb`; raise a ValueError if it has more than `max_pixels`, or
+    what Pillow raises for a broken file.
 
-    Args:
-        file (`str`, `Path` or `io.BytesIO`): The file.
-        max_pixels (`int`, *optional*): Most pixels that it may have.
-        at_least (pair of `int`, *optional*): Width and height that suffice: a JPEG is decoded at 1/2, 1/4 or 1/8 where
-            that has as many pixels each way, in less time. Other images are decoded whole.
-
-    Raises:
-        ValueError: if it has more than `max_pixels`, before they are decoded.
-        Exception: any other that Pillow raises for a broken file.
+    If `at_least`, a width and a height, suffices, a JPEG is decoded at 1/2, 1/4 or 1/8 where that has as many pixels
+    each way, in less time.
     """
     with open_image(file) as image:
         if max_pixels and image.width * image.height > max_pixels:

@@ -24,11 +24,7 @@ SKIP_HINT = " To go on without such images: --skip-corrupt."
 
 def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
     """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns.
-    If several folders, for example of classes, have more images than `limit`, that many are taken, evenly spread.
-
-    Raises:
-        FileNotFoundError: if an argument stands for no file.
-    """
+    If several folders, for example of classes, have more images than `limit`, that many are taken, evenly spread."""
     found = []
     for argument in arguments:
         path = Path(argument).expanduser()
@@ -54,15 +50,7 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`.
-
-    Args:
-        paths (sequence of `Path`): The files.
-        image_column (`str`, *optional*): Column of parquet files, if names and types do not tell.
-
-    Raises:
-        ValueError: if a parquet file is corrupt, or has no column of images, or several.
-    """
+    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):
@@ -96,11 +84,8 @@ def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
 
 
 def decode_file(file: Path | dict, name: str, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """Read the RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.
-
-    Raises:
-        ValueError: if it is no image or is corrupt.
-    """
+    """Read the RGB image in a file, or of an undecoded `datasets` record, or raise a ValueError that names it;
+    `at_least` as in `read_image`."""
     try:
         return read_record(file, at_least)
     except PermissionError:

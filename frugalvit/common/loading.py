@@ -11,22 +11,11 @@ import transformers
 from PIL import Image
 from torch import nn
 from transformers import (
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
     AutoConfig,
     AutoImageProcessor,
-    AutoModel,
     AutoModelForImageClassification,
-    AutoProcessor,
-    BitsAndBytesConfig,
-    Gemma3ForConditionalGeneration,
-    LlavaForConditionalGeneration,
-    LlavaOnevisionForConditionalGeneration,
-    PaliGemmaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
-    ProcessorMixin,
-    ViTImageProcessor,
 )
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import is_bitsandbytes_available, logging
@@ -42,17 +31,13 @@ from .tables import shortened
 
 
 # VLMs with a grid of patches, whose processors may cut images into tiles.
-GRID_VLMS = {"gemma3": Gemma3ForConditionalGeneration, "llava_onevision": LlavaOnevisionForConditionalGeneration}
+GRID_VLMS = ("gemma3", "llava_onevision")
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
 _UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """Return the device of a name, by default an accelerator if there is one, else the CPU.
-
-    Raises:
-        ValueError: if this machine has no such device.
-    """
+    """Return the device of a name, by default an accelerator if there is one; raise a ValueError if there is none."""
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -67,11 +52,7 @@ def choose_device(name: str | None = None) -> torch.device:
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
     """Return a model's folder (of one that ships, by its name) or hub id, and its revision as an argument of
-    `from_pretrained`: `owner/name@revision` pins a branch, tag or commit.
-
-    Raises:
-        ValueError: if nothing follows the `@`, or a model of that name lies in a clone of the repository alone.
-    """
+    `from_pretrained`: `owner/name@revision` pins a branch, tag or commit."""
     name = os.fspath(locate_model(name))
     if (place := Path(name).expanduser()).exists():
         return str(place), {}
@@ -110,11 +91,8 @@ def load_exported(
     outputs: list[str],
     part: str | None = None,
 ) -> ExportedModule:
-    """Load a program that `frugalvit export` wrote, by default the one that sees images; `kind` is for messages.
-
-    Raises:
-        ValueError: if it computes none of the outputs, another device than the CPU is given, or the folder is damaged.
-    """
+    """Load a program that `frugalvit export` wrote, by default the one that sees images, on the CPU. It has to compute
+    one of `outputs`; `kind` is for messages."""
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
     model = ExportedModule(name, part)
@@ -152,7 +130,7 @@ def load_vision_model(
     return model if tower is None else tower, image_processor
 
 
-def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProcessor:
+def _tile_processor(image_processor, config: PreTrainedConfig) -> transformers.ViTImageProcessor:
     """Return an image processor that makes one tile of an image, for the tower of a model that cuts several."""
     height, width = pair(config.image_size)
     fields = ("do_convert_rgb", "do_normalize", "do_rescale", "image_mean", "image_std", "resample", "rescale_factor")
@@ -160,7 +138,7 @@ def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProces
     if known.get("resample") == Image.Resampling.LANCZOS:
         # Which training does not follow; tiles hardly differ.
         known["resample"] = Image.Resampling.BICUBIC
-    return ViTImageProcessor(size={"height": height, "width": width}, **known)
+    return transformers.ViTImageProcessor(size={"height": height, "width": width}, **known)
 
 
 def _vision_class(config: PreTrainedConfig) -> type:
@@ -179,9 +157,12 @@ def _vision_class(config: PreTrainedConfig) -> type:
                 return getattr(module, architecture)
     else:
         remote = getattr(config, "auto_map", None) or {}
-        if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING or "AutoModelForImageClassification" in remote:
+        if (
+            type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+            or "AutoModelForImageClassification" in remote
+        ):
             return AutoModelForImageClassification
-    return MODEL_MAPPING.get(type(config), AutoModel)
+    return transformers.MODEL_MAPPING.get(type(config), transformers.AutoModel)
 
 
 def load_llava(
@@ -191,28 +172,27 @@ def load_llava(
     quantize: str | None = None,
     device_map: str | None = None,
     grids: bool = False,
-) -> tuple[PreTrainedModel, ProcessorMixin]:
+) -> tuple[PreTrainedModel, transformers.ProcessorMixin]:
     """Load a LLaVA 1.5, a PaliGemma or, with `grids`, another VLM whose vision tower can be replaced, and its
     processor; other arguments and errors as of `load_pretrained`."""
-    classes = {"llava": LlavaForConditionalGeneration, "paligemma": PaliGemmaForConditionalGeneration}
-    classes |= GRID_VLMS if grids else {}
+    types = ("llava", "paligemma", *(GRID_VLMS if grids else ()))
 
     def choose_class(config: PreTrainedConfig) -> type:
         if config.model_type.startswith("sparseformer_"):
             raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
-        if config.model_type not in classes:
-            others = ", ".join([*classes][1:])
+        if config.model_type not in types:
+            others = ", ".join(types[1:])
             raise ValueError(
                 f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or another of {others}"
             )
-        return classes[config.model_type]
+        return transformers.AutoModelForImageTextToText
 
     model = load_pretrained(
         name, device, False, "a LLaVA", choose_class, dtype=dtype, quantize=quantize, device_map=device_map
     )
     hub_id, revision = split_revision(name)
     with one_error(name, "a LLaVA"):
-        return model, AutoProcessor.from_pretrained(hub_id, **revision)
+        return model, transformers.AutoProcessor.from_pretrained(hub_id, **revision)
 
 
 def load_with_image_processor(
@@ -268,13 +248,10 @@ def load_pretrained(
     """Load a model of Transformers or of this package for inference, whole or not at all.
 
     Args:
-        name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
-        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
-        trust_remote_code (`bool`): Run code that comes with the model.
+        name, device, trust_remote_code: As in `load_image_classifier`.
         kind (`str`): Kind of model that is expected, with an article, for messages.
         choose_class (`Callable`): Returns the class to load, given the configuration.
-        unread (`frozenset[str]`, *optional*):
-            Names of parts whose weights may be missing or left over; a pooler is left out where it can be.
+        unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Type of the weights.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for the weights of a language model.
         device_map (`str`, *optional*): As of `from_pretrained`, instead of `device`.
@@ -286,13 +263,12 @@ def load_pretrained(
     folder = Path(name)
     if not folder.is_dir() and (name.startswith((".", "~", os.sep)) or name.count("/") != 1 or folder.parent.is_dir()):
         raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
-    device = choose_device(None if device is None else str(device))
+    device = choose_device(device and str(device))
     check_folder(folder)
-    options = {"device_map": device_map} if device_map else {}
+    placed = bool(device_map or quantize)
+    options = {"device_map": device_map or {"": device}} if placed else {}
     if quantize:
-        # Of the language model alone.
-        options = {"device_map": device_map or {"": device}, "quantization_config": _quantization(quantize, dtype)}
-    placed = bool(options)
+        options["quantization_config"] = _quantization(quantize, dtype)
     with one_error(given, kind):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
         model_class = choose_class(config)
@@ -311,11 +287,11 @@ def load_pretrained(
     return model.eval() if placed else model.eval().to(device)
 
 
-def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
+def _quantization(bits: str, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
     """Return bitsandbytes' configuration for a language model; the vision tower, projector and head are left out."""
     if not is_bitsandbytes_available():
         raise ValueError("--quantize is bitsandbytes', which is not installed: pip install 'frugalvit[quantize]'.")
-    return BitsAndBytesConfig(
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=bits == "4bit",
         load_in_8bit=bits == "8bit",
         bnb_4bit_compute_dtype=dtype,
@@ -380,7 +356,7 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
             f"The open_clip model {name!r} has no weights; give {OPEN_CLIP}MODEL:PRETRAINED, for example "
             f"{OPEN_CLIP}ViT-B-16:openai, or {OPEN_CLIP}hf-hub:ID."
         )
-    device = choose_device(None if device is None else str(device))
+    device = choose_device(device and str(device))
     with one_error(f"{OPEN_CLIP}{name}", "an open_clip model"):
         model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
     return model.float().eval(), open_clip_image_processor(model)

@@ -243,10 +243,9 @@ def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 class View:
-    """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`; `formats` normalizes each.
+    """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`, which `formats` normalizes.
 
-    Subclasses may draw from torch's random state. `at_least` is the width and height of an image that suffice, see
-    `read_image`; without it, images are decoded whole, as draws depend on the size.
+    `at_least` is the width and height that suffice, see `read_image`; views that draw numbers need whole images.
     """
 
     formats: dict[str, ImageFormat]
