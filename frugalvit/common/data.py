@@ -22,9 +22,8 @@ from .tables import first_line, shortened
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
 # Names of columns of images that have no type of their own, and of columns of their files.
-IMAGE_COLUMNS = re.compile(
-    r"(image|img|picture|photo)s?(_bytes)?|jpe?g|png|webp|((image|img)_)?(file|path)|file_?(name|path)", re.IGNORECASE
-)
+IMAGE_COLUMNS = re.compile(r"(image|img|picture|photo)s?(_bytes)?|jpe?g|png|webp", re.IGNORECASE)
+PATH_COLUMNS = re.compile(r"((image|img)_)?(file|path)|file_?(name|path)", re.IGNORECASE)
 
 
 def load_images(
@@ -204,8 +203,9 @@ def image_columns(features: Mapping) -> list[str]:
     typed = [name for name, feature in features.items() if is_image(feature)]
     binary = [name for name, feature in features.items() if holds(feature, "binary")]
     texts = [name for name, feature in features.items() if holds(feature, "string")]
-    named = [[name for name in names if IMAGE_COLUMNS.fullmatch(name)] for names in (binary, texts)]
-    return typed or named[0] or binary or named[1]
+    signs = (typed, filter(IMAGE_COLUMNS.fullmatch, binary), binary)
+    signs += (filter(IMAGE_COLUMNS.fullmatch, texts), filter(PATH_COLUMNS.fullmatch, texts))
+    return next(filter(None, map(list, signs)), [])
 
 
 def find_image_column(features: Mapping, given: str | None, dataset) -> str:

@@ -80,8 +80,16 @@ def load_image_classifier(
     """
     kind = "an image classifier"
     if is_exported(name):
-        return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
-    return load_with_image_processor(name, device, trust_remote_code, kind, lambda _: AutoModelForImageClassification)
+        found = load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
+    else:
+        auto = AutoModelForImageClassification
+        found = load_with_image_processor(name, device, trust_remote_code, kind, lambda _: auto)
+    labels = found[0].config.id2label
+    if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
+        raise ValueError(
+            f"Cannot load {os.fspath(name)!r} as {kind}: id2label in its config.json has no names 0, 1, …."
+        )
+    return found
 
 
 def load_exported(
