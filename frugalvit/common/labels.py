@@ -52,7 +52,9 @@ def name_labels(images, names: list[str] | None, default_names: list[str] | None
     else:
         highest, count = label_numbers(images).max(initial=-1), len(names) if names else MOST_CLASSES
         if highest >= count:
-            raise ValueError(f"The labels go up to {highest}, expected numbers below {count:,} (--class-names).")
+            raise ValueError(
+                f"The labels go up to {highest}, expected class numbers from 0 to less than {count:,} (--class-names)."
+            )
         names = names or [str(label) for label in range(highest + 1)]
     if names == own:
         return images

@@ -52,7 +52,7 @@ def spy(processor, monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("size", [(8, 6), (256, 8), (257, 8), (2000, 9), (8, 1999), (7, 2001), (1, 700), (60_000, 2)])
+@pytest.mark.parametrize("size", [(8, 6), (256, 8), (2000, 9), (7, 2001), (60_000, 2)])
 @pytest.mark.parametrize("name", [*CROPPING, *WHOLE])
 def test_a_strip_is_seen_as_if_it_were_resized_whole(name, size, monkeypatch):
     processor, image = (CROPPING | WHOLE)[name], strip(*size)
