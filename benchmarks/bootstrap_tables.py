@@ -221,7 +221,7 @@ def compare_elastic(arguments):
     if arguments.tome:
         contenders += [merging(*load_teacher(arguments.teacher), arguments.tome, merged) for merged in (4, 8, 12)]
     images = load_images(arguments.eval_dataset or arguments.dataset, "train" if arguments.eval_dataset else "test")
-    rows = compare(contenders, images, rounds=arguments.rounds, memory=False)
+    rows = compare(contenders, images, rounds=arguments.rounds)
     write_comparison(arguments, "compare_cifar10", len(images), rows, "CIFAR-10, test images, 32 px")
 
 

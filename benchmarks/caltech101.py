@@ -35,7 +35,6 @@ from PIL import Image
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from frugalvit.common.contender import WithTokens
 from frugalvit.common.data import load_images, sample
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
@@ -45,8 +44,7 @@ from frugalvit.common.macs import macs_of
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare
-from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
-from frugalvit.evaluation.embeddings import of_classes
+from frugalvit.contenders import BASELINES, WithTokens, load_students, load_teacher, load_teachers
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from shared import (
@@ -296,7 +294,7 @@ def compare_all(arguments):
     fast = choose_mixed_precision(torch.device("cpu")) == "bf16"
     precisions = ["float32", "bf16"] if fast else ["float32"]
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
-    rows = compare(contenders, images, batch_size=32, precisions=precisions, rounds=arguments.rounds, memory=False)
+    rows = compare(contenders, images, batch_size=32, precisions=precisions, rounds=arguments.rounds)
     data = f"{arguments.title}, test images chosen at random, 224 px"
     write_comparison(arguments, f"compare_{file_name(arguments)}", len(images), rows, data=data)
 
@@ -380,13 +378,16 @@ def compare_features(arguments):
             with whole_file(kept) as file:
                 train.select(chosen).to_parquet(file)
         left_out = [class_names(train)[label] for label in LEFT_OUT]
-        train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
+        train, test = (
+            images.select([row for row, label in enumerate(label_numbers(images)) if label in LEFT_OUT])
+            for images in (train, test)
+        )
     student = runs / f"features-elastic-seed{seed}"
     argv = shared_arguments(arguments, arguments.model, kept, seed)
     run_training(bootstrap, student, [*argv, "--num_train_epochs", str(epochs), *VARIANTS["elastic"]])
     contenders = load_teachers(arguments.model, "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
     contenders += load_students(str(student), METHODS["elastic"], "student")
-    rows = compare(contenders, test, train, batch_size=32, rounds=1, memory=False)
+    rows = compare(contenders, test, train, batch_size=32, rounds=1)
     # Speeds stand in what `compare` writes.
     rows = [{name: value for name, value in row.items() if name != "images_per_second"} for row in rows]
     print_rows(rows)

@@ -30,13 +30,13 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from frugalvit.common.choices import SUBSET
-from frugalvit.common.contender import Contender, Vision
 from frugalvit.common.data import load_images
 from frugalvit.common.files import whole_file
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import macs_of
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
+from frugalvit.contenders import Contender, Vision
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
 from frugalvit.modeling.inheritance import block_weights

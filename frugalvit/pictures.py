@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from .common.files import check_file_path, whole_file
 
@@ -45,10 +45,9 @@ def draw_rois(
     and the last sampling points (figure 3 of the bootstrapping paper), or the RoIs after every adjustment (figures 1
     and 2 of its supplement).
 
-    RoIs are relative to the model's input. If the image processor cropped the image, draw on the cropped view, which
-    `restore_images` of `common/views.py` makes from the pixel values. If more than 16 tokens overlap, 16 of them are
-    drawn. A token keeps its color in all panels. RoIs may leave the image: a light margin, the same in all panels,
-    shows up to 0.15 image sides beyond each edge.
+    RoIs are relative to the model's input: if the image processor crops images, draw on the cropped view, see
+    `restore_images`. If more than 16 tokens overlap, 16 of them are drawn. A light margin shows up to 0.15 image sides
+    beyond each edge.
 
     Args:
         images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels.
@@ -113,9 +112,7 @@ def draw_segmentation(
     hsv = [index * 0.618034 % 1, np.full(len(index), 0.65), np.array([0.95, 0.7, 0.45])[index % 3]]
     colors = matplotlib.colors.hsv_to_rgb(np.stack(hsv, axis=1))
     figure, panels = _make_panels(images, headings)
-    handles = [
-        Rectangle((0, 0), 1, 1, color=color, label=name) for color, name in zip(colors, class_names, strict=True)
-    ]
+    handles = [Patch(color=color, label=name) for color, name in zip(colors, class_names, strict=True)]
     columns = min(2 * len(headings), len(handles))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=FONT_SIZE - 1, frameon=False)
     for row, image in enumerate(images):

@@ -22,8 +22,8 @@ from vision_transformers import KINDS, of_timm, of_transformers, randomize
 
 import frugalvit
 from frugalvit import impulse_init_, insert_context_broadcast, mimetic_init_
-from frugalvit.common.contender import as_teacher
 from frugalvit.common.macs import count_macs
+from frugalvit.contenders import as_teacher
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference
 from frugalvit.modeling.hosts.transformers import tower_of
