@@ -4,9 +4,7 @@ import json
 import math
 
 import pytest
-import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConfig, ViTForImageClassification
 
 import frugalvit
@@ -92,18 +90,6 @@ def test_macs_of_timm_and_open_clip_models_by_hand():
         image_size=32, patch_size=4, width=48, layers=2, heads=3, mlp_ratio=2, output_dim=10
     ).eval()
     assert count_macs(tower, 32) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
-
-
-def test_macs_count_matrix_products_outside_attention():
-    class Mixing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.matrix = nn.Parameter(torch.zeros(1, 5, 4))
-
-        def forward(self, image):
-            return torch.bmm(self.matrix, image.flatten(2)[:, :4])
-
-    assert count_macs(Mixing(), (2, 3), num_channels=4) == (5 * 4 * 6, 5 * 4 * 6)
 
 
 def test_folders_are_described_by_their_configuration(tmp_path):

@@ -69,6 +69,7 @@ class SegmentationScores(_Metric):
         super().__init__()
 
     def add_batch(self, *, predictions, references):
+        """Count the pixels of each class."""
         predictions, references = np.asarray(predictions), np.asarray(references)
         counts = references != self.ignore_index
         predictions, references = predictions[counts].astype(np.int64), references[counts].astype(np.int64)

@@ -138,7 +138,7 @@ def extract_features(
     return torch.cat(features)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def embed_images(
     embed: Callable, reader: Reader, images: datasets.Dataset, device: torch.device | str, **options
 ) -> LabeledFeatures:

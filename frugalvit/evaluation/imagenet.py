@@ -41,7 +41,7 @@ def right_answers(
     names = class_names(images)
     if names is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
-    check_labels(images, images.split or "given")
+    check_labels(images, str(images.split or "given"))
     labels = images["label"]
     if protocol == "imagenet-a":
         synsets = _table("imagenet_a_synsets.txt")

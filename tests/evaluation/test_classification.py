@@ -208,7 +208,7 @@ def test_nothing_readable(folder, tmp_path, capsys):
     ("labels", "message"),
     [
         (None, "no labels"),
-        ([0, 1, -1] + [2] * (COUNT - 3), "Image 2 of the data set has no label"),
+        ([0, 1, -1] + [2] * (COUNT - 3), "Image 2 of the split 'train' has no label"),
         ([7] * COUNT, "8 classes"),
     ],
 )
@@ -224,9 +224,8 @@ def test_wrong_arguments(folder, images, tmp_path, capsys):
     assert "test" in fails(*arguments, "--split", "test", capsys=capsys)
     output = tmp_path / "no" / "results.json"
     assert "does not exist; create it" in fails(*arguments, "--output", output, capsys=capsys)
-    for more, name in ((["--limit", "0"], "--limit"), (["--eps", "1.5"], "--eps"), (["--eps", "1/0"], "--eps")):
-        code, _, error = run(*arguments, *more, capsys=capsys)
-        assert code == 2 and f"argument {name}: " in error
+    code, _, error = run(*arguments, "--limit", 0, capsys=capsys)
+    assert code == 2 and "argument --limit: " in error
 
 
 IMAGENET = [f"class {index}" for index in range(1000)]
@@ -331,7 +330,7 @@ class TestRobustness:
         encoded, labels = write_images(tmp_path / "images.parquet")
         model = AutoModelForImageClassification.from_pretrained(folder).eval()
         processor = AutoImageProcessor.from_pretrained(folder)
-        attacked, eps = [], 4 / 255
+        attacked, eps = [], 1 / 255
         for data, label in zip(encoded, labels, strict=True):
             pixels = processor(Image.open(io.BytesIO(data)), return_tensors="pt").pixel_values.requires_grad_()
             torch.nn.functional.cross_entropy(model(pixels).logits, torch.tensor([label])).backward()
@@ -341,9 +340,9 @@ class TestRobustness:
             logits = model(torch.cat(attacked)).logits
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
         clean = evaluated(folder, tmp_path / "images.parquet", capsys=capsys)
-        results = evaluated(folder, tmp_path / "images.parquet", "--attack", "fgsm", "--eps", "4/255", capsys=capsys)
-        assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["loss"] > clean["loss"] + 0.01
-        assert results["fgsm_eps"] == pytest.approx(4 / 255) and "fgsm_eps" not in clean
+        results = evaluated(folder, tmp_path / "images.parquet", "--attack", "fgsm", capsys=capsys)
+        assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["loss"] > clean["loss"]
+        assert results["fgsm_eps"] == pytest.approx(1 / 255) and "fgsm_eps" not in clean
 
     def test_occlusion_hides_the_middle(self, folder, tmp_path, capsys):
         pixel_values = torch.ones(1, 3, 8, 12)
@@ -356,6 +355,6 @@ class TestRobustness:
         pixel_values[..., 8:24, 8:24] = 0
         with torch.no_grad():
             expected = torch.nn.functional.cross_entropy(model(pixel_values).logits, torch.tensor(labels)).item()
-        options = ("--occlude", "center", "--ratio", "1/4")
+        options = ("--occlude", "center")
         results = evaluated(folder, tmp_path / "images.parquet", *options, capsys=capsys)
         assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["occluded_share"] == 0.25
