@@ -44,7 +44,7 @@ from frugalvit.common.macs import macs_of
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare
-from frugalvit.contenders import BASELINES, WithTokens, load_students, load_teacher, load_teachers
+from frugalvit.contenders import WithTokens, load_students, load_teacher, load_teachers
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from shared import (
@@ -59,7 +59,7 @@ from shared import (
     write_comparison,
     write_table,
 )
-from token_merging import SEARCH_RATE, MergedViT, contender, diffrate, merging, tome, tune
+from token_merging import SEARCH_RATE, MergedViT, contender, diffrate, merging, tome, tune, with_random_patches
 
 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
@@ -278,14 +278,15 @@ def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Ima
 def compare_all(arguments):
     """Compare the students that are there, of the first seed and of as many views, with the teacher and its peers."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
-    contenders = load_teachers(str(teacher), "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
+    contenders = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS)
+    original, image_processor = load_teacher(str(teacher))
+    contenders += [with_random_patches(original, image_processor, (side // 14) ** 2, seed) for side in RESOLUTIONS]
     for variant, method in METHODS.items():
         for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-{arguments.steps[0]}steps-seed{seed}")):
             tokens = folder.name.split("-")[-3].removesuffix("tokens")
             if int(tokens) in arguments.tokens:
                 name = variant if variant == "elastic" else f"{variant}, {tokens} tokens"
                 contenders += load_students(str(folder), method, name)
-    original, image_processor = load_teacher(str(teacher))
     if arguments.tome:
         contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
     if arguments.diffrate:
@@ -385,7 +386,9 @@ def compare_features(arguments):
     student = runs / f"features-elastic-seed{seed}"
     argv = shared_arguments(arguments, arguments.model, kept, seed)
     run_training(bootstrap, student, [*argv, "--num_train_epochs", str(epochs), *VARIANTS["elastic"]])
-    contenders = load_teachers(arguments.model, "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
+    contenders = load_teachers(arguments.model, "ViT-S/14", RESOLUTIONS)
+    teacher = load_teacher(arguments.model)
+    contenders += [with_random_patches(*teacher, (side // 14) ** 2, seed) for side in RESOLUTIONS]
     contenders += load_students(str(student), METHODS["elastic"], "student")
     rows = compare(contenders, test, train, batch_size=32, rounds=1)
     # Speeds stand in what `compare` writes.

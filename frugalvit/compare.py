@@ -35,9 +35,9 @@ from .common.reading import Reader
 from .common.speed import images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
-from .contenders import BASELINES, Contender, load_students, load_teachers
-from .evaluation.embeddings import LabeledFeatures, read_evaluated, read_labeled_parts
-from .evaluation.images import image_batches
+from .contenders import Contender, load_students, load_teachers
+from .evaluation.features import LabeledFeatures
+from .evaluation.images import image_batches, read_evaluated, read_labeled_parts
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
 from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
@@ -60,26 +60,18 @@ SCORES = {
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit compare",
-        description="Compare students with their teacher, and with the teacher on smaller images or random patches: "
-        "accuracy (of models without classifier: of nearest neighbors and a linear probe), cosine with the teacher's "
+        description="Compare students with their teacher, and with the teacher on smaller images: accuracy (of models without classifier: of nearest neighbors and a linear probe), cosine with the teacher's "
         "embedding, multiply-accumulates and images per second. Writes compare.json, compare.md and compare.png.",
     )
     parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
     parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
     parser.add_argument("--output", required=True, metavar="DIR", help="new folder for table and picture")
     parser.add_argument(
-        "--baselines",
-        nargs="+",
-        choices=[*BASELINES, "none"],
-        default=list(BASELINES),
-        help="cheaper versions of the teacher (default: both)",
-    )
-    parser.add_argument(
         "--resolutions",
-        nargs="+",
+        nargs="*",
         type=positive,
         metavar="PIXELS",
-        help="shorter sides of the baselines' images (default: those with about 1/4, 2/5 and 9/16 of the patches)",
+        help="shorter sides of smaller images for the teacher (default: with about 1/4, 2/5 and 9/16 of the patches)",
     )
     add_dataset_arguments(parser)
     add_training_images_arguments(parser)
@@ -103,11 +95,7 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    if "none" in arguments.baselines and len(arguments.baselines) > 1:
-        parser.error(f"argument --baselines: got {' '.join(arguments.baselines)}, expected none alone or others")
-    baselines = [] if arguments.baselines == ["none"] else arguments.baselines
+    arguments = make_parser().parse_args(argv)
     output = Path(arguments.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
@@ -117,9 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         precisions = ["float32", "bf16"] if choose_mixed_precision(torch.device(device)) == "bf16" else ["float32"]
 
     options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
-    contenders = load_teachers(
-        arguments.teacher, None, baselines, arguments.resolutions, seed=arguments.seed, **options
-    )
+    contenders = load_teachers(arguments.teacher, resolutions=arguments.resolutions, **options)
     for folder in arguments.students:
         contenders += load_students(folder, **options)
     test, train, split = choose_images(arguments, any(contender.classifier is None for contender in contenders))

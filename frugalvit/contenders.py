@@ -2,7 +2,6 @@
 students. Describe any other model as a `Contender`."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,7 @@ from .modeling.hosts import Anatomy, read_anatomy
 
 
 LOWER_RESOLUTION = "teacher at lower resolution"
-RANDOM_PATCHES = "teacher with random patches"
-BASELINES = ("lower-resolution", "random-patches")
-# Numbers of patches, as shares of the teacher's.
+# Default numbers of patches, as shares of the teacher's.
 SHARES = (1 / 4, 2 / 5, 9 / 16)
 
 
@@ -143,97 +140,21 @@ def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool
     return anatomy, image_maker(image_processor)
 
 
-def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Contender:
-    """The teacher with smaller images and resampled positions, without training.
-
-    Args:
-        anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
-        image_size (pair of `int`): Height and width in pixels, multiples of the patches'.
-    """
-    height, width = image_size
-    name = f"{height if height == width else f'{height} x {width}'} pixels"
-    resized = anatomy.resized((height, width))
-    return as_teacher(resized, name=name, method=LOWER_RESOLUTION, image_processor=image_processor)
-
-
-def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Contender:
-    """The teacher with few of its patches, chosen at random for each image.
-
-    Args:
-        anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
-        patches (`int`): Number of patches kept after the embedding.
-        seed (`int`): Seed of the choice.
-        draws (`int`): As in `Contender`.
-    """
-    embed = RandomPatches(anatomy, patches, seed)
-    return as_teacher(
-        anatomy,
-        name=f"{patches} random patches",
-        method=RANDOM_PATCHES,
-        model=Vision(anatomy.source, embed, anatomy.classifier),
-        embed=embed,
-        image_processor=image_processor,
-        tokens=anatomy.num_prefix_tokens + patches,
-        draws=draws,
-    )
-
-
-class RandomPatches:
-    """A vision transformer's embedding of some of an image's patches, chosen at random for each image.
-
-    Args:
-        anatomy (`Anatomy`): The vision transformer.
-        patches (`int`): Number of patches kept.
-        seed (`int`): Seed of the choice, which goes on from call to call.
-    """
-
-    def __init__(self, anatomy: Anatomy, patches: int, seed: int):
-        self.anatomy, self.patches = anatomy, patches
-        self.dtype = next(anatomy.model.parameters()).dtype
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        tokens, _ = self.states(pixel_values)
-        return self.anatomy.pool(tokens)
-
-    def states(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens after the last block, `(batch, prefix + patches, hidden_size)`, and the indices of the
-        patches kept, `(batch, patches)` int64."""
-        if (dtype := next(self.anatomy.model.parameters()).dtype) != self.dtype:
-            # Some parts are views of weights, which a cast leaves behind.
-            self.anatomy, self.dtype = self.anatomy.read(self.anatomy.source), dtype
-        anatomy, front = self.anatomy, self.anatomy.num_prefix_tokens
-        tokens = anatomy.tokens(pixel_values)
-        # Without replacement. The order does not matter.
-        noise = torch.rand(len(tokens), anatomy.num_patches, generator=self.generator)
-        kept = noise.topk(self.patches).indices.to(tokens.device)
-        patches = tokens[:, front:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[-1]))
-        tokens = torch.cat([tokens[:, :front], patches], dim=1)
-        rotate = anatomy.rotation(tokens.dtype, kept)
-        for block in anatomy.blocks:
-            tokens = block(tokens, rotate)
-        return tokens, kept
-
-
 def load_teachers(
     folder: str,
     name: str | None = None,
-    baselines: Sequence[str] = BASELINES,
     resolutions: Sequence[int] | None = None,
     *,
-    seed: int = 0,
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Contender]:
-    """Load a teacher, and the same weights with smaller images and with as few patches chosen at random.
+    """Load a teacher, and the same weights with smaller images and resampled positions.
 
     Args:
         folder (`str`): Folder or hub id, see `load_vision_model`.
         name (`str`, *optional*): Name of the row; the folder's by default.
-        baselines (sequence of `str`): Some of `BASELINES`.
         resolutions (sequence of `int`, *optional*): Shorter sides of the smaller images in pixels; by default those
             with about `SHARES` of the patches.
-        seed (`int`): Seed of the choice of patches.
         device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
 
     Raises:
@@ -241,49 +162,27 @@ def load_teachers(
             patches.
     """
     anatomy, image_processor = load_teacher(folder, device, trust_remote_code)
-    sizes = [size_of(anatomy, pixels) for pixels in resolutions] if resolutions else lower_sizes(anatomy)
-    try:
-        if baselines:
-            anatomy.check_tokens("leave out patches of")
-        if "random-patches" in baselines:
-            anatomy.check("leave out patches of")
-    except ValueError as error:
-        raise ValueError(f"{error} To compare without smaller teachers: --baselines none.") from error
     contenders = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
-    if "lower-resolution" in baselines:
-        contenders += [at_lower_resolution(anatomy, image_processor, size) for size in sizes]
-    if "random-patches" in baselines:
-        counts = [math.prod(size) // math.prod(anatomy.patch_size) for size in sizes]
-        contenders += [with_random_patches(anatomy, image_processor, count, seed) for count in counts]
+    shorter, patch = min(anatomy.image_size), min(anatomy.patch_size)
+    if resolutions is None:
+        sides = {max(round(shorter / patch * share**0.5), 1) * patch for share in SHARES}
+        resolutions = sorted(sides - {shorter})
+    if resolutions:
+        try:
+            anatomy.check_tokens("resize the images of")
+        except ValueError as error:
+            raise ValueError(f"{error} To compare with the teacher alone: --resolutions without numbers.") from error
+    for pixels in resolutions:
+        sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
+        height, width = (round(side * pixels / shorter / patch) * patch for side, patch in sides)
+        if min(height, width) != pixels or not 0 < pixels < shorter:
+            raise ValueError(
+                f"--resolutions {pixels}: expected less than the teacher's {shorter} pixels and a multiple of {patch}."
+            )
+        resized = anatomy.resized((height, width))
+        size = f"{height if height == width else f'{height} x {width}'} pixels"
+        contenders.append(as_teacher(resized, name=size, method=LOWER_RESOLUTION, image_processor=image_processor))
     return contenders
-
-
-def lower_sizes(anatomy: Anatomy) -> list[tuple[int, int]]:
-    """Heights and widths at which an image has about `SHARES` of its patches."""
-    sizes = []
-    for share in SHARES:
-        sides = zip(anatomy.grid, anatomy.patch_size, strict=True)
-        size = tuple(max(round(count * share**0.5), 1) * side for count, side in sides)
-        if size != anatomy.image_size and size not in sizes:
-            sizes.append(size)
-    return sizes
-
-
-def size_of(anatomy: Anatomy, pixels: int) -> tuple[int, int]:
-    """Height and width of smaller images with the teacher's proportions, given their shorter side.
-
-    Raises:
-        ValueError: if patches do not divide that size, or it is not smaller than the teacher's.
-    """
-    shorter = min(anatomy.image_size)
-    sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
-    size = tuple(round(side * pixels / shorter / patch) * patch for side, patch in sides)
-    if min(size) != pixels or not 0 < pixels < shorter:
-        raise ValueError(
-            f"--resolutions {pixels}: expected less than the teacher's {shorter} pixels and a multiple of its "
-            f"patches' {min(anatomy.patch_size)}."
-        )
-    return size
 
 
 def load_students(

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"\n2/3  Both on {num_test} photographs that were held back, and the teacher with smaller images.\n")
     images = load_images([str(photographs / "test.parquet")], f"train[:{num_test}]")
-    contenders = load_teachers(str(teacher), "ViT-S/14", ["lower-resolution"], RESOLUTIONS, device=str(device))
+    contenders = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS, device=str(device))
     contenders += load_students(str(folder / "student"), "student", device=str(device))
     rows = compare(contenders, images, precisions=[precision], rounds=rounds)
     save_figure(draw_comparison(rows), folder / "comparison.png")

@@ -1,49 +1,20 @@
 """Images as vectors: the embeddings of models, which neighbors, linear probes and comparisons look at."""
 
-import argparse
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import datasets
 import torch
 from PIL import Image
 from torch import nn
 from transformers import ViTImageProcessor
 
-from ..common.data import load_images
-from ..common.exported import ExportedModule, is_exported
-from ..common.labels import check_labels, class_names, label_numbers
-from ..common.loading import load_exported, load_image_processor, load_vision_model
-from ..common.packing import pack_linear_layers
-from ..common.reading import Reader, share_read
-from ..common.scores import check_scores
-from ..common.splits import hold_back
-from ..common.tables import shortened
+from ..common.exported import ExportedModule
 from ..common.views import ImageFormat, size_made_by
 from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..modeling.hosts import read_anatomy
-from .images import image_batches, images_to_evaluate, take_first
 
 
 # Outputs of exported models that are an image's embedding.
 EMBEDDINGS = ["image_embeds", "pooler_output"]
-
-
-@dataclass
-class LabeledFeatures:
-    """Embeddings of labeled images.
-
-    Args:
-        features (`torch.Tensor`): `(images, embedding_size)`, float32, on the CPU.
-        labels (`torch.Tensor`): `(images,)`, int64, from 0.
-    """
-
-    features: torch.Tensor
-    labels: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 def image_embedder(
@@ -136,98 +107,3 @@ def extract_features(
         pixel_values = processor(list(images[start : start + batch_size]), return_tensors="pt")["pixel_values"]
         features.append(embed(pixel_values.to(parameter.device, parameter.dtype)).float().cpu())
     return torch.cat(features)
-
-
-@torch.no_grad()
-def embed_images(
-    embed: Callable, reader: Reader, images: datasets.Dataset, device: torch.device | str, **options
-) -> LabeledFeatures:
-    """Embed a data set's labeled images by `embed`; `options` as in `image_batches`."""
-    features, read = [], []
-    for pixel_values, indices in image_batches(reader, images, **options):
-        features.append(embed(pixel_values.to(device)).float().cpu())
-        check_scores(features[-1], "embeddings")
-        read += indices
-    return LabeledFeatures(torch.cat(features), torch.from_numpy(label_numbers(images)[read]))
-
-
-def read_evaluated(
-    arguments: argparse.Namespace, default_names: list[str] | None = None
-) -> tuple[datasets.Dataset, str]:
-    """`images_to_evaluate` of --eval-dataset if given, else of --dataset; without --limit."""
-    evaluated = copy.copy(arguments)
-    evaluated.dataset, evaluated.limit = arguments.eval_dataset or arguments.dataset, None
-    return images_to_evaluate(evaluated, default_names)
-
-
-def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
-    """Load the images to learn from, the test images, and the name of their split; without --limit.
-
-    Without other images, a tenth of the images to learn from is held back to test on.
-
-    Raises:
-        ValueError: if labels are missing, or both have not the same classes.
-    """
-    train = load_images(
-        arguments.dataset,
-        arguments.train_split,
-        name=arguments.dataset_config,
-        image_column=arguments.image_column,
-        label_column=arguments.label_column,
-    )
-    names = class_names(train)
-    test, split = read_evaluated(arguments, names)
-    if names is None or class_names(test) is None:
-        raise ValueError(f"{arguments.train_split!r} or {split!r} has no labels; name their column: --label-column.")
-    if not arguments.eval_dataset and split == arguments.train_split:
-        train, test = hold_back(train)
-        split = f"{split} ({len(test):,} images held back)"
-    if class_names(test) != names:
-        raise ValueError(
-            f"The images to learn from have the classes {shortened(names)}, the test images "
-            f"{shortened(class_names(test))}; expected the same."
-        )
-    check_labels(train, arguments.train_split)
-    check_labels(test, split)
-    return train, test, split
-
-
-def evaluate_features(
-    arguments: argparse.Namespace, score: Callable[[LabeledFeatures, LabeledFeatures], dict[str, object]]
-) -> dict[str, object]:
-    """Embed labeled images and score the embeddings.
-
-    Args:
-        arguments (`argparse.Namespace`): Arguments of `add_feature_arguments`.
-        score (`Callable`): Maps the features of the images to learn from and of the test images to scores by name.
-
-    Returns:
-        `dict`: Model, data sets, splits, counts and `embedding_size`, then the scores.
-    """
-    train_images, test_images, split = read_labeled_parts(arguments)
-    test_images = take_first(test_images, arguments.limit)
-    if is_exported(arguments.model):
-        kind = "a model with an embedding"
-        model = load_exported(arguments.model, arguments.device, kind, EMBEDDINGS)
-        image_processor, device = load_image_processor(arguments.model, False, kind), model.device
-    else:
-        model, image_processor = load_vision_model(arguments.model, arguments.device, arguments.trust_remote_code)
-        device = next(model.parameters()).device
-        pack_linear_layers(model)
-    embed = image_embedder(model, size_made_by(image_processor))
-    reader = Reader(image_maker(image_processor), share_read(model), arguments.exact)
-    options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")}
-    train = embed_images(embed, reader, train_images, device, **options)
-    test = embed_images(embed, reader, test_images, device, **options)
-    about = {"model": arguments.model, "dataset": " ".join(arguments.dataset), "train_split": arguments.train_split}
-    if arguments.eval_dataset:
-        about["eval_dataset"] = " ".join(arguments.eval_dataset)
-    return about | {
-        "split": split,
-        "classes": len(class_names(train_images)),
-        "train_images": len(train),
-        "images": len(test),
-        "skipped": len(train_images) - len(train) + len(test_images) - len(test),
-        "embedding_size": train.features.shape[1],
-        **score(train, test),
-    }

@@ -1,6 +1,7 @@
 """Images to evaluate on: the arguments that name them, and batches of pixel values."""
 
 import argparse
+import copy
 from collections.abc import Iterator
 from itertools import islice
 
@@ -10,9 +11,10 @@ from tqdm import tqdm
 
 from ..common.data import load_images, split_names
 from ..common.decoding import CorruptImageError, decode_image
-from ..common.labels import say_if_few_classes
+from ..common.labels import check_labels, class_names, say_if_few_classes
 from ..common.reading import Reader, read_ahead
-from ..common.splits import evaluation_splits, load_first_labeled
+from ..common.splits import evaluation_splits, hold_back, load_first_labeled
+from ..common.tables import shortened
 
 
 def images_to_evaluate(
@@ -39,6 +41,47 @@ def images_to_evaluate(
     if arguments.limit or "[" in split:
         say_if_few_classes(images, f"--limit {arguments.limit}" if arguments.limit else split)
     return images, split
+
+
+def read_evaluated(
+    arguments: argparse.Namespace, default_names: list[str] | None = None
+) -> tuple[datasets.Dataset, str]:
+    """`images_to_evaluate` of --eval-dataset if given, else of --dataset; without --limit."""
+    evaluated = copy.copy(arguments)
+    evaluated.dataset, evaluated.limit = arguments.eval_dataset or arguments.dataset, None
+    return images_to_evaluate(evaluated, default_names)
+
+
+def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
+    """Load the images to learn from, the test images, and the name of their split; without --limit.
+
+    Without other images, a tenth of the images to learn from is held back to test on.
+
+    Raises:
+        ValueError: if labels are missing, or both have not the same classes.
+    """
+    train = load_images(
+        arguments.dataset,
+        arguments.train_split,
+        name=arguments.dataset_config,
+        image_column=arguments.image_column,
+        label_column=arguments.label_column,
+    )
+    names = class_names(train)
+    test, split = read_evaluated(arguments, names)
+    if names is None or class_names(test) is None:
+        raise ValueError(f"{arguments.train_split!r} or {split!r} has no labels; name their column: --label-column.")
+    if not arguments.eval_dataset and split == arguments.train_split:
+        train, test = hold_back(train)
+        split = f"{split} ({len(test):,} images held back)"
+    if class_names(test) != names:
+        raise ValueError(
+            f"The images to learn from have the classes {shortened(names)}, the test images "
+            f"{shortened(class_names(test))}; expected the same."
+        )
+    check_labels(train, arguments.train_split)
+    check_labels(test, split)
+    return train, test, split
 
 
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:

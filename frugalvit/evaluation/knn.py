@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..common.metrics import accuracies
-from .embeddings import LabeledFeatures, evaluate_features
+from .features import LabeledFeatures, evaluate_features
 
 
 # Temperature of the neighbors' weights, as in DINO.

@@ -8,7 +8,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..common.metrics import accuracies
-from .embeddings import LabeledFeatures, evaluate_features
+from .features import LabeledFeatures, evaluate_features
 
 
 # Weights of the penalty to choose from, the strongest first.
