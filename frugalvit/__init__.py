@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .configuration.configuration_sparseformer_vlm import *
     from .configuration.configuration_vit_context_broadcast import *
     from .configuration.configuration_vit_impulse_init import *
-    from .evaluation.embeddings import extract_features as extract_features
+    from .evaluation.features import extract_features as extract_features
     from .inference import Classifier as Classifier
     from .inference import Embedder as Embedder
     from .modeling.context_broadcast import ContextBroadcast as ContextBroadcast

@@ -54,12 +54,6 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
         model (`PreTrainedModel`): A vision transformer of Transformers or of this package. For a convolutional model,
             only the stable rank is measured.
         batches (iterable of `torch.Tensor`): Pixel values `(batch, channels, height, width)`.
-
-    Returns:
-        `list[LayerStatistics]`: One per layer.
-
-    Raises:
-        ValueError: if there are no images, or hidden states are not finite.
     """
     implementation = getattr(model.config, "_attn_implementation", None)
     attends = hasattr(model.config, "num_attention_heads")

@@ -37,7 +37,7 @@ from .common.tables import format_markdown, format_table
 from .common.versions import origin
 from .contenders import Contender, load_students, load_teachers
 from .evaluation.features import LabeledFeatures
-from .evaluation.images import image_batches, read_evaluated, read_labeled_parts
+from .evaluation.images import image_batches, images_to_evaluate, read_labeled_parts
 from .evaluation.knn import neighbor_scores
 from .evaluation.linear import fit_probe
 from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
@@ -45,8 +45,6 @@ from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
-# Passes of single images are short: this many times as many rounds.
-MORE_ROUNDS = 5
 # Scores for the picture, the first choice first, and their titles.
 SCORES = {
     "accuracy": "accuracy, %",
@@ -60,8 +58,9 @@ SCORES = {
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit compare",
-        description="Compare students with their teacher, and with the teacher on smaller images: accuracy (of models without classifier: of nearest neighbors and a linear probe), cosine with the teacher's "
-        "embedding, multiply-accumulates and images per second. Writes compare.json, compare.md and compare.png.",
+        description="Compare students with their teacher, and with the teacher on smaller images: accuracy (of models "
+        "without classifier: of nearest neighbors and a linear probe), cosine with the teacher's embedding, "
+        "multiply-accumulates and images per second. Writes compare.json, compare.md and compare.png.",
     )
     parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
     parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
@@ -133,12 +132,13 @@ def main(argv: list[str] | None = None) -> None:
             "rounds": arguments.rounds,
             "batch_sizes": BATCH_SIZES,
         }
-        table, legend = table_rows(rows), describe(settings)
+        legend = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in settings.items())
+        legend = f"± is a standard error; images/s by batch size. {legend}."
         # Print first: a full disk must not lose what was measured.
-        print(f"{format_table(table)}\n\n{legend}")
+        print(f"{format_table(table_rows(rows))}\n\n{legend}")
         command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
         write_json(folder / "compare.json", {"command": command, "settings": settings, **origin(), "rows": rows})
-        write_text(folder / "compare.md", f"{format_markdown(table)}\n\n{legend}\n")
+        write_text(folder / "compare.md", f"{format_markdown(table_rows(rows))}\n\n{legend}\n")
         save_figure(draw_comparison(rows), folder / "compare.png")
     print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
 
@@ -148,7 +148,8 @@ def choose_images(
 ) -> tuple[datasets.Dataset, datasets.Dataset | None, str]:
     """Load the test images; labeled images to learn from, if embeddings are judged by labels; and the test images'
     split."""
-    test, split = read_evaluated(arguments)
+    options = {"dataset": arguments.eval_dataset or arguments.dataset, "limit": None}
+    test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | options))
     train = None
     if "label" not in test.features or (label_numbers(test) < 0).all():
         if arguments.features:
@@ -177,23 +178,19 @@ def compare(
     Args:
         contenders (sequence of `Contender`): The teacher first, all on one device and in float32.
         test (`datasets.Dataset`): Test images, as `load_images` returns them.
-        train (`datasets.Dataset`, *optional*): Images with labels of the same classes, from which neighbors and linear
-            probes learn. Without it, these are not measured.
-        features (`bool`): Leave out classifiers.
-        seed (`int`): Chooses the images that are held back for linear probes.
+        train (`datasets.Dataset`, *optional*): Images with labels of the same classes, from which nearest neighbors
+            and linear probes learn. Without it, these are not measured.
+        features (`bool`): Do not use classifiers.
+        seed (`int`): Seed of linear probes.
         precisions (sequence of `str`): Some of `PRECISIONS`; models are left in the last of them.
-        rounds (`int`): Timed passes of each model in batches; for single images `MORE_ROUNDS` times as many.
+        rounds (`int`): Timed passes of each model.
         reading: `batch_size` and others of `image_batches`.
 
     Returns:
         `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`;
-        the scores `accuracy` (the classifier's), `linear_accuracy` and `neighbor_accuracy` if they were measured,
-        each with `…_error`, its standard error, `…_difference` from the teacher and `…_difference_error`, that of the
-        paired difference; `cosine`, the mean with the teacher's embedding; and `images_per_second` by precision and
+        those of the scores `accuracy`, `linear_accuracy` and `neighbor_accuracy` that were measured, each as in
+        `describe_score`; `cosine`, the mean with the teacher's embedding; and `images_per_second` by precision and
         batch size.
-
-    Raises:
-        ValueError: if a classifier's classes are not the data set's, or no image can be read.
     """
     labels = torch.from_numpy(label_numbers(test)) if "label" in test.features else None
     classes = [
@@ -227,18 +224,14 @@ def compare(
             number: torch.randn(batch_size, 3, *contender.image_size).to(contender.device, dtype)
             for number, contender in enumerate(contenders)
         }
-        speeds = images_per_second(models, images, rounds * (MORE_ROUNDS if batch_size == 1 else 1))
+        speeds = images_per_second(models, images, rounds)
         for number, speed in speeds.items():
             rows[number]["images_per_second"][precision][str(batch_size)] = speed
     return rows
 
 
 def matching_classes(contender: Contender, images: datasets.Dataset) -> torch.Tensor:
-    """The classifier's index of each of the data set's classes, `(classes,)`.
-
-    Raises:
-        ValueError: if the classifier has other classes.
-    """
+    """The classifier's index of each of the data set's classes, `(classes,)`."""
     try:
         return torch.tensor(match_labels(class_names(images), contender.id2label))
     except ValueError as error:
@@ -259,16 +252,11 @@ def embed_all(
             indices += batch
             for contender, found in zip(contenders, embeddings, strict=True):
                 if id(contender.image_processor) == key:
-                    pixels = resize(pixel_values.to(contender.device), contender.image_size)
+                    pixels = pixel_values.to(contender.device)
+                    if pixels.shape[-2:] != contender.image_size:
+                        pixels = v2.functional.resize(pixels, list(contender.image_size), antialias=True)
                     found.append(torch.stack([contender.embed(pixels).float().cpu() for _ in range(contender.draws)]))
     return [torch.cat(found, dim=1) for found in embeddings], indices
-
-
-def resize(pixel_values: torch.Tensor, image_size: tuple[int, int]) -> torch.Tensor:
-    """Resize pixel values to the size of a contender's images."""
-    if pixel_values.shape[-2:] == image_size:
-        return pixel_values
-    return v2.functional.resize(pixel_values, list(image_size), v2.InterpolationMode.BILINEAR, antialias=True)
 
 
 @torch.inference_mode()
@@ -281,13 +269,8 @@ def classifies(contender: Contender, embeddings: torch.Tensor, labels: torch.Ten
 def learns(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws.
-
-    Args:
-        embeddings, known (`torch.Tensor`): Embeddings to test on and to learn from, `(draws, images, embedding_size)`.
-        labels, known_labels (`torch.Tensor`): Labels of both, `(images,)`.
-        seed (`int`, *optional*, defaults to 0): Chooses the images that are held back for the probe.
-    """
+    """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws, given the
+    embeddings and labels of the test images and of the images to learn from."""
     classes = known_labels.unique()
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):
@@ -298,7 +281,8 @@ def learns(
 
 
 def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
-    """The mean of a score and its standard error, and those of the difference from the teacher on the same images."""
+    """The mean of a score as `name`, its standard error as `…_error`, the difference from the teacher's on the same
+    images as `…_difference`, and the standard error of that paired difference as `…_difference_error`."""
     difference = None if teacher is None else right - teacher
     return {
         name: right.mean().item(),
@@ -346,15 +330,6 @@ def _percent(row: Mapping[str, object], name: str, sign: str = "") -> str:
     return f"{100 * value:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
 
 
-def describe(settings: Mapping[str, object]) -> str:
-    """Explain the table's numbers."""
-    learned = f" and {settings['train_images']:,} to learn from" if settings["train_images"] else ""
-    return (
-        f"{settings['dataset']}, {settings['split']}: {settings['images']:,} images{learned}; ± is a standard error. "
-        f"Images/s by batch size on {settings['device']}, threads: {settings['threads']}."
-    )
-
-
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:
     """Draw the scores of contenders over their speeds, a line for each method, with standard errors.
 
@@ -363,8 +338,8 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
         size (pair of `float`, *optional*, defaults to `(6.0, 4.0)`): Width and height in inches.
 
     Returns:
-        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`. Speeds
-        are those of the first precision and the largest batches, scores the first of `SCORES` that all rows have.
+        `matplotlib.figure.Figure`: Not known to pyplot. Speeds are those of the first precision and the largest
+        batches, scores the first of `SCORES` that all rows have.
     """
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))

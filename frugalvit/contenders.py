@@ -30,12 +30,10 @@ class Contender:
         name (`str`): Name of its row.
         method (`str`): Name of the method that made it; contenders of one method are a line of the picture.
         model (`nn.Module`): The module to time and count, called with pixel values `(batch, 3, height, width)`.
-        image_size (pair of `int`): Height and width of the model's images in pixels. Images of another size are
-            resized by antialiased bilinear interpolation.
+        image_size (pair of `int`): Height and width to which the image processor's images are resized.
         embed (`Callable`): Maps pixel values to the embedding `(batch, embedding_size)`.
         image_processor: Turns `PIL.Image` into pixel values.
-        classifier (`Callable`, *optional*): Maps the embedding to logits `(batch, classes)`.
-        id2label (`dict`): Names of the classes.
+        classifier (`Callable`, *optional*): Maps the embedding to logits, of the classes `id2label`.
         tokens (`int`, *optional*): Tokens in its blocks, including [CLS] and registers.
         parameters (`int`, *optional*): Parameters of the image side; those of `model` by default.
         draws (`int`): Times each image is embedded, where the model draws at random; results are averaged.
@@ -68,12 +66,7 @@ class Contender:
 
 
 class Vision(nn.Module):
-    """An embedding and its classifier, if there is one, as one module.
-
-    Args:
-        source (`nn.Module`): The model that has the weights.
-        embed (`Callable`), classifier (`Callable`, *optional*): As in `Contender`.
-    """
+    """An embedding and its classifier, if there is one, as one module with the weights of `source`."""
 
     def __init__(self, source: nn.Module, embed: Callable, classifier: Callable | None = None):
         super().__init__()
@@ -86,12 +79,7 @@ class Vision(nn.Module):
 
 
 class WithTokens(nn.Module):
-    """A SparseFormer that computes with a fixed number of latent tokens.
-
-    Args:
-        model (`nn.Module`): The SparseFormer; it is not changed.
-        num_tokens (`int`): Latent tokens.
-    """
+    """A SparseFormer that computes with a fixed number of latent tokens."""
 
     def __init__(self, model: nn.Module, num_tokens: int):
         super().__init__()
@@ -129,11 +117,7 @@ def count_parameters(anatomy: Anatomy) -> int:
 
 
 def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool = False) -> tuple[Anatomy, object]:
-    """Load a vision transformer, as an `Anatomy`, and its image processor.
-
-    Raises:
-        ValueError: if there is no such model, or it is no plain vision transformer.
-    """
+    """Load a plain vision transformer, as an `Anatomy`, and its image processor."""
     model, image_processor = load_vision_model(folder, device, trust_remote_code)
     anatomy = read_anatomy(model.requires_grad_(False), size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)
@@ -156,10 +140,6 @@ def load_teachers(
         resolutions (sequence of `int`, *optional*): Shorter sides of the smaller images in pixels; by default those
             with about `SHARES` of the patches.
         device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
-
-    Raises:
-        ValueError: if there is no such model, it is no plain vision transformer, or resolutions do not fit its
-            patches.
     """
     anatomy, image_processor = load_teacher(folder, device, trust_remote_code)
     contenders = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
@@ -179,10 +159,16 @@ def load_teachers(
             raise ValueError(
                 f"--resolutions {pixels}: expected less than the teacher's {shorter} pixels and a multiple of {patch}."
             )
-        resized = anatomy.resized((height, width))
-        size = f"{height if height == width else f'{height} x {width}'} pixels"
-        contenders.append(as_teacher(resized, name=size, method=LOWER_RESOLUTION, image_processor=image_processor))
+        contenders.append(at_lower_resolution(anatomy, image_processor, (height, width)))
     return contenders
+
+
+def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Contender:
+    """Describe a teacher with smaller images and resampled positions, without training."""
+    height, width = image_size
+    name = f"{height if height == width else f'{height} x {width}'} pixels"
+    resized = anatomy.resized((height, width))
+    return as_teacher(resized, name=name, method=LOWER_RESOLUTION, image_processor=image_processor)
 
 
 def load_students(
@@ -201,9 +187,6 @@ def load_students(
             otherwise the name.
         name (`str`, *optional*): Name of the row; the folder's by default.
         device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
-
-    Raises:
-        ValueError: if there is no such model, or it has no embedding.
     """
     model, image_processor = load_vision_model(folder, device, trust_remote_code)
     model = without_agent(model).requires_grad_(False).eval()

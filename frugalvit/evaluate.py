@@ -125,14 +125,7 @@ def add_segmentation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=positive, nargs="+", help="side, or height and width, of a sliding window in pixels"
     )
-    parser.add_argument("--stride", type=positive, help="of the window (default: two thirds of its shorter side)")
-    parser.add_argument("--shorter-side", type=positive, help="of images under the window (default: the window's)")
-    parser.add_argument("--flip", action="store_true", help="average with the prediction for the mirrored image")
     add_limit_argument(parser)
-    parser.add_argument(
-        "--picture", metavar="FILE", help="draw images, classes and a SparseFormer's tokens (.png, .pdf or .svg)"
-    )
-    parser.add_argument("--drawn", type=positive, nargs="+", default=[1, 2, 3], help="images to draw, from 1")
     add_skip_argument(parser)
     add_loop_arguments(parser, batch_size=16)
 

@@ -58,17 +58,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def describe(name: str) -> dict[str, object]:
-    """Count the tokens, parameters and multiply-accumulates of a model.
-
-    Args:
-        name (`str`): One of `variants()`, a model that ships, a model folder or a hub id.
+    """Count the tokens, parameters and multiply-accumulates of a model: one of `variants()`, one that ships, a model
+    folder or a hub id.
 
     Returns:
-        `dict`: `name`; `tokens`, with [CLS], as the papers count, `None` for a feature map; `image_size` in pixels, an
-        `int`, or height and width if they differ; `parameters`; `macs` and `macs_with_attention`, see `count_macs`.
-
-    Raises:
-        ValueError: if there is no such variant or model, or its architecture is unknown.
+        `dict`: `name`; `tokens`, with [CLS], `None` for a feature map; `image_size` in pixels, an `int`, or height and
+        width if they differ; `parameters`; `macs` and `macs_with_attention`, see `count_macs`.
     """
     architecture, config = architecture_of(name)
     folder = Path(split_revision(name)[0])
@@ -95,16 +90,8 @@ def describe(name: str) -> dict[str, object]:
 
 
 def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torch.device) -> list[dict[str, object]]:
-    """Measure models with each number of tokens that they are trained for, in float32, ten passes of each in turns.
-
-    Args:
-        rows (sequence of `dict`): Rows of `describe`.
-        batch_size (`int`), device (`torch.device`): Of the images.
-
-    Returns:
-        `list[dict]`: A row for each number: those of `describe` with its costs, `num_tokens` (`None` without a
-        choice), and `images/s`.
-    """
+    """Measure the models of rows of `describe`, with random weights, and return a row for each number of tokens that
+    they are trained for, with its costs, `num_tokens` (`None` without a choice) and `images/s`."""
     found, models, images = [], {}, {}
     for row in rows:
         architecture, config = architecture_of(row["name"])

@@ -111,11 +111,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def shipped_files() -> tuple[Path, Path]:
-    """Folders of the teacher and of the photographs.
-
-    Raises:
-        ValueError: if they are not there.
-    """
+    """Return the folders of the teacher and of the photographs."""
     photographs = shipped_images("caltech101")
     if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
         raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")

@@ -42,7 +42,7 @@ FUNCTIONS = {
     "count_context_broadcast": "frugalvit.common.macs",
     "count_macs": "frugalvit.common.macs",
     "Embedder": "frugalvit.inference",
-    "extract_features": "frugalvit.evaluation.embeddings",
+    "extract_features": "frugalvit.evaluation.features",
     "from_open_clip": "frugalvit.modeling.open_clip_adapter",
     "GeneralizedConv2d": "frugalvit.modeling.generalized_convolution",
     "HintDecayCallback": "frugalvit.training.joint",

@@ -8,9 +8,7 @@ from PIL import Image
 from frugalvit.pictures import (
     MAX_MARGIN,
     MIN_MARGIN,
-    TOKEN_COLORS,
     draw_rois,
-    draw_segmentation,
     save_figure,
 )
 
@@ -155,44 +153,3 @@ def test_unwritable_paths(tmp_path, name, error, message):
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(error, match=message):
         save_figure(draw_rois(torch.rand(1, 3, 32, 32), make_rois()), tmp_path / name)
-
-
-class TestSegmentation:
-    @staticmethod
-    def draw(**changes):
-        generator = torch.Generator().manual_seed(0)
-        arguments = {
-            "images": torch.rand(2, 3, 16, 24, generator=generator),
-            "masks": [torch.zeros(16, 24, dtype=torch.uint8), torch.full((16, 24), 255, dtype=torch.uint8)],
-            "predictions": torch.ones(2, 8, 12, dtype=torch.long),
-            "class_names": ["sky", "road", "tree"],
-            "rois": make_rois(2)[-1],
-            "token_maps": torch.rand(2, 4, 4, 6, generator=generator).softmax(1),
-        }
-        return draw_segmentation(**(arguments | changes))
-
-    def test_panels(self):
-        expected = ["Input", "Truth", "Prediction", "Token RoIs", "Token with the largest share"]
-        figure = self.draw()
-        assert headings(figure) == expected and len(figure.axes) == 10
-        assert headings(self.draw(rois=None, token_maps=None)) == expected[:3]
-        [legend] = figure.legends
-        assert [text.get_text() for text in legend.get_texts()] == ["sky", "road", "tree"]
-
-    def test_classes_have_their_colors(self):
-        figure = self.draw()
-        truth, prediction = (figure.axes[at].images[0].get_array() for at in (1, 2))
-        colors = [np.array(patch.get_facecolor()[:3]) for patch in figure.legends[0].get_patches()]
-        np.testing.assert_allclose(truth, np.broadcast_to(colors[0], (16, 24, 3)))
-        np.testing.assert_allclose(prediction, np.broadcast_to(colors[1], (8, 12, 3)))
-        ignored = figure.axes[6].images[0].get_array()
-        assert (ignored == 1).all()
-
-    def test_largest_share_wins(self):
-        shares = torch.zeros(2, 4, 4, 6)
-        shares[:, 2] = 0.6
-        shares[:, 3, :, :3] = 0.9
-        colors = self.draw(token_maps=shares).axes[4].images[0].get_array()
-        expected = TOKEN_COLORS(np.linspace(0, 1, 4))[:, :3]
-        np.testing.assert_allclose(colors[:, :3], np.broadcast_to(expected[3], (4, 3, 3)))
-        np.testing.assert_allclose(colors[:, 3:], np.broadcast_to(expected[2], (4, 3, 3)))

@@ -52,14 +52,9 @@ def accuracies() -> evaluate.CombinedEvaluations:
 class SegmentationScores(_Metric):
     """Mean intersection over union, mean accuracy and pixel accuracy of all pixels together.
 
-    `add_batch` takes arrays of class indices of one shape; it keeps the number of pixels of each class. `compute()`
-    returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value per class. A class that
-    neither occurs nor is predicted has no intersection over union (`None`) and does not count in the means; one that
-    is only predicted has 0.
-
-    Args:
-        num_labels (`int`): Classes.
-        ignore_index (`int`): Reference that does not count.
+    `add_batch` takes arrays of class indices of one shape; references `ignore_index` do not count. `compute()` returns
+    `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value per class. A class that neither
+    occurs nor is predicted has no intersection over union (`None`) and does not count in the means.
     """
 
     kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))

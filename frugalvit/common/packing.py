@@ -1,9 +1,5 @@
-"""Linear layers on a CPU, with weights packed once for oneDNN's matrix products.
-
-PyTorch multiplies float32 matrices by MKL, which reads a weight as it lies; oneDNN, which comes with PyTorch, has
-products for weights in blocks. TorchInductor's freezing uses these, after minutes of compilation. On AMD's CPUs,
-models were much faster so in float32 and a little in bfloat16.
-"""
+"""Linear layers on a CPU, with weights packed once for oneDNN's matrix products, as TorchInductor's freezing does it
+after minutes of compilation. On AMD's CPUs, this is much faster than PyTorch's default (MKL)."""
 
 import functools
 import time
@@ -20,13 +16,8 @@ ROWS, INPUTS, OUTPUTS = 64, 384, 1536
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that computes with a packed copy of its weight wherever no gradient is needed.
-
-    The weight itself stays. If it changes or moves, the layer computes as any other.
-
-    Args:
-        linear (`nn.Linear`): On the CPU, in float32 or bfloat16. Its parameters are shared.
-    """
+    """A linear layer on the CPU, in float32 or bfloat16, that computes with a packed copy of its weight wherever no
+    gradient is needed. The weight itself stays. If it changes or moves, the layer computes as any other."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -88,15 +79,8 @@ def packing_pays(dtype: torch.dtype) -> bool:
 
 
 def pack_linear_layers(model: nn.Module) -> int:
-    """Pack a model's linear layers for inference, in place, where it is on a CPU that is faster so. The packed weights
-    take as much memory again.
-
-    Args:
-        model (`nn.Module`): In evaluation mode.
-
-    Returns:
-        `int`: Layers that were packed.
-    """
+    """Pack a model's linear layers for inference, in place, where it is on a CPU that is faster so, and return their
+    number. The packed weights take as much memory again."""
     count = 0
     for module in list(model.modules()):
         for name, child in module.named_children():

@@ -71,19 +71,15 @@ def classification_accuracy(
         image_processor: Turns `PIL.Image` into pixel values.
         images (`datasets.Dataset`): Images, as `load_images` returns them.
         protocol (`str`, *optional*, defaults to `"labels"`): See `right_answers`.
-        fgsm_eps (`float`, *optional*): Step of an attack, see `fgsm`; after occlusion if there is both.
-        occluded_share (`float`, *optional*): Share to hide in the middle, see `occlude_center`.
+        fgsm_eps (`float`, *optional*), occluded_share (`float`, *optional*): See `fgsm` and `occlude_center`.
         confidence (`float`, *optional*): As in `classify_adaptively`.
-        exact (`bool`, *optional*, defaults to `False`): Use the image processor itself, see `Reader`.
+        exact (`bool`, *optional*, defaults to `False`): See `Reader`.
         batch_size (`int`, *optional*, defaults to 64), reading: As in `image_batches`.
 
     Returns:
         `dict`: `images`, `skipped` (not readable or without a right answer), `loss`, `accuracy`, `top5_accuracy` and
         `images_per_second` (with decoding); with `confidence`, also `mean_num_tokens`, the latent tokens of the last
         look at an image.
-
-    Raises:
-        ValueError: if there are no labels or no readable images, or the model does not know a label.
     """
     right_of, classes = right_answers(protocol, images, model.config.id2label)
     counting = [index for index, right in enumerate(right_of) if right]

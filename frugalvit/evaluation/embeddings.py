@@ -1,14 +1,13 @@
 """Images as vectors: the embeddings of models, which neighbors, linear probes and comparisons look at."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from PIL import Image
 from torch import nn
 from transformers import ViTImageProcessor
 
 from ..common.exported import ExportedModule
-from ..common.views import ImageFormat, size_made_by
+from ..common.views import ImageFormat
 from ..configuration.configuration_sparseformer_base import is_sparseformer
 from ..modeling.hosts import read_anatomy
 
@@ -21,18 +20,13 @@ def image_embedder(
     model: nn.Module, image_size: tuple[int, int] | None = None, num_tokens: int | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that maps pixel values `(batch, channels, height, width)` to a model's embedding
-    `(batch, embedding_size)`.
-
-    The embedding is what the model's classifier reads or would read: a transformer's pooled tokens, or a convolutional
-    network's pooled feature map. A CLIP, or a SparseFormer in its place, projects the tokens; they are not normalized.
+    `(batch, embedding_size)`: what its classifier reads or would read, a transformer's pooled tokens or a
+    convolutional network's pooled feature map; of a CLIP, or a SparseFormer in its place, projected, not normalized.
 
     Args:
         model (`nn.Module`): A model of `load_vision_model` or `load_exported`.
         image_size (pair of `int`, *optional*): Height and width of the images, see `read_anatomy`.
         num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own number by default.
-
-    Raises:
-        ValueError: if the model has no such embedding.
     """
     chosen = {} if num_tokens is None else {"num_tokens": num_tokens}
     if isinstance(model, ExportedModule):
@@ -78,32 +72,3 @@ def image_maker(image_processor):
         image_mean=list(image_format.mean),
         image_std=list(image_format.std),
     )
-
-
-@torch.no_grad()
-def extract_features(
-    model: nn.Module, image_processor, images: Sequence[Image.Image], batch_size: int = 64
-) -> torch.Tensor:
-    """Compute the embedding of each image (see `image_embedder`), to search, to cluster or to classify.
-
-    Args:
-        model (`nn.Module`): A SparseFormer, a vision transformer of Transformers, timm or open_clip with or without
-            classifier, or a CLIP.
-        image_processor: Its image processor.
-        images (sequence of `PIL.Image.Image`): RGB images.
-        batch_size (`int`, *optional*, defaults to 64): Images at a time.
-
-    Returns:
-        `torch.Tensor`: `(images, embedding_size)`, float32, on the CPU; not normalized.
-
-    Raises:
-        ValueError: if there are no images, or the model has no such embedding.
-    """
-    if not len(images):
-        raise ValueError("Got no images, expected at least one.")
-    embed = image_embedder(model, size_made_by(image_processor))
-    parameter, processor, features = next(model.parameters()), image_maker(image_processor), []
-    for start in range(0, len(images), batch_size):
-        pixel_values = processor(list(images[start : start + batch_size]), return_tensors="pt")["pixel_values"]
-        features.append(embed(pixel_values.to(parameter.device, parameter.dtype)).float().cpu())
-    return torch.cat(features)

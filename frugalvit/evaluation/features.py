@@ -1,12 +1,14 @@
 """Evaluate a model's embeddings of labeled images."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import datasets
 import numpy as np
 import torch
+from PIL import Image
+from torch import nn
 from tqdm import tqdm
 
 from ..common.decoding import CorruptImageError
@@ -29,6 +31,25 @@ class LabeledFeatures:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+def extract_features(
+    model: nn.Module, image_processor, images: Sequence[Image.Image], batch_size: int = 64
+) -> torch.Tensor:
+    """Compute the embedding of each image (see `image_embedder`), to search, to cluster or to classify.
+
+    Args:
+        model (`nn.Module`): A SparseFormer, a vision transformer of Transformers, timm or open_clip with or without
+            classifier, or a CLIP.
+        image_processor: Its image processor.
+        images (sequence of `PIL.Image.Image`): At least one image.
+        batch_size (`int`, *optional*, defaults to 64): Images at a time.
+
+    Returns:
+        `torch.Tensor`: `(images, embedding_size)`, float32, on the CPU; not normalized.
+    """
+    embed = Embedder(model, image_processor, batch_size=batch_size, exact=True)
+    return torch.from_numpy(np.stack(list(embed(images))))
 
 
 def embed_images(embed: Embedder, images: datasets.Dataset) -> LabeledFeatures:

@@ -28,9 +28,6 @@ def right_answers(
     Returns:
         `tuple`: For each image its right classes, none if it does not count; and the model's classes to compare, which
         these are indices of, or `None` for all.
-
-    Raises:
-        ValueError: if labels are missing, the data set does not fit the protocol, or the model does not know a label.
     """
     if protocol != "labels" and len(id2label) != IMAGENET_CLASSES:
         raise ValueError(

@@ -1,7 +1,6 @@
 """Images to evaluate on: the arguments that name them, and batches of pixel values."""
 
 import argparse
-import copy
 from collections.abc import Iterator
 from itertools import islice
 
@@ -11,16 +10,13 @@ from tqdm import tqdm
 
 from ..common.data import load_images, split_names
 from ..common.decoding import CorruptImageError, decode_image
-from ..common.labels import check_labels, class_names, say_if_few_classes
+from ..common.labels import class_names, say_if_few_classes
 from ..common.reading import Reader, read_ahead
-from ..common.splits import evaluation_splits, hold_back, load_first_labeled
-from ..common.tables import shortened
+from ..common.splits import evaluation_splits, load_first_labeled, load_splits
 
 
-def images_to_evaluate(
-    arguments: argparse.Namespace, default_names: list[str] | None = None
-) -> tuple[datasets.Dataset, str]:
-    """Load the images that the arguments name, and their split; `default_names` as in `load_images`."""
+def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
+    """Load the images that the arguments name, and their split."""
     splits = [arguments.split]
     if not arguments.split:
         splits = evaluation_splits(split_names(arguments.dataset, arguments.dataset_config)) or ["train"]
@@ -33,7 +29,6 @@ def images_to_evaluate(
             image_column=arguments.image_column,
             label_column=arguments.label_column,
             class_names=getattr(arguments, "class_names", None),
-            default_names=default_names,
         )
 
     images, split = load_first_labeled(splits, load)
@@ -43,49 +38,20 @@ def images_to_evaluate(
     return images, split
 
 
-def read_evaluated(
-    arguments: argparse.Namespace, default_names: list[str] | None = None
-) -> tuple[datasets.Dataset, str]:
-    """`images_to_evaluate` of --eval-dataset if given, else of --dataset; without --limit."""
-    evaluated = copy.copy(arguments)
-    evaluated.dataset, evaluated.limit = arguments.eval_dataset or arguments.dataset, None
-    return images_to_evaluate(evaluated, default_names)
-
-
 def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
-    """Load the images to learn from, the test images, and the name of their split; without --limit.
-
-    Without other images, a tenth of the images to learn from is held back to test on.
-
-    Raises:
-        ValueError: if labels are missing, or both have not the same classes.
-    """
-    train = load_images(
-        arguments.dataset,
-        arguments.train_split,
-        name=arguments.dataset_config,
-        image_column=arguments.image_column,
-        label_column=arguments.label_column,
-    )
-    names = class_names(train)
-    test, split = read_evaluated(arguments, names)
-    if names is None or class_names(test) is None:
-        raise ValueError(f"{arguments.train_split!r} or {split!r} has no labels; name their column: --label-column.")
-    if not arguments.eval_dataset and split == arguments.train_split:
-        train, test = hold_back(train)
-        split = f"{split} ({len(test):,} images held back)"
-    if class_names(test) != names:
-        raise ValueError(
-            f"The images to learn from have the classes {shortened(names)}, the test images "
-            f"{shortened(class_names(test))}; expected the same."
-        )
-    check_labels(train, arguments.train_split)
-    check_labels(test, split)
+    """Load the images to learn from, the test images (a tenth of the former if there are no others) and the name of
+    their split; without --limit."""
+    options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
+    data = argparse.Namespace(**vars(arguments) | options)
+    train, evaluation, test = load_splits(data, learns_labels=True)
+    test, split = (evaluation, data.evaluated) if test is None else (test, data.tested)
+    if class_names(test) is None:
+        raise ValueError(f"The split {split!r} has no labels to compare with; name their column with --label-column.")
     return train, test, split
 
 
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
-    """The first `limit` records, or all where there are fewer or no limit is given."""
+    """Take the first `limit` records, if there is a limit."""
     return table.select(range(min(limit, len(table)))) if limit else table
 
 
@@ -100,10 +66,6 @@ def image_batches(
         batch_size (`int`): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
-
-    Raises:
-        CorruptImageError: for the first image that cannot be read, unless they are left out.
-        ValueError: if none can be read.
     """
 
     def read(index: int) -> torch.Tensor | None:

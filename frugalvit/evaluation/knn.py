@@ -29,15 +29,12 @@ def neighbor_scores(train: LabeledFeatures, features: torch.Tensor, neighbors: i
     """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07).
 
     Args:
-        train (`LabeledFeatures`): The labeled images that vote.
+        train (`LabeledFeatures`): The labeled images.
         features (`torch.Tensor`): `(images, embedding_size)`, float32.
-        neighbors (`int`, *optional*, defaults to 20): Number of nearest images that vote.
+        neighbors (`int`, *optional*, defaults to 20): Number of voters.
 
     Returns:
         `torch.Tensor`: `(images, classes)`, each row sums to 1.
-
-    Raises:
-        ValueError: if there are fewer labeled images than neighbors.
     """
     if len(train) < neighbors:
         raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(train)} labeled images.")

@@ -28,15 +28,9 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 class LinearProbe(nn.Module):
-    """Multinomial logistic regression on standardized features.
+    """Multinomial logistic regression on standardized features, by L-BFGS from the weights of `start`, if given.
 
-    Minimizes the mean cross-entropy plus `penalty / 2` times the squared norm of the weights, by L-BFGS.
-
-    Args:
-        train (`LabeledFeatures`): Training images.
-        classes (`int`): Number of classes.
-        penalty (`float`): Weight of the penalty.
-        start (`LinearProbe`, *optional*): A probe of the same features to start from.
+    Minimizes the mean cross-entropy plus `penalty / 2` times the squared norm of the weights.
     """
 
     def __init__(self, train: LabeledFeatures, classes: int, penalty: float, start: "LinearProbe | None" = None):
@@ -75,16 +69,8 @@ class LinearProbe(nn.Module):
 
 
 def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
-    """Fit a linear probe to all images, with the one of `PENALTIES` that classifies held-back images best, the
-    strongest of equal ones.
-
-    Args:
-        train (`LabeledFeatures`): Training images.
-        seed (`int`, *optional*, defaults to 0): Chooses the images that are held back.
-
-    Raises:
-        ValueError: if all images are of one class.
-    """
+    """Fit a linear probe to all images, with the one of `PENALTIES` that classifies held-back images, which `seed`
+    chooses, best; the strongest of equal ones."""
     if len(train.labels.unique()) < 2:
         raise ValueError(f"All {len(train)} labeled images are of one class; expected at least two.")
     classes = int(train.labels.max()) + 1

@@ -34,11 +34,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def read_karpathy(
     path: str, folder: Path, split: str = "test", limit: int | None = None
 ) -> tuple[datasets.Dataset, list[list[str]]]:
-    """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k.
-
-    Raises:
-        ValueError: if the file has another layout, or an image is missing or has no caption.
-    """
+    """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k."""
     try:
         entries = json.loads(read_text(path))["images"]
         entries = [entry for entry in entries if entry["split"] == split][:limit]
@@ -63,7 +59,7 @@ def read_karpathy(
 def embed_all_images(
     towers: TwoTowers, reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int
 ) -> torch.Tensor:
-    """Embed many images, `(images, width)`, on the CPU, with a progress bar."""
+    """Embed many images, `(images, width)`, on the CPU."""
     batches = image_batches(reader, images, batch_size, num_workers)
     embeddings = torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
     check_scores(embeddings, "embeddings")
@@ -73,20 +69,13 @@ def embed_all_images(
 def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor, chunk: int = CHUNK
 ) -> dict[str, float]:
-    """Recall at 1, 5 and 10, in percent.
-
-    A caption or image counts as found at k if fewer than k wrong ones are more similar, ties counting half: embeddings
-    that are all alike find nothing. Similarities are computed in chunks.
+    """Recall at 1, 5 and 10, in percent: `image_to_text@k`, whether one of an image's captions is among the k best, and
+    `text_to_image@k`. Ties count half: embeddings that are all alike find nothing.
 
     Args:
-        image_embeddings (`torch.Tensor`): `(images, width)`, of norm 1.
-        text_embeddings (`torch.Tensor`): `(captions, width)`, of norm 1.
+        image_embeddings, text_embeddings (`torch.Tensor`): `(images, width)` and `(captions, width)`, of norm 1.
         owners (`torch.Tensor`): `(captions,)`, the image of each caption; every image has one at least.
         chunk (`int`, *optional*): Similarities to hold at once.
-
-    Returns:
-        `dict`: `image_to_text@k` (for each image, whether one of its captions is among the k best) and
-        `text_to_image@k` for each k.
     """
     ranks = {"image_to_text": [], "text_to_image": []}
     for rows in torch.arange(len(image_embeddings)).split(max(chunk // len(text_embeddings), 1)):

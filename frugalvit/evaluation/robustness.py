@@ -25,9 +25,6 @@ def fgsm(
         eps (`float`): Step, for color values from 0 to 1.
         image_format (`ImageFormat`): The images' normalization.
         classes (`torch.Tensor`, *optional*): The classes to compare; all by default.
-
-    Returns:
-        `torch.Tensor`: Normalized images of the same shape.
     """
     with torch.inference_mode(False), torch.enable_grad():
         pixel_values = pixel_values.clone().requires_grad_()

@@ -45,11 +45,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Dataset, str]:
-    """Load the questions, with images that are not decoded, and their split.
-
-    Raises:
-        ValueError: if there is no such data set, it lacks a column, or a right answer is none of the choices.
-    """
+    """Load the questions, with images that are not decoded, and their split."""
     split = split or default_split(dataset)
     questions = load_table(dataset, split)
     if missing := [column for column in COLUMNS if column not in questions.column_names]:
@@ -84,14 +80,7 @@ def read_answer(text: str, num_choices: int) -> int | None:
 def scienceqa_accuracy(
     model, processor, questions: datasets.Dataset, prompt: str = SCIENCEQA_PROMPT, batch_size: int = 8
 ) -> dict[str, object]:
-    """Let a LLaVA answer questions.
-
-    Args:
-        model (`PreTrainedModel`): Generates text from text and images.
-        processor: Its processor.
-        questions (`datasets.Dataset`): Questions, as `read_questions` returns them.
-        prompt (`str`, *optional*): The text around a question, with `{image}` and `{question}`.
-        batch_size (`int`, *optional*, defaults to 8): Questions at a time.
+    """Let a LLaVA answer the questions of `read_questions`.
 
     Returns:
         `dict`: `questions`, `accuracy`, `image_accuracy` and `text_accuracy` (of questions with and without an image,

@@ -53,12 +53,7 @@ def name_models(arguments: argparse.Namespace) -> dict[str, str]:
 def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:
-    """Load a CLIP or SigLIP, with a SparseFormer as its image side if one is given.
-
-    Raises:
-        ValueError: if there is no such model, it does not compare images with texts or takes patches instead of
-            images, or the two do not fit.
-    """
+    """Load a CLIP or SigLIP, with a SparseFormer as its image side if one is given."""
     if is_exported(name):
         if vision_model:
             raise ValueError(f"The exported {name!r} keeps its image side; export the CLIP with the other one.")
@@ -98,12 +93,8 @@ def load_two_towers(
 
 
 def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
-    """Load a CLIP's tokenizer. If its files are missing, Transformers may make one without words, for which every text
-    is the same; that is refused.
-
-    Raises:
-        ValueError: if there is no tokenizer of about this size.
-    """
+    """Load a CLIP's tokenizer. If its files are missing, Transformers may make one without words, to which all texts
+    are the same; that is refused."""
     hub_id, revision = split_revision(name)
     with one_error(name, "a CLIP with a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
@@ -164,7 +155,7 @@ def _open_clip(name: str, student, image_processor, device: str | None) -> TwoTo
 
 @torch.inference_mode()
 def embed_all_texts(towers: TwoTowers, texts: Sequence[str], batch_size: int) -> torch.Tensor:
-    """Embed many texts, `(texts, width)`, on the CPU, with a progress bar."""
+    """Embed many texts, `(texts, width)`, on the CPU."""
     starts = tqdm(range(0, len(texts), batch_size), desc="texts", leave=False, disable=None)
     embeddings = torch.cat([towers.embed_texts(texts[start : start + batch_size]).cpu() for start in starts])
     check_scores(embeddings, "embeddings")

@@ -38,11 +38,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
-    """Read the names of the classes: ImageNet's, those in a file, or the data set's.
-
-    Raises:
-        ValueError: if there are no names, or fewer than labels.
-    """
+    """Read the names of the classes: ImageNet's, those in a file, or the data set's."""
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
@@ -55,11 +51,7 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
 
 
 def read_templates(source: str) -> list[str]:
-    """Read sentences with `{}` in the place of a class's name.
-
-    Raises:
-        ValueError: if a line has no such place, or more than one.
-    """
+    """Read sentences with `{}` in the place of a class's name."""
     if source in TEMPLATES:
         return [template("{}") for template in TEMPLATES[source]]
     templates = _lines(source, "--templates")
@@ -69,25 +61,17 @@ def read_templates(source: str) -> list[str]:
 
 
 def _lines(path: str, argument: str) -> list[str]:
-    if not Path(path).is_file():
-        raise ValueError(f"{argument} {path} is no file; give one with one entry a line, or a name that --help lists.")
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
+    lines = [line.strip() for line in lines if line.strip()]
     if not lines:
-        raise ValueError(f"{argument} {path} is empty, expected one entry a line.")
+        raise ValueError(f"{argument} {path} is no file with one entry a line, nor a name that --help lists.")
     return lines
 
 
 def zero_shot_classifier(
     towers: TwoTowers, names: Sequence[str], templates: Sequence[str], batch_size: int = 64
 ) -> torch.Tensor:
-    """Compute an embedding for each class, `(width, classes)`: the mean of its sentences' embeddings, of norm 1.
-
-    Args:
-        towers (`TwoTowers`): The model.
-        names (sequence of `str`): Names of the classes.
-        templates (sequence of `str`): Sentences with `{}` in the place of the name.
-        batch_size (`int`, *optional*, defaults to 64): Sentences at a time.
-    """
+    """Compute an embedding for each class, `(width, classes)`: the mean of its sentences' embeddings, of norm 1."""
     texts = [template.format(name) for name in names for template in templates]
     embeddings = embed_all_texts(towers, texts, batch_size).unflatten(0, (len(names), len(templates)))
     return torch.nn.functional.normalize(embeddings.mean(1), dim=-1).mT
@@ -103,15 +87,8 @@ def zero_shot_accuracy(
     batch_size: int = 64,
     **reading,
 ) -> dict[str, object]:
-    """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of a zero-shot classifier.
-
-    Args:
-        towers (`TwoTowers`): The model.
-        classifier (`torch.Tensor`): The embeddings of `zero_shot_classifier`, `(width, classes)`.
-        images (`datasets.Dataset`): Images with labels, as `load_images` returns them.
-        exact (`bool`, *optional*, defaults to `False`): See `Reader`.
-        batch_size (`int`, *optional*, defaults to 64), reading: As in `image_batches`.
-    """
+    """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`; `exact`
+    as in `Reader`, other arguments as in `image_batches`."""
     classifier = classifier.to(towers.device)
     measured, count = accuracies(), 0
     reader = Reader(towers.image_processor, towers.share_read, exact)

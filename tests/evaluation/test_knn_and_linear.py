@@ -19,7 +19,8 @@ from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.common.views import ImageFormat
 from frugalvit.contenders import load_students, load_teachers
-from frugalvit.evaluation.embeddings import LabeledFeatures, image_embedder, image_maker
+from frugalvit.evaluation.embeddings import image_embedder, image_maker
+from frugalvit.evaluation.features import LabeledFeatures
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.evaluation.linear import PENALTIES, LinearProbe, choose_held_back, fit_probe
 
@@ -170,7 +171,7 @@ def test_extract_features():
     with torch.no_grad():
         logits = student(AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt").pixel_values).logits
     assert torch.allclose(student.classifier(features), logits, atol=1e-5)
-    with pytest.raises(ValueError, match="no images"):
+    with pytest.raises(ValueError, match="at least one"):
         extract_features(model, processor, [])
 
 
