@@ -1,6 +1,5 @@
 """`frugalvit compare`: the numbers of evaluation, a teacher with less to compute, a picture."""
 
-import itertools
 import json
 import os
 
@@ -17,18 +16,14 @@ from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
-from frugalvit.common.decoding import decode_image
-from frugalvit.compare import classifies, compare, describe_score, draw_comparison, embed_all, resize
+from frugalvit.compare import compare, describe_score, draw_comparison
 from frugalvit.contenders import (
     LOWER_RESOLUTION,
-    RANDOM_PATCHES,
     Contender,
-    RandomPatches,
     as_teacher,
     at_lower_resolution,
     load_students,
     load_teachers,
-    with_random_patches,
 )
 from frugalvit.modeling.hosts.transformers import resize_positions_
 
@@ -72,7 +67,6 @@ def test_rows_files_and_picture(outcome):
     assert [(row["method"], row["tokens"], row["image_size"]) for row in rows] == [
         ("teacher", 65, [32, 32]),
         (LOWER_RESOLUTION, 17, [16, 16]),
-        (RANDOM_PATCHES, 17, [32, 32]),
         ("SparseFormer", 16, [32, 32]),
         ("cifar10-convmixer", None, [32, 32]),
     ]
@@ -115,9 +109,7 @@ def test_lower_resolution():
     model = ViTForImageClassification.from_pretrained(VIT).eval()
     contender = at_lower_resolution(read_anatomy(model), None, (16, 16))
     view = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    small = resize(view, contender.image_size)
-    expected = F.interpolate(view, (16, 16), mode="bilinear", antialias=True, align_corners=False)
-    assert torch.allclose(small, expected, atol=1e-6)
+    small = F.interpolate(view, (16, 16), mode="bilinear", antialias=True, align_corners=False)
     with torch.no_grad():
         resized = resize_positions_(ViTForImageClassification.from_pretrained(VIT).eval(), 16)
         assert torch.allclose(contender.model(small), resized(small).logits, atol=1e-3)
@@ -125,49 +117,10 @@ def test_lower_resolution():
     assert contender.macs == count_macs(resized, 16).macs_with_attention
 
 
-@pytest.mark.parametrize("kind", ["vit", "dinov3", "timm-dinov3", "siglip-vision", "open_clip"])
-def test_random_patches(kind):
-    """All patches, in any order, give the teacher's embedding. A few give another one each time, also after a cast."""
-    model = KINDS[kind].make()
-    anatomy = read_anatomy(model)
-    images = anatomy.example()
-    with torch.no_grad():
-        expected = anatomy.embed(images)
-        everything = RandomPatches(anatomy, anatomy.num_patches, seed=0)
-        assert torch.allclose(everything(images), expected, rtol=1e-3, atol=1e-4 * expected.abs().max())
-        some = RandomPatches(anatomy, 9, seed=0)
-        first, second = some(images), some(images)
-        assert not torch.allclose(first, expected, rtol=1e-2) and not torch.allclose(first, second, rtol=1e-2)
-        assert torch.equal(first, RandomPatches(anatomy, 9, seed=0)(images))
-        # What was read are views of the float32 weights.
-        expected = some.anatomy.read(model.double()).embed(images.double())
-        assert torch.allclose(everything(images.double()), expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
-
-
-def test_random_patches_are_drawn_again_for_each_embedding():
-    anatomy = read_anatomy(ViTForImageClassification.from_pretrained(VIT).eval())
-    processor = ViTImageProcessor.from_pretrained(VIT)
-    images = load_images(SUBSET, "test[:6]")
-    contender = with_random_patches(anatomy, processor, 9, seed=1, draws=3)
-    [embeddings], indices = embed_all([contender], images, batch_size=4)
-    assert indices == list(range(6))
-    decoded = [decode_image(image, index) for index, image in enumerate(images["image"])]
-    batches = processor(decoded, return_tensors="pt")["pixel_values"].split(4)
-    again = RandomPatches(anatomy, 9, seed=1)
-    with torch.no_grad():
-        expected = torch.cat([torch.stack([again(batch) for _ in range(3)]) for batch in batches], dim=1)
-    torch.testing.assert_close(embeddings, expected)
-    assert all(not torch.allclose(a, b, rtol=1e-2) for a, b in itertools.combinations(embeddings, 2))
-    contender.classifier = nn.Identity()
-    answers = F.one_hot(torch.tensor([[0, 1], [0, 2], [1, 2]]), 3).float()
-    assert classifies(contender, answers, torch.tensor([0, 2])).tolist() == pytest.approx([2 / 3, 2 / 3])
-
-
 def test_default_resolutions():
     contenders = load_teachers(VIT, device="cpu")
-    assert [contender.image_size for contender in contenders[1:4]] == [(16, 16), (20, 20), (24, 24)]
-    assert [contender.tokens for contender in contenders] == [65, 17, 26, 37, 17, 26, 37]
-    assert [contender.draws for contender in contenders] == [1] * 4 + [3] * 3
+    assert [contender.image_size for contender in contenders[1:]] == [(16, 16), (20, 20), (24, 24)]
+    assert [contender.tokens for contender in contenders] == [65, 17, 26, 37]
 
 
 def test_errors_are_paired():
@@ -182,7 +135,7 @@ def test_errors_are_paired():
 
 def test_features_are_judged_as_evaluation_does(tmp_path):
     images = ["--split", "test[:60]", "--train-split", "train[:150]"]
-    options = ["--baselines", "none", "--rounds", 1, "--precision", "float32"]
+    options = ["--resolutions", "--rounds", 1, "--precision", "float32"]
     folder = tmp_path / "out"
     assert run(VIT, STUDENT, "--features", *images, *options, "--output", folder) == 0
     content = json.loads((folder / "compare.json").read_text())
@@ -229,7 +182,7 @@ def test_images_without_labels(tmp_path):
     (tmp_path / "images").mkdir()
     for color in ("red", "blue"):
         Image.new("RGB", (40, 30), color).save(tmp_path / "images" / f"{color}.png")
-    options = ["--baselines", "none", "--rounds", 1, "--precision", "float32"]
+    options = ["--resolutions", "--rounds", 1, "--precision", "float32"]
     assert run(VIT, STUDENT, "--dataset", tmp_path / "images", *options, "--output", tmp_path / "out") == 0
     rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
     assert "accuracy" not in rows[0] and rows[1]["cosine"] > 0.3
@@ -258,10 +211,9 @@ def test_picture():
     [
         ([VIT, "--output", "full"], "exists and is no empty folder"),
         ([VIT, "--output", "out", "--resolutions", "15"], "--resolutions 15"),
-        ([VIT, "no/folder/here", "--output", "out", "--baselines", "none"], "There is no folder 'no/folder/here'"),
+        ([VIT, "no/folder/here", "--output", "out"], "There is no folder 'no/folder/here'"),
         ([str(checkpoint_path("cifar10-convmixer")), "--output", "out"], "Cannot compare students with"),
-        ([VIT, "--output", "out", "--baselines", "none", "--dataset", "animals"], "The model does not know 2 of"),
-        ([VIT, "--output", "out", "--baselines", "none", "random-patches"], "--baselines"),
+        ([VIT, "--output", "out", "--dataset", "animals"], "The model does not know 2 of"),
     ],
 )
 def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):

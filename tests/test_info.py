@@ -122,7 +122,6 @@ def test_json_and_table_carry_the_same_rows(capsys):
     main(["v1-tiny", "clip-base-49-224", "--json"])
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == ["v1-tiny", "clip-base-49-224"]
-    assert list(rows[0]) == ["name", "tokens", "image_size", "parameters", "macs", "macs_with_attention"]
     main(["v1-tiny", "clip-base-49-224"])
     assert capsys.readouterr().out == format_table(rows) + "\n"
 

@@ -83,16 +83,6 @@ def test_box_is_painted_over_its_part_of_the_image():
     np.testing.assert_allclose(pixels[top - 12, left - 12], 1, atol=0.05)
 
 
-def test_a_token_keeps_its_color():
-    rois, points = make_rois(tokens=3), make_points(tokens=3)
-    axes = draw_rois(torch.rand(1, 3, 32, 32), rois, points, all_steps=True).axes
-    points_colors = axes[-1].collections[0].get_facecolors()
-    for step, panel in zip(rois, axes[1:-1], strict=True):
-        expected = {tuple(box): tuple(points_colors[9 * i]) for i, box in enumerate((step[0] * 32).numpy().round(3))}
-        drawn = zip(corners(panel).astype(np.float32).round(3), panel.collections[0].get_edgecolors(), strict=True)
-        assert {tuple(box): tuple(color) for box, color in drawn} == expected
-
-
 @pytest.mark.parametrize(
     "roi, margin",
     [
@@ -107,19 +97,6 @@ def test_margin_shows_what_leaves_the_image(roi, margin):
         np.testing.assert_allclose(axes.get_xlim(), (-40 * margin, 40 * (1 + margin)), rtol=1e-5)
         np.testing.assert_allclose(axes.get_ylim(), (20 * (1 + margin), -20 * margin), rtol=1e-5)
     assert np.isfinite(render(figure)).all()
-
-
-def test_panels_and_texts_do_not_overlap():
-    figure = draw_rois(torch.rand(2, 3, 32, 32), make_rois(2, steps=5), make_points(2), captions=["x" * 999] * 2)
-    figure.canvas.draw()
-    boxes = [axes.get_window_extent() for axes in figure.axes]
-    boxes += [axes.title.get_window_extent() for axes in figure.axes if axes.get_title()]
-    boxes += [text.get_window_extent() for part in (figure, *figure.subfigs) for text in part.texts]
-    assert len(boxes) == 10 + 5 + 3
-    for index, box in enumerate(boxes):
-        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
-        assert not any(box.overlaps(other) for other in boxes[:index])
 
 
 @pytest.mark.parametrize(("side", "count"), [(1 / 8, 64), (0.5, 16)])

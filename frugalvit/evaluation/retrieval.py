@@ -69,8 +69,8 @@ def embed_all_images(
 def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor, chunk: int = CHUNK
 ) -> dict[str, float]:
-    """Recall at 1, 5 and 10, in percent: `image_to_text@k`, whether one of an image's captions is among the k best, and
-    `text_to_image@k`. Ties count half: embeddings that are all alike find nothing.
+    """Recall at 1, 5 and 10, in percent: `text_to_image@k` and `image_to_text@k`, whether one of an image's captions
+    is among the k best. Ties count half: embeddings that are all alike find nothing.
 
     Args:
         image_embeddings, text_embeddings (`torch.Tensor`): `(images, width)` and `(captions, width)`, of norm 1.

@@ -45,7 +45,6 @@ from frugalvit.common.prompts import SCIENCEQA_PROMPT
 from frugalvit.evaluation.retrieval import retrieval_recall
 from frugalvit.evaluation.scienceqa import format_question, read_answer
 from frugalvit.evaluation.two_towers import load_two_towers
-from frugalvit.evaluation.zero_shot import read_templates
 from tiny import randomize, word_tokenizer
 
 
@@ -288,11 +287,6 @@ def test_a_tokenizer_that_knows_no_words_is_refused(tmp_path):
     CLIPImageProcessor(**IMAGES).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has 2 tokens and its model 1,000|as a CLIP with a tokenizer"):
         load_two_towers(str(tmp_path), device="cpu")
-
-
-def test_templates_and_names(tmp_path):
-    assert len(read_templates("imagenet")) == 80 and len(read_templates("simple")) == 7
-    assert all(template.count("{}") == 1 for template in read_templates("imagenet"))
 
 
 # Retrieval
