@@ -35,62 +35,6 @@ PROTOCOLS = {
 }
 
 
-def make_parser() -> CommandParser:
-    parser = CommandParser(prog="frugalvit evaluate", description="Evaluate a model on a task.")
-    tasks = parser.add_subparsers(title="tasks", dest="task", required=True, metavar="TASK")
-
-    def add_task(name: str, description: str, model: str = "model folder or hub id (@revision, too)"):
-        task = tasks.add_parser(name, help=description.partition(".")[0], description=description)
-        task.add_argument("--model", required=True, metavar="FOLDER", help=model)
-        return task
-
-    add_classification_arguments(add_task("classification", "Top-1 and top-5 accuracy of an image classifier."))
-    embeds = f"SparseFormer, ViT or CLIP (folder or hub id, @revision, too), or {OPEN_CLIP}MODEL:PRETRAINED"
-    knn = add_task(
-        "knn",
-        "Accuracy of nearest neighbors by a model's features. Top-1 and top-5: the most similar labeled images vote, "
-        "by cosine, with weights exp(cosine / 0.07) (DINO, Caron et al. 2021).",
-        embeds,
-    )
-    add_image_arguments(knn)
-    add_training_images_arguments(knn)
-    knn.add_argument("--neighbors", type=positive, default=20, help="number of voters (default: %(default)s)")
-    linear = add_task(
-        "linear",
-        "Accuracy of a linear classifier on a model's frozen features. Top-1 and top-5: logistic regression on "
-        "standardized features, whose penalty is chosen on a fifth of the training images.",
-        embeds,
-    )
-    add_image_arguments(linear)
-    add_training_images_arguments(linear)
-    linear.add_argument("--seed", type=int, default=0, help="chooses the held-back images (default: %(default)s)")
-    add_segmentation_arguments(
-        add_task("segmentation", "Mean IoU, mean accuracy and pixel accuracy of a semantic segmentation model.")
-    )
-    clip = f"CLIP or SigLIP (folder or hub id, @revision, too), {OPEN_CLIP}MODEL:PRETRAINED, or exported CLIP"
-    zero_shot = add_task(
-        "zero-shot",
-        "Zero-shot accuracy of a CLIP. Top-1 and top-5: images are compared with the mean embedding of sentences "
-        "about each class (Radford et al. 2021).",
-        clip,
-    )
-    add_zero_shot_arguments(zero_shot)
-    retrieval = add_task(
-        "retrieval",
-        "Recall of images by text and of text by images. At 1, 5 and 10, in percent: of the captions of each image "
-        "(one suffices) among all captions, and of the image of each caption among all images.",
-        clip,
-    )
-    add_retrieval_arguments(retrieval)
-    scienceqa = add_task(
-        "scienceqa",
-        "Accuracy of a LLaVA on ScienceQA's multiple-choice questions. Of all, of those with and of those without an "
-        "image; an answer that names no option counts as wrong.",
-    )
-    add_scienceqa_arguments(scienceqa)
-    return parser
-
-
 def add_classification_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--protocol",
@@ -107,6 +51,18 @@ def add_classification_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_knn_arguments(parser: argparse.ArgumentParser) -> None:
+    add_image_arguments(parser)
+    add_training_images_arguments(parser)
+    parser.add_argument("--neighbors", type=positive, default=20, help="number of voters (default: %(default)s)")
+
+
+def add_linear_arguments(parser: argparse.ArgumentParser) -> None:
+    add_image_arguments(parser)
+    add_training_images_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0, help="chooses the held-back images (default: %(default)s)")
+
+
 def add_segmentation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset",
@@ -117,14 +73,8 @@ def add_segmentation_arguments(parser: argparse.ArgumentParser) -> None:
     add_part_arguments(parser)
     parser.add_argument("--mask-column", help="where there are several")
     parser.add_argument("--ignored-labels", type=int, nargs="+", default=[], help="labels to ignore besides 255")
-    parser.add_argument(
-        "--reduce-labels",
-        action="store_true",
-        help="ignore 0 and count from 1 (default: as in the model's image processor)",
-    )
-    parser.add_argument(
-        "--window", type=positive, nargs="+", help="side, or height and width, of a sliding window in pixels"
-    )
+    parser.add_argument("--reduce-labels", action="store_true", help="ignore 0 and count from 1")
+    parser.add_argument("--window", type=positive, nargs="+", help="side, or height and width, of a sliding window")
     add_limit_argument(parser)
     add_skip_argument(parser)
     add_loop_arguments(parser, batch_size=16)
@@ -136,9 +86,7 @@ def add_vision_model_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_zero_shot_arguments(parser: argparse.ArgumentParser) -> None:
     add_vision_model_argument(parser)
-    parser.add_argument(
-        "--classes", metavar="FILE", help="names of the labels, one a line, or `imagenet` (default: the data set's)"
-    )
+    parser.add_argument("--classes", metavar="FILE", help="class names, one a line, or `imagenet`")
     parser.add_argument(
         "--templates",
         metavar="FILE",
@@ -167,14 +115,64 @@ def add_scienceqa_arguments(parser: argparse.ArgumentParser) -> None:
         help="hub id (derek-thomas/ScienceQA) or parquet files with image, question, choices, answer and hint",
     )
     parser.add_argument("--split", help="default: test; files given directly are one part, train")
-    parser.add_argument(
-        "--prompt", default=SCIENCEQA_PROMPT, help="with {image} and {question} (default: LLaVA 1.5's)"
-    )
+    parser.add_argument("--prompt", default=SCIENCEQA_PROMPT, help="default: LLaVA 1.5's, with {image} and {question}")
     parser.add_argument("--limit", type=positive, help="take only the first questions")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the language model (needs frugalvit[quantize])")
     add_device_map_argument(parser)
     add_loop_arguments(parser, batch_size=8)
+
+
+FOLDER = "folder or hub id (@revision, too)"
+EMBEDS = f"SparseFormer, vision transformer or CLIP: {FOLDER}, or {OPEN_CLIP}MODEL:PRETRAINED"
+CLIP = f"CLIP or SigLIP: {FOLDER}, {OPEN_CLIP}MODEL:PRETRAINED, or exported folder"
+# Name: function that adds options, help for --model, description.
+TASKS = {
+    "classification": (add_classification_arguments, FOLDER, "Top-1 and top-5 accuracy of an image classifier."),
+    "knn": (
+        add_knn_arguments,
+        EMBEDS,
+        "Accuracy of nearest neighbors by a model's features. The most similar labeled images vote, by cosine, with "
+        "weights exp(cosine / 0.07) (DINO, Caron et al. 2021).",
+    ),
+    "linear": (
+        add_linear_arguments,
+        EMBEDS,
+        "Accuracy of a linear classifier on a model's frozen features. Logistic regression on standardized features, "
+        "whose penalty is chosen on a fifth of the training images.",
+    ),
+    "segmentation": (
+        add_segmentation_arguments,
+        FOLDER,
+        "Mean IoU, mean accuracy and pixel accuracy of a semantic segmentation model.",
+    ),
+    "zero-shot": (
+        add_zero_shot_arguments,
+        CLIP,
+        "Zero-shot accuracy of a CLIP. Images are compared with the mean embedding of sentences about each class "
+        "(Radford et al. 2021).",
+    ),
+    "retrieval": (
+        add_retrieval_arguments,
+        CLIP,
+        "Recall of images by text and of text by images. In percent at 1, 5 and 10, among all images and captions.",
+    ),
+    "scienceqa": (
+        add_scienceqa_arguments,
+        FOLDER,
+        "Accuracy of a LLaVA on ScienceQA's multiple-choice questions. An answer that names no option is wrong.",
+    ),
+}
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(prog="frugalvit evaluate", description="Evaluate a model on a task.")
+    tasks = parser.add_subparsers(title="tasks", dest="task", required=True, metavar="TASK")
+    for name, (add_arguments, model, description) in TASKS.items():
+        task = tasks.add_parser(name, help=description.partition(".")[0], description=description)
+        task.add_argument("--model", required=True, metavar="FOLDER", help=model)
+        add_arguments(task)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
