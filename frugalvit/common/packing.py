@@ -11,6 +11,8 @@ from torch import nn
 
 # Speedup from which on packing is worth a second copy of the weights.
 WORTHWHILE = 1.1
+# Entries of a weight that are looked at for changes.
+SAMPLED = 64
 # The product to measure: the tokens of an image with a layer of a small model.
 ROWS, INPUTS, OUTPUTS = 64, 384, 1536
 
@@ -26,9 +28,10 @@ class PackedLinear(nn.Linear):
         self.packed = pack(self.weight.detach())
         self.packed_from = self.state_of_weight()
 
-    def state_of_weight(self) -> tuple[int, int]:
-        """A value that changes whenever the weight does."""
-        return self.weight.data_ptr(), self.weight._version
+    def state_of_weight(self) -> tuple[int, int, list[float]]:
+        """A value that changes with the weight: a version does not count changes by `.data` or NumPy, a sample does."""
+        sample = self.weight.detach().flatten()[:: max(self.weight.numel() // SAMPLED, 1)]
+        return self.weight.data_ptr(), self.weight._version, sample.tolist()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.fits(input):

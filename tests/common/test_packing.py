@@ -62,17 +62,24 @@ def test_gradients_and_weights_are_those_of_the_layer(linear, inputs, monkeypatc
     assert packed.weight is linear.weight and [*packed.state_dict()] == ["weight", "bias"]
 
 
+def added(linear: nn.Linear) -> nn.Linear:
+    # As peft merges adapters.
+    linear.weight.data += 1
+    return linear
+
+
 @needs_onednn
 @pytest.mark.parametrize(
     "change",
     [
         doubled,
+        added,
         lambda packed: packed.load_state_dict({"weight": torch.ones(40, 24), "bias": torch.ones(40)}) and packed,
         lambda packed: packed.to(torch.float64),
         copy.deepcopy,
         lambda packed: pickle.loads(pickle.dumps(packed)),
     ],
-    ids=["in place", "loaded", "cast", "copied", "pickled"],
+    ids=["in place", "by data", "loaded", "cast", "copied", "pickled"],
 )
 def test_what_changes_or_moves_computes_as_any_other_layer(change, linear, inputs, monkeypatch):
     packed = PackedLinear(linear)
