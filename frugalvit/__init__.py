@@ -24,7 +24,7 @@ _FUNCTIONS = {
     "count_context_broadcast": "common.macs",
     "count_macs": "common.macs",
     "Embedder": "inference",
-    "extract_features": "evaluation.embeddings",
+    "extract_features": "evaluation.features",
     "from_open_clip": "modeling.open_clip_adapter",
     "GeneralizedConv2d": "modeling.generalized_convolution",
     "HintDecayCallback": "training.joint",
