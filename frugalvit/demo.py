@@ -20,7 +20,6 @@ from .predict import draw_predictions, predict
 
 
 TITLE = "frugalvit: vision transformers that need less"
-INTRODUCTION = "Choose a model and an image, or drop in your own. SparseFormers show where their tokens look."
 MAX_PIXELS, CACHE_SECONDS = 50_000_000, 3_600
 
 
@@ -30,10 +29,7 @@ def make_parser() -> CommandParser:
         description="Serve a page: choose a model, an image and a number of tokens, see labels and where tokens look.",
     )
     parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="folders or hub ids (@revision, too) of image classifiers (default: those that ship)",
+        "models", nargs="*", metavar="MODEL", help="folders or hub ids of classifiers (default: those that ship)"
     )
     parser.add_argument("--host", help="address to serve on (default: this machine alone)")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
@@ -118,7 +114,7 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
         [gr.Label(num_top_classes=5, label="Labels"), gr.Plot(label="Where the tokens look")],
         examples=[[path] for path in examples],
         title=TITLE,
-        description=INTRODUCTION,
+        description="Choose a model and an image, or drop in your own. SparseFormers show where their tokens look.",
         api_name="look",
         live=True,
         flagging_mode="never",

@@ -60,7 +60,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--model", required=True, help="model folder or hub id, owner/name@revision too")
     parser.add_argument("--output", metavar="OUT", required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--format", choices=tuple(FORMATS), default="onnx", help="runtime (default: %(default)s)")
+    parser.add_argument("--format", choices=tuple(FORMATS), default="onnx", help="runtime")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="onnx has no bfloat16")
     parser.add_argument(
         "--num-tokens",
@@ -74,17 +74,12 @@ def make_parser() -> CommandParser:
     parser.add_argument("--page", action="store_true", help="with a page that labels images in the browser; needs npm")
     images = parser.add_argument_group("images to compare on")
     add_dataset_arguments(images)
-    images.add_argument("--limit", type=positive, default=300, help="number of images (default: %(default)s)")
+    images.add_argument("--limit", type=positive, default=300, help="number of images")
     images.add_argument("--calibration-data", nargs="+", metavar="DATA", help="for int8 (default: --dataset's train)")
-    images.add_argument("--calibration-images", type=positive, default=300, help="default: %(default)s")
-    images.add_argument("--seed", type=int, default=0, help="of the choice of images (default: %(default)s)")
+    images.add_argument("--calibration-images", type=positive, default=300, help="number of them")
+    images.add_argument("--seed", type=int, default=0, help="of the choice of images")
     parser.add_argument(
-        "--float-layers",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="for int8: modules that stay in float32, by name or pattern (classifier, '*.mlp'); in openvino, the layer "
-        "that reads the pixels does anyway",
+        "--float-layers", nargs="+", default=[], metavar="NAME", help="for int8: modules that stay in float32: '*.mlp'"
     )
     parser.add_argument("--force", action="store_true", help="write it however far it is from the original")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
@@ -243,21 +238,15 @@ def batches_for(
         yield {name: inputs[name][start : start + batch_size] for name in ("input_ids", "attention_mask")}
 
 
-@torch.no_grad()
 def compare_outputs(
     part: Part,
     exported: ExportedModule,
     batches: Iterator[dict[str, torch.Tensor]],
-    right: list[int] | None = None,
-    num_tokens: int | None = None,
+    right: list[int] | None,
+    num_tokens: int | None,
 ) -> dict[str, object]:
-    """Run the original and the program on the same inputs.
-
-    Returns:
-        `dict`: The number of inputs that were `compared`; `min_cosine` and `mean_cosine` of the first outputs (of
-        feature maps, the last map); `agreement`, the share of images (of a segmenter, pixels) with the same label;
-        `accuracy` and `original_accuracy` where the labels `right` are known.
-    """
+    """Run the original and the program on the same inputs. Return cosines of the first outputs (of feature maps, the
+    last map), the share of images (of a segmenter, pixels) with the same label, and accuracy where that is known."""
     cosines, labels = [], []
     for inputs in batches:
         outputs = [each(**inputs, num_tokens=num_tokens) for each in (part, exported)]
@@ -282,7 +271,7 @@ def compare_outputs(
 
 
 def right_labels(model: PreTrainedModel, images: datasets.Dataset) -> list[int] | None:
-    """Return a classifier's index of each image's label; `None` without labels, or if it does not know them."""
+    """Return a classifier's index of each image's label, if it knows them."""
     if "label" not in images.features or not type(model).__name__.endswith("ForImageClassification"):
         return None
     labels = label_numbers(images)

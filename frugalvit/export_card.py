@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from PIL import Image
+from PIL.Image import Resampling
 from transformers import PreTrainedModel
 
 from .common.exported import FORMATS, OUTPUTS, openvino_precision
@@ -56,40 +56,38 @@ def example(image_format: ImageFormat, report: dict) -> str:
     program = FORMATS[report["format"]].program.format(part)
     mean, std = (tuple(round(value, 6) for value in each) for each in (image_format.mean, image_format.std))
     channels = "[..., ::-1]" if image_format.reverse_channels else ""
+    crop = box = ""
+    if image_format.resize:
+        crop = f"""across, down = (min(image.size) * side / {image_format.resize} for side in ({width}, {height}))
+left, top = (image.width - across) / 2, (image.height - down) / 2
+"""
+        box = ", (left, top, left + across, top + down)"
     tokens = f', "num_tokens": np.array({about["num_tokens"][-1]})' if about["num_tokens"] else ""
     inputs = f'{{"pixel_values": pixel_values{tokens}}}'
-    labels = about["outputs"][0] == "logits" and not report["architecture"].endswith("SemanticSegmentation")
-    runtime = "openvino" if report["format"] == "openvino" else "onnxruntime"
-    lines = ["import json", ""] if labels else []
-    lines += ["import numpy as np", f"import {runtime}", "from PIL import Image", "", ""]
-    lines += ['image = Image.open("photo.jpg").convert("RGB")']
-    box = ""
-    if image_format.resize:
-        box = ", (left, top, left + across, top + down)"
-        lines += [
-            f"across, down = (min(image.size) * side / {image_format.resize} for side in ({width}, {height}))",
-            "left, top = (image.width - across) / 2, (image.height - down) / 2",
-        ]
-    resample = Image.Resampling(image_format.resample).name
-    lines += [
-        f"image = image.resize(({width}, {height}), Image.Resampling.{resample}{box})",
-        f"pixels = (np.asarray(image, np.float32) / 255 - np.float32({mean})) / np.float32({std})",
-        f"pixel_values = pixels{channels}.transpose(2, 0, 1)[None]",
-    ]
-    if runtime == "openvino":
+    if report["format"] == "openvino":
         hint = f'{{"INFERENCE_PRECISION_HINT": "{openvino_precision(report["precision"])}"}}'
-        lines += [f'program = openvino.Core().compile_model("{program}", "CPU", {hint})']
-        lines += [f"outputs = program({inputs}).to_tuple()"]
+        run = f"""program = openvino.Core().compile_model("{program}", "CPU", {hint})
+outputs = program({inputs}).to_tuple()"""
     else:
-        lines += [f'program = onnxruntime.InferenceSession("{program}")', f"outputs = program.run(None, {inputs})"]
-    if labels:
-        lines += [
-            'labels = json.load(open("config.json"))["id2label"]',
-            "print(labels[str(int(outputs[0].argmax()))])",
-        ]
-    else:
-        lines += ["print(*(output.shape for output in outputs))"]
-    return "\n".join(lines)
+        run = f"""program = onnxruntime.InferenceSession("{program}")
+outputs = program.run(None, {inputs})"""
+    show = "print(*(output.shape for output in outputs))"
+    if about["outputs"][0] == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
+        show = """labels = json.load(open("config.json"))["id2label"]
+print(labels[str(int(outputs[0].argmax()))])"""
+    return f"""import json
+
+import numpy as np
+import {"openvino" if report["format"] == "openvino" else "onnxruntime"}
+from PIL import Image
+
+
+image = Image.open("photo.jpg").convert("RGB")
+{crop}image = image.resize(({width}, {height}), Image.Resampling.{Resampling(image_format.resample).name}{box})
+pixels = (np.asarray(image, np.float32) / 255 - np.float32({mean})) / np.float32({std})
+pixel_values = pixels{channels}.transpose(2, 0, 1)[None]
+{run}
+{show}"""
 
 
 def rows(report: dict) -> list[dict[str, object]]:

@@ -110,8 +110,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Path]:
 
 
 def save_compact(model: PreTrainedModel, folder: Path):
-    """Save a float32 model with half-precision tensors that load as float32, as CPUs compute slowly in half precision.
-    Tensors that the model keeps in float32 stay float32."""
+    """Save a float32 model with half-precision tensors that load as float32, but those that it keeps in float32."""
     strict = tuple(model._keep_in_fp32_modules_strict or ())
     weights = {
         name: tensor.to(torch.float16) if tensor.is_floating_point() and not name.endswith(strict) else tensor

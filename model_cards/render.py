@@ -1,5 +1,4 @@
-"""Write a card for each file in `training/recipes/`, `papers/NAME.md`, for each of `templates/`, in `checkpoints/`, and
-a list of them.
+"""Write a card for each recipe, `papers/NAME.md`, for each template, in `checkpoints/`, and a list of them.
 
 python model_cards/render.py
 """
@@ -120,7 +119,7 @@ def render_card(template: Path, results: Path = RESULTS) -> str:
     """Render a shipped model's card, a Jinja template, with numbers from a folder of JSON files.
 
     `results("name")` is the content of `name.json`, `row("name", "value", "column")` the first row of its table with
-    that value in a column, by default "row". The filter `percent` writes 0.5 as 50.00 %. The card's own name is `name`.
+    that value in a column, by default "row". The filter `percent` writes 0.5 as 50.00 %. The card's name is `name`.
     """
 
     def read(name: str) -> dict:

@@ -36,11 +36,11 @@ MAX_BATCH_SIZE = 4_096
 
 
 class Format(NamedTuple):
-    """A runtime: prefix of Transformers' classes for it, packages, precisions, and a program's file by its name."""
-
+    # Of Transformers' classes.
     prefix: str
     packages: tuple[str, ...]
     precisions: tuple[str, ...]
+    # A program's file, by its name.
     program: str
 
 
@@ -83,7 +83,7 @@ class Part(nn.Module):
         self.token_counts = tuple(token_counts)
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """Return noise as inputs and, if the number of tokens can be chosen, the largest one."""
+        """Return noise as inputs, with the largest number of tokens if it can be chosen."""
         generator = torch.Generator().manual_seed(0)
         if self.kind == "text_embeds":
             text = self.model.config.text_config
@@ -149,16 +149,8 @@ def export_parts(
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
     float_layers: Iterable[str] = (),
 ):
-    """Write parts of a model as programs, with the model's configuration.
-
-    Args:
-        parts (mapping of `str` to `Part`): See `parts_of`.
-        config (`PreTrainedConfig`): The model's configuration.
-        name, precision (`str`): One of `FORMATS`, and one of its precisions.
-        folder (`Path`): Where to write.
-        calibration (mapping, *optional*): For int8, by part, inputs from which activations' ranges are measured.
-        float_layers (iterable of `str`, *optional*): For int8, modules that stay in float32, see `modules_named`.
-    """
+    """Write parts of a model as programs, with its configuration. For int8, `calibration` has inputs by part, and
+    modules that match `float_layers` stay in float32."""
     prefix, components = FORMATS[name].prefix, {}
     with _quiet():
         exporter = getattr(exporters, f"{prefix}Exporter")()
