@@ -45,14 +45,9 @@ def main(argv: list[str] | None = None) -> None:
     size = arguments.image_size
     if size is not None and len(size) > 2:
         parser.error(f"argument --image-size: got {len(size)} numbers, expected a side or height and width")
-    convert_checkpoint(
-        arguments.checkpoint,
-        arguments.output,
-        variant=arguments.variant,
-        iterations=arguments.iterations,
-        image_size=tuple(size) if size and len(size) == 2 else size and size[0],
-        overwrite=arguments.overwrite,
-    )
+    size = tuple(size) if size and len(size) == 2 else size and size[0]
+    options = {"variant": arguments.variant, "iterations": arguments.iterations, "image_size": size}
+    convert_checkpoint(arguments.checkpoint, arguments.output, **options, overwrite=arguments.overwrite)
 
 
 def convert_checkpoint(

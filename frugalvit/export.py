@@ -113,6 +113,10 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
     check_options(arguments, model)
+    if (arguments.format, arguments.precision) == ("openvino", "int8"):
+        # It loses most in 8 bits.
+        arguments.float_layers = [first_layer(model), *arguments.float_layers]
+    images, calibration_images = choose_images(arguments)
     output_rois = arguments.output_rois or (arguments.page and has_rois(model))
     parts = parts_of(model, output_rois, choose_token_counts(model, arguments))
     tokenizer = None
@@ -125,6 +129,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         # A published folder has no paths of this machine.
         "model": Path(arguments.model).name if Path(arguments.model).is_dir() else arguments.model,
         "architecture": type(model).__name__,
+        "calibration_images": len(calibration_images),
+        "float_layers": arguments.float_layers,
         "parts": {},
     }
     for name, part in parts.items():
@@ -132,12 +138,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         for output, values in outputs.items():
             check_scores(values[-1] if isinstance(values, tuple) else values, output)
         report["parts"][name] = {"outputs": [*outputs], "num_tokens": [*part.token_counts], "measured": []}
-    images, calibration_images = choose_images(arguments)
-    calibration, float_layers = {}, arguments.float_layers
+    calibration = {}
     if arguments.precision == "int8":
-        if arguments.format == "openvino":
-            # It loses most in 8 bits.
-            float_layers = [first_layer(model), *float_layers]
         for name, part in parts.items():
             batches = batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1)
             # Each number of tokens in turn.
@@ -145,10 +147,9 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
             calibration[name] = [inputs | count for inputs, count in zip(batches, counts, strict=False)]
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         print(f"Exporting to {arguments.format}, which takes a minute or more.", file=sys.stderr)
-        runtime = {"name": arguments.format, "precision": arguments.precision}
-        export_parts(parts, model.config, **runtime, folder=folder, calibration=calibration, float_layers=float_layers)
+        runtime = (arguments.format, arguments.precision)
+        export_parts(parts, model.config, *runtime, folder, calibration, arguments.float_layers)
         report["bytes"] = sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".json")
-        report |= {"calibration_images": len(calibration_images), "float_layers": float_layers}
         for processor in filter(None, (image_processor, tokenizer)):
             processor.save_pretrained(folder)
         # `ExportedModule` reads it.

@@ -45,9 +45,8 @@ def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | 
             raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {name}.")
         if len(model.config.trained_token_counts) == 1:
             raise ValueError(
-                "A confidence needs a model for several numbers of tokens, and this one is made for "
-                f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --num_tokens … makes "
-                "one of it."
+                f"A confidence needs a model for several numbers of tokens, not for {model.config.num_latent_tokens} "
+                "alone; frugalvit bootstrap --student MODEL --num_tokens … makes one of it."
             )
 
 
@@ -73,19 +72,17 @@ class _Application:
     ):
         """
         Args:
-            model (`str`, `os.PathLike` or `nn.Module`): Name of a model that ships, folder, hub id, or a loaded model,
-                which is put into evaluation mode.
+            model (`str`, `os.PathLike` or `nn.Module`): Model that ships, folder, hub id, or a loaded model.
             image_processor (*optional*): The image processor of a loaded model.
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
-            batch_size (`int`, *optional*, defaults to 32): Images that the model is given at once.
+            batch_size (`int`, *optional*, defaults to 32): Images at a time.
             num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
-            exact (`bool`, *optional*, defaults to `False`): Decode images whole, and use the model's own image
-                processor, see `Reader`.
-            dtype (`str`, *optional*, defaults to `"float32"`): Type of the weights that are loaded: `"float32"`,
-                `"bfloat16"`, or `"auto"`, bfloat16 where the device is fast at it.
+            exact (`bool`, *optional*, defaults to `False`): Decode images whole and use the model's image processor.
+            dtype (`str`, *optional*, defaults to `"float32"`): Type of loaded weights: `"float32"`, `"bfloat16"`, or
+                `"auto"`, bfloat16 where the device is fast at it.
             return_errors (`bool`, *optional*, defaults to `False`): Yield a `CorruptImageError` in the place of an
                 image that cannot be read, rather than raise it.
-            device (`str`, *optional*): Where to put a model that is loaded here; an accelerator if there is one.
+            device (`str`, *optional*): By default an accelerator if there is one.
             trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with a model.
         """
         if batch_size < 1 or num_workers < 0:
@@ -98,9 +95,8 @@ class _Application:
             model.eval()
         else:
             model, image_processor = self._load(model, device, trust_remote_code)
-            own = next(model.parameters(), None)
-            fast = own is not None and dtype == "auto" and choose_mixed_precision(own.device) == "bf16"
-            if fast or dtype == "bfloat16":
+            own = next(model.parameters(), torch.empty(0)).device
+            if dtype == "bfloat16" or dtype == "auto" and choose_mixed_precision(own) == "bf16":
                 model.to(torch.bfloat16)
             pack_linear_layers(model)
         if num_tokens is not None:
@@ -117,12 +113,8 @@ class _Application:
         self.device, self.dtype = parameter.device, parameter.dtype
 
     def __call__(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
-        """Yield an array for each image, in order. Threads decode up to two batches ahead.
-
-        Args:
-            images (iterable): Paths, encoded images (`bytes`), `PIL.Image.Image`s, or undecoded records of `datasets`,
-                also mixed, also without end.
-        """
+        """Yield an array for each image, in order. Images are paths, `bytes`, `PIL.Image.Image`s or undecoded records
+        of `datasets`, also without end. Threads decode up to two batches ahead."""
         if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
         return self._arrays(images)
@@ -209,14 +201,7 @@ class Classifier(_Application):
     what = "scores"
     _load = staticmethod(load_image_classifier)
 
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        image_processor=None,
-        *,
-        confidence: float | None = None,
-        **options,
-    ):
+    def __init__(self, model, image_processor=None, *, confidence: float | None = None, **options):
         super().__init__(model, image_processor, **options)
         if confidence is not None and self.num_tokens is not None:
             raise ValueError("Got `num_tokens` and `confidence`, which chooses them for each image; give one of both.")

@@ -23,8 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_model
 from .common.command_line import CommandParser
-from .common.exported import ExportedModule, is_exported, read_report
-from .common.files import COMPANIONS, EXPORT_FILES, forget_code, is_picture_of, whole_folder
+from .common.files import COMPANIONS, forget_code, is_picture_of, whole_folder
 from .common.loading import load_image_processor
 from .common.resources import locate_model
 from .modeling.hub import HubModel, auto_class, model_card
@@ -41,7 +40,6 @@ def make_parser() -> CommandParser:
     parser.add_argument("model", metavar="FOLDER", help="a model, for example the output folder of a training")
     parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
     parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
-    parser.add_argument("--card", metavar="FILE", help="model card (default: the one in FOLDER, or a short one)")
     parser.add_argument("--dry-run", action="store_true", help="try everything, upload nothing")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument("--license", help="of the model, for its card, for example apache-2.0")
@@ -85,23 +83,15 @@ def upload(folder: Path, repo_id: str, private: bool = False):
 @contextmanager
 def prepared(arguments: argparse.Namespace) -> Iterator[Path]:
     """Yield the folder to upload, which stays at `arguments.output`, if given, if the block succeeds."""
-    source = Path(arguments.model)
-    model = None if is_exported(source) else load_model(arguments.model)
+    model = load_model(arguments.model)
     with (
         tempfile.TemporaryDirectory() as aside,
         whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite) as folder,
     ):
-        if model is None:
-            copy_companions(source, folder, ("config.json", *EXPORT_FILES, *COMPANIONS))
-        else:
-            save_compact(model, folder)
-            copy_companions(source, folder, COMPANIONS)
+        save_compact(model, folder)
+        copy_companions(Path(arguments.model), folder)
         write_card(arguments, model, folder)
-        if model is None:
-            for name in read_report(folder)["parts"]:
-                ExportedModule(folder, name)
-        else:
-            check_outputs(folder)
+        check_outputs(folder)
         if arguments.no_code:
             for path in folder.glob("*.py"):
                 path.unlink()
@@ -128,24 +118,22 @@ def save_compact(model: PreTrainedModel, folder: Path):
         forget_code(folder)
 
 
-def copy_companions(source: Path, folder: Path, patterns: tuple[str, ...]):
-    """Copy the files whose names match, and the pictures of the card."""
+def copy_companions(source: Path, folder: Path):
+    """Copy the card with its pictures, processors and tokenizers."""
     card = source / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     for path in sorted(source.glob("*")):
-        if is_picture_of(text, path) or any(fnmatch(path.name, pattern) for pattern in patterns):
+        if is_picture_of(text, path) or any(fnmatch(path.name, pattern) for pattern in COMPANIONS):
             # It may lead to a private file.
             if path.is_symlink():
                 raise ValueError(f"{str(path)!r} is a link; put the file itself there, or remove it.")
             shutil.copyfile(path, folder / path.name)
 
 
-def write_card(arguments: argparse.Namespace, model: PreTrainedModel | None, folder: Path):
-    """Write the card of the folder to upload."""
+def write_card(arguments: argparse.Namespace, model: PreTrainedModel, folder: Path):
+    """Complete the card of the folder to upload."""
     file = folder / "README.md"
-    if arguments.card:
-        shutil.copyfile(arguments.card, file)
-    elif model is not None and not file.is_file():
+    if not file.is_file():
         model_card(model).save(file)
     try:
         card = ModelCard.load(file)

@@ -169,7 +169,6 @@ class TestCommand:
         assert run(source, out, *([] if suffix == ".pth" else ["--variant", variant])) == 0
 
         printed = capsys.readouterr().out
-        assert f"variant      {variant}\n" in printed
         assert {"v1": "596,002", "bootstrapped": "813,294"}[variant] in printed
         assert {path.name for path in out.iterdir()} >= COMPLETE
         assert [path.name for path in out.parent.iterdir()] == ["out"]
@@ -230,14 +229,6 @@ class TestCommand:
         assert config.id2label[0] == "tench, Tinca tinca"
         assert config.label2id["toilet tissue, toilet paper, bathroom tissue"] == 999
 
-    def test_overwrite(self, tmp_path, capsys):
-        out = tmp_path / "out"
-        assert run(FIXTURES["v1"], out) == 0
-        assert run(FIXTURES["bootstrapped"], out) == 1
-        assert "exists and is not empty; choose another one or pass --overwrite" in capsys.readouterr().err
-        assert run(FIXTURES["bootstrapped"], out, "--overwrite") == 0
-        assert AutoConfig.from_pretrained(out).use_cls_token
-
 
 def changed(variant, **tensors):
     return checkpoint_of(variant) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
@@ -292,18 +283,6 @@ class TestRefusals:
         self.refused(tmp_path, capsys, tmp_path / "checkpoint.pth", arguments, parts)
 
     @pytest.mark.parametrize(
-        ("name", "content", "parts"),
-        [
-            ("absent.pth", None, ["There is no checkpoint file", "absent.pth"]),
-            ("text.safetensors", b"<!DOCTYPE html><html>", ["no readable checkpoint", "download it again"]),
-        ],
-    )
-    def test_corrupt_files(self, tmp_path, capsys, name, content, parts):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        self.refused(tmp_path, capsys, tmp_path / name, [], parts)
-
-    @pytest.mark.parametrize(
         ("content", "parts"),
         [
             ([1, 2, 3], ["holds a list, expected names and tensors"]),
@@ -331,23 +310,3 @@ class TestRefusals:
         assert "invalid choice: 'v2'" in capsys.readouterr().err
         with pytest.raises(ValueError, match="'v2'; expected one of v1, bootstrapped"):
             config_from_showlab(checkpoint_of("v1"), "v2")
-
-    def test_a_checkpoint_that_does_not_fit_a_configuration(self):
-        with pytest.raises(ValueError, match="does not fit the configuration: .* missing"):
-            convert_showlab(checkpoint_of("v1"), config_from_showlab(checkpoint_of("bootstrapped")))
-
-
-class TestReload:
-    def test_a_model_that_changes_when_it_is_saved_is_not_written(self, tmp_path, monkeypatch):
-        save = SparseFormerForImageClassification.save_pretrained
-
-        def damage(model, folder):
-            save(model, folder)
-            weights = load_file(folder / "model.safetensors")
-            weights["classifier.bias"] += 1
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-        monkeypatch.setattr(SparseFormerForImageClassification, "save_pretrained", damage)
-        with pytest.raises(RuntimeError, match=r"does not load as it was saved: .*classifier\.bias"):
-            run(FIXTURES["v1"], tmp_path / "out")
-        assert not list(tmp_path.iterdir())
