@@ -12,20 +12,18 @@ model, too (Hu et al. 2022), which is written with what was learned added to its
 """
 
 import copy
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from string import Formatter
 
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+from transformers import PaliGemmaProcessor, PreTrainedModel
 
-from ..common.choices import DEVICE_MAPS, NO_EVALUATION, QUANTIZATIONS
+from ..common.choices import QUANTIZATIONS
 from ..common.loading import load_llava, load_vision_model
 from ..common.names import without_place
-from ..common.splits import hold_back, load_splits
+from ..common.splits import load_parts, load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
@@ -37,8 +35,6 @@ from .arguments import (
     argument,
     check,
     check_from,
-    check_ranges,
-    check_shares,
     run_as_program,
 )
 from .augmentation import BootstrapView, PairedEvalView
@@ -51,9 +47,7 @@ from .llava import (
     Answers,
     Learner,
     answer,
-    default_prompt,
     encode,
-    is_conversations,
     pad,
     read_conversations,
     select,
@@ -66,8 +60,6 @@ PROG = "frugalvit align-llava"
 # Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
 # beside 1e-3).
 LORA_RATE = 0.2
-# The training's precision for weights of another one than float32.
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Code in the model card.
 USE = """
 
@@ -90,11 +82,6 @@ class LlavaArguments:
         "Hold the language model's weights so (pip install 'frugalvit[quantize]'). They are written as they were.",
         choices=[*QUANTIZATIONS],
     )
-    device_map: str | None = argument(
-        None,
-        "Share the LLaVA out among the accelerators, the memory and the disk, as Accelerate does, in one process.",
-        choices=[*DEVICE_MAPS],
-    )
 
 
 @dataclass
@@ -106,22 +93,10 @@ class QuestionDataArguments(DataArguments):
     )
 
 
-def is_prompt(text: str) -> bool:
-    """Whether a text has places for an image and a question, and no others."""
-    try:
-        return {name for _, name, *_ in Formatter().parse(text) if name is not None} == {"image", "question"}
-    except ValueError:
-        return False
-
-
 @dataclass
 class AlignLlavaArguments(ImageTrainingArguments):
-    """`ImageTrainingArguments` of a LLaVA: questions about the images, and what learns. With `bf16` or `fp16`, weights
-    that stay as they are have that precision, too, in memory and as they are written; those that learn are float32.
-
-    Raises:
-        ValueError: if a value does not fit.
-    """
+    """How it learns: questions about the images, what learns, and Transformers' arguments. With `bf16` or `fp16`,
+    weights that stay as they are have that precision, too; those that learn are float32."""
 
     metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
     eval_on_start: bool = argument(True, "Measure the LLaVA with the new tower before training, too.")
@@ -132,40 +107,26 @@ class AlignLlavaArguments(ImageTrainingArguments):
     warmup_steps: float = argument(0.03, "Steps of warm-up, or a share of all.")
     lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
     num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
-    lora_rank: int = argument(
-        0, "Rank of what is learned of the language model's matrices; 0 leaves them as they are."
-    )
+    lora_rank: int = argument(0, "Rank of LoRA in the language model; 0 leaves it as it is.")
     questions: list[str] = argument(
         ["What is in the image?", "Describe the image.", "What is this?"],
         "Questions, one of which is asked about each view of an image.",
     )
     prompt: str | None = argument(
-        None,
-        "What a question is put into, with {image} and {question}. "
-        f"Default: {PROMPT!r} for a LLaVA, {PALIGEMMA_PROMPT!r} for a PaliGemma.",
+        None, "What a question is put into, with {image} and {question}. Default: LLaVA 1.5's or PaliGemma's."
     )
     answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
     feature_loss_weight: float = argument(
         1.0, "Weight of an added distance of the projected tokens' mean from that of the LLaVA as it was."
     )
-    crop_scale: list[float] = argument([0.5, 1.0], "Lowest and highest share of the area that a crop shows.")
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
 
     def __post_init__(self):
         super().__post_init__()
-        check(self, lambda value: value > 0, "a positive number", "learning_rate")
         check(self, lambda value: not value, "0, as answers have no smoothed labels", "label_smoothing_factor")
-        check(self, lambda texts: texts and all(texts), "one text or more", "questions")
-        check(self, is_prompt, "a text with {image}, {question} and no other braces", "prompt")
+        is_prompt = lambda text: "{image}" in text and "{question}" in text  # noqa: E731
+        check(self, is_prompt, "a text with {image} and {question}", "prompt")
         check_from(self, 0, "lora_rank", "feature_loss_weight")
         check_from(self, 1, "num_tokens", "answer_tokens")
-        check_shares(self, "flip")
-        check_ranges(self, "crop_scale")
-
-    @property
-    def place_model_on_device(self) -> bool:
-        """Whether Transformers moves the model; it does not, as the LLaVA may be on several devices."""
-        return False
 
 
 class AlignLlavaTrainer(ImageTrainer):
@@ -181,8 +142,7 @@ class AlignLlavaTrainer(ImageTrainer):
         eval_dataset (*optional*): The same, to choose the best epoch on.
         processing_class: The LLaVA's processor.
         callbacks (*optional*): As Transformers has them.
-        base_model, tower_name (`str`, *optional*): Names of LLaVA and tower, for the card; by default where they were
-            loaded from.
+        base_model (`str`, *optional*): Name of the LLaVA, by default where it was loaded from.
         quantize (`str`, *optional*): How the language model of `original` is quantized. The written model has the
             weights of `base_model`, plus what LoRA learned.
 
@@ -200,20 +160,15 @@ class AlignLlavaTrainer(ImageTrainer):
         processing_class=None,
         callbacks=None,
         base_model: str | None = None,
-        tower_name: str | None = None,
         quantize: str | None = None,
     ):
         args = copy.copy(args)
         args.eval_on_start = args.eval_on_start and eval_dataset is not None
-        precision = PRECISIONS.get(original.dtype)
-        if precision and not getattr(args, precision):
-            raise ValueError(f"{precision} is False, expected True for a LLaVA in {original.dtype}.")
-        if not quantize and getattr(original, "hf_device_map", None) is None:
-            original.to(args.device)
-        self.original, self.processor, self.quantize = original, processing_class, quantize
-        self.prompt = default_prompt(processing_class) if args.prompt is None else args.prompt
-        self.tower_name = tower_name or tower.config._name_or_path
-        self.has_new_layer = original.config.vision_config.hidden_size != tower.config.hidden_size
+        self.original = original if quantize else original.to(args.device)
+        self.processor, self.quantize = processing_class, quantize
+        default_prompt = PALIGEMMA_PROMPT if isinstance(processing_class, PaliGemmaProcessor) else PROMPT
+        self.prompt = args.prompt or default_prompt
+        self.tower_name = tower.config._name_or_path
         self.llava = swap_vision_tower(original, tower, new_first_layer=True)
         if args.num_tokens is not None:
             self.llava.set_num_tokens(args.num_tokens)
@@ -226,14 +181,13 @@ class AlignLlavaTrainer(ImageTrainer):
         student_format = ImageFormat.from_processor(processor.image_processor)
         teacher_format = ImageFormat.from_processor(processing_class.image_processor) if self.has_teacher else None
         eval_view = PairedEvalView(student_format, teacher_format)
-        view = BootstrapView(student_format, teacher_format, args.crop_scale, flip=args.flip)
         super().__init__(
             model=learner,
             args=args,
             train_dataset=train,
             eval_dataset=eval_dataset,
-            # What is said of a part of an image may be about another one.
-            train_view=view if self.has_teacher else eval_view,
+            # Conversations may be about what a crop leaves out.
+            train_view=BootstrapView(student_format, teacher_format) if self.has_teacher else eval_view,
             eval_view=eval_view,
             processing_class=processor,
             callbacks=callbacks,
@@ -241,11 +195,9 @@ class AlignLlavaTrainer(ImageTrainer):
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
-        # Token ids and labels of each image's text, by data set: they are the same in every evaluation.
-        self.known = defaultdict(dict)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As in Transformers; what goes on was measured before it began."""
+        """As in Transformers; a resumed run was measured before it began."""
         self.args.eval_on_start = self.args.eval_on_start and not resume_from_checkpoint
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -272,7 +224,7 @@ class AlignLlavaTrainer(ImageTrainer):
         seeds = [random_seed(args.seed, *key, CAPTION) for key in zip(epochs, indices, strict=True)]
         questions = [args.questions[seed % len(args.questions)] for seed in seeds]
         pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
-        with self.accelerator.autocast(), self.model.as_it_was():
+        with self.accelerator.autocast(), self.model.without_lora():
             answers = answer(self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens)
         asked = [encoded([(question, None)]) for question in questions]
         rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers.tokens, strict=True)]
@@ -310,20 +262,16 @@ class AlignLlavaTrainer(ImageTrainer):
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
         """As in Transformers."""
-        self.evaluated = dataloader.dataset
+        self.evaluated = dataloader.dataset.images
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
         """Return, for each image, the share of the answer's tokens that the model predicts."""
         inputs = self._prepare_inputs(inputs)
-        known = self.known[self.evaluated]
-        indices = inputs["index"].tolist()
-        if not known.keys() >= {*indices}:
-            # Finding the answers takes long.
-            known |= zip(indices, self.ask(inputs, self.evaluated.images)[0], strict=True)
+        rows, _ = self.ask(inputs, self.evaluated)
         with self.accelerator.autocast():
-            said, tokens, lengths, _ = self.read(model, inputs, [known[index] for index in indices])
+            said, tokens, lengths, _ = self.read(model, inputs, rows)
         right = (said.argmax(-1) == tokens).float().split(lengths)
         shares = torch.stack([values.mean() for values in right])
         return None, shares, torch.zeros_like(shares)
@@ -340,7 +288,7 @@ class AlignLlavaTrainer(ImageTrainer):
         if not self.args.should_save:
             return {}
         plain = load_llava(self.base_model, "cpu", self.llava.dtype)[0].model.language_model if self.quantize else None
-        return self.model.whole_state(plain)
+        return self.model.merged_state(plain)
 
     def write_card(self, folder: Path):
         # A PaliGemma's processor ends the line itself.
@@ -354,36 +302,28 @@ class AlignLlavaTrainer(ImageTrainer):
 
     def summary(self, metrics: dict[str, float]) -> str:
         rank = self.args.lora_rank
-        tokens = self.llava.config.image_seq_length
         language_model = f" and the language model (LoRA of rank {rank})" if rank else ""
-        new = ", its first layer a new one," if self.has_new_layer else ""
         source = "answers of the LLaVA as it was" if self.has_teacher else "conversations"
         text = (
-            f"{without_place(self.base_model)} with {tokens} tokens an image, those of "
-            f"{without_place(self.tower_name)}; the projector{new}{language_model} learned from {source}"
+            f"{without_place(self.base_model)} with {self.llava.config.image_seq_length} tokens an image, those of "
+            f"{without_place(self.tower_name)}; the projector{language_model} learned from {source}"
         )
         if "agreement" not in metrics:
             return f"{text}, not evaluated."
-        start = [
-            each["eval_agreement"] for each in self.state.log_history if each["step"] == 0 and "eval_agreement" in each
-        ]
-        before = f", {start[0]:.2%} before" if start and not (self.data and self.data.tested) else ""
+        start = next((each for each in self.state.log_history if each["step"] == 0), {}).get("eval_agreement")
+        before = "" if start is None or (self.data and self.data.tested) else f", {start:.2%} before"
         return f"{text}: {metrics['agreement']:.2%} of the answers' tokens are right{before}."
 
 
 def load_questions(data: QuestionDataArguments) -> tuple:
     """Load the images or conversations to train, to evaluate and to test on."""
-    if not is_conversations(data.dataset):
+    if not data.dataset[0].endswith(".json"):
         return load_splits(data)
-    train = read_conversations(data.dataset[0], data.image_folder)
-    if data.eval_split == NO_EVALUATION:
-        return train, None, None
-    if data.eval_dataset:
-        check(data, is_conversations, "a file of conversations, too", "eval_dataset")
-        data.evaluated = "all"
-        return train, read_conversations(data.eval_dataset[0], data.image_folder), None
-    data.evaluated = "a tenth, held back"
-    return *hold_back(train), None
+
+    def load(files: list[str], split: str, streaming: bool = False) -> datasets.Dataset:
+        return read_conversations(files[0], data.image_folder)
+
+    return load_parts(data, load, lambda _: ["train"])
 
 
 def make_parser() -> ArgumentParser:
@@ -397,21 +337,12 @@ def make_parser() -> ArgumentParser:
 def make_trainer(options: LlavaArguments, data: QuestionDataArguments, args: AlignLlavaArguments) -> AlignLlavaTrainer:
     """Return the trainer for the arguments of the command."""
     start(args)
-    check(options, lambda _: args.world_size == 1, "none with several processes", "device_map")
     train, evaluation, test = load_questions(data)
-    dtype = next((dtype for dtype, name in PRECISIONS.items() if getattr(args, name)), torch.float32)
-    original, processor = load_llava(options.model, args.device, dtype, options.quantize, options.device_map)
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    original, processor = load_llava(options.model, args.device, dtype, options.quantize)
     tower, _ = load_vision_model(options.vision_model, "cpu")
     trainer = AlignLlavaTrainer(
-        original,
-        tower,
-        args,
-        train,
-        evaluation,
-        processor,
-        base_model=options.model,
-        tower_name=options.vision_model,
-        quantize=options.quantize,
+        original, tower, args, train, evaluation, processor, base_model=options.model, quantize=options.quantize
     )
     trainer.test_images = test
     return trainer

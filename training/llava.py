@@ -1,5 +1,4 @@
-"""LLaVAs and PaliGemmas in training: questions and answers as tokens, files of conversations, and a LLaVA of which a
-part learns."""
+"""LLaVAs and PaliGemmas in training: conversations as tokens, and a LLaVA of which a part learns."""
 
 import copy
 import json
@@ -13,8 +12,6 @@ import torch
 from torch import nn
 from transformers import PaliGemmaProcessor, PreTrainedModel
 
-from ..modeling.swap import check_projector_is_held
-
 
 # Prompts of LLaVA 1.5 and of PaliGemma.
 PROMPT = "USER: {image}{question} ASSISTANT:"
@@ -25,63 +22,40 @@ PLACEHOLDER = "<image>"
 NO_ANSWER = -100
 
 
-def default_prompt(processor) -> str:
-    """The prompt of a processor's model."""
-    return PALIGEMMA_PROMPT if isinstance(processor, PaliGemmaProcessor) else PROMPT
-
-
-def is_conversations(dataset: Sequence[str]) -> bool:
-    """Whether a data set is a file of conversations."""
-    return len(dataset) == 1 and Path(dataset[0]).suffix.lower() in (".json", ".jsonl")
-
-
 def read_conversations(file: str | Path, image_folder: str | Path | None = None) -> datasets.Dataset:
-    """Read conversations about an image each, in LLaVA's format: a list (or lines) of records with `image`, a path,
-    and `conversations`, whose `value`s are `from` "human" and "gpt" in turns. Records without an image are left out.
+    """Read conversations about an image each, in LLaVA's format: a JSON list of records with `image`, a path, and
+    `conversations`, whose `value`s are `from` "human" and "gpt" in turns. Records without an image are left out.
 
     Args:
-        file (`str` or `Path`): JSON or JSON lines.
+        file (`str` or `Path`): JSON file.
         image_folder (`str` or `Path`, *optional*): Folder that paths of images start from; by default the file's.
 
     Returns:
         `datasets.Dataset`: With the columns `image`, not decoded, and `turns`, pairs of question and answer.
 
     Raises:
-        ValueError: if there is no such file, a record is no such conversation, or an image is not there.
+        ValueError: if there is no such file, or a record is no such conversation.
     """
     file = Path(file).expanduser()
     folder = Path(image_folder or file.parent).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8")
-        lines = file.suffix.lower() == ".jsonl"
-        records = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
-        records = [record for record in records if record.get("image") is not None]
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"Cannot read LLaVA's conversations from {str(file)!r}: {error}") from error
-    if not records:
-        raise ValueError(f"{str(file)!r} has no conversation about an image.")
     columns = {"image": [], "turns": []}
-    for record in records:
-        image = folder / str(record["image"])
-        if not image.is_file():
-            raise ValueError(f"{str(file)!r} has the image {record['image']!r}, which is not in {str(folder)!r}.")
-        columns["image"].append(str(image))
-        columns["turns"].append(read_turns(record, str(file)))
+    try:
+        for record in json.loads(file.read_text(encoding="utf-8")):
+            if record.get("image") is not None:
+                columns["image"].append(str(folder / record["image"]))
+                columns["turns"].append(read_turns(record["conversations"]))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ValueError(f"Cannot read LLaVA's conversations from {str(file)!r}: {error!r}") from error
     return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image(decode=False))
 
 
-def read_turns(record: dict, file: str) -> list[list[str]]:
-    """Questions and answers of a record, without the place of the image."""
-    values = record.get("conversations") or []
-    said = [(each.get("from"), each.get("value")) if isinstance(each, dict) else (each, None) for each in values]
-    texts = [text.replace(PLACEHOLDER, "").strip() for _, text in said if isinstance(text, str)]
-    in_turns = [who for who, _ in said] == ["human", "gpt"] * (len(texts) // 2)
-    if not (texts and in_turns and all(texts[1::2]) and str(said).count(PLACEHOLDER) <= 1):
-        raise ValueError(
-            f'The conversation about {record["image"]!r} in {file!r} is {said}, expected texts from "human" and "gpt" '
-            f"in turns, no empty answer, and one {PLACEHOLDER} at most."
-        )
-    return [list(turn) for turn in zip(texts[::2], texts[1::2], strict=True)]
+def read_turns(conversation: list[dict]) -> list[list[str]]:
+    """Return pairs of question and answer, without the place of the image."""
+    texts = [each["value"].replace(PLACEHOLDER, "").strip() for each in conversation]
+    speakers = [each["from"] for each in conversation]
+    if not texts or speakers != ["human", "gpt"] * (len(texts) // 2) or not all(texts[1::2]):
+        raise ValueError(f'{conversation}, expected texts from "human" and "gpt" in turns, and no empty answer')
+    return [texts[start : start + 2] for start in range(0, len(texts), 2)]
 
 
 def encode(processor, image_tokens: int, turns: Sequence, prompt: str) -> tuple[list[int], list[int]]:
@@ -124,9 +98,8 @@ def encode(processor, image_tokens: int, turns: Sequence, prompt: str) -> tuple[
 
 
 def pad(rows: Sequence[tuple[list[int], list[int]]], processor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a model's inputs besides the images, padded at the left so that all texts end together, and their labels,
-    `(images, length)`, of token ids and labels of each text; for a PaliGemma also the `token_type_ids` of questions,
-    within which all tokens look at each other."""
+    """Return a model's inputs besides the images, and their labels, `(images, length)`, of token ids and labels of
+    each text. Padding is at the left, so that all texts end together."""
     length = max(len(ids) for ids, _ in rows)
 
     def stack(lists, value: int) -> torch.Tensor:
@@ -138,7 +111,7 @@ def pad(rows: Sequence[tuple[list[int], list[int]]], processor) -> tuple[dict[st
         "attention_mask": stack([[1] * len(ids) for ids, _ in rows], 0),
     }
     if isinstance(processor, PaliGemmaProcessor):
-        # From the first answer on.
+        # 0 up to the first answer: these tokens attend to each other.
         inputs["token_type_ids"] = ((labels != NO_ANSWER).cumsum(1) > 0).long()
     return inputs, labels
 
@@ -193,28 +166,21 @@ def select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class Learner(nn.Module):
-    """A LLaVA whose projector learns, as a copy in float32.
-
-    Its state, and so a checkpoint, holds the parameters that learn and no others, which are loaded again from where
-    they came from.
+    """A LLaVA whose projector learns, as a copy in float32. Its state has the parameters that learn and no others.
 
     Args:
         llava (`SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`):
-            May share its language model with another one, and be shared out among devices.
-
-    Raises:
-        ValueError: if the projector is offloaded.
+            May share its language model with another one.
     """
 
     def __init__(self, llava: PreTrainedModel):
         super().__init__()
-        check_projector_is_held(llava)
         self.dtype = llava.dtype
         llava.requires_grad_(False)
         llava.model.multi_modal_projector = copy.deepcopy(llava.model.multi_modal_projector).float().requires_grad_()
         self.llava = llava
         self.register_state_dict_post_hook(_drop_frozen)
-        self.register_load_state_dict_post_hook(_forgive_frozen)
+        self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
     def train(self, mode: bool = True):
         """Stay in evaluation mode: no layer behaves otherwise in training."""
@@ -227,18 +193,13 @@ class Learner(nn.Module):
         """Let the language model learn, too, by matrices of a low rank that are added to its own.
 
         Raises:
-            ValueError: if peft is not installed, or a part of the language model is offloaded.
+            ValueError: if peft is not installed.
         """
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError:
             raise ValueError("lora_rank is peft's: pip install 'frugalvit[finetune]'.") from None
         language_model = self.llava.model.language_model
-        if any(parameter.is_meta for parameter in language_model.parameters()):
-            raise ValueError(
-                "Parts of the language model are offloaded, which lora_rank cannot change; it takes less memory with "
-                "bf16 and quantize 4bit."
-            )
         linear = {name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), language_model)
         for parameter in language_model.parameters():
@@ -252,7 +213,7 @@ class Learner(nn.Module):
         return {name: module for name, module in modules if hasattr(module, "lora_A")}
 
     @contextmanager
-    def as_it_was(self) -> Iterator[None]:
+    def without_lora(self) -> Iterator[None]:
         """Within it, the language model computes without its LoRA."""
         layers = self.lora_layers.values()
         for layer in layers:
@@ -263,17 +224,16 @@ class Learner(nn.Module):
             for layer in layers:
                 layer.enable_adapters(True)
 
-    def whole_state(self, language_model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    def merged_state(self, language_model: nn.Module | None = None) -> dict[str, torch.Tensor]:
         """The LLaVA's weights by name, in the precision that it had, with LoRA added to them.
 
         Args:
             language_model (`nn.Module`, *optional*): The language model as it was, if this one's is quantized.
         """
-        where, state = "model.language_model", {}
+        where, state, layers = "model.language_model", {}, self.lora_layers
         for name, value in self.llava.state_dict().items():
             if not name.startswith(f"{where}."):
                 state[name] = value.to(self.dtype) if "multi_modal_projector." in name else value
-        layers = self.lora_layers
         for name, value in (language_model or self.llava.model.language_model).state_dict().items():
             owner, _, rest = name.replace(".base_layer.", ".").rpartition(".")
             if owner in layers and rest == "weight":
@@ -285,11 +245,6 @@ class Learner(nn.Module):
 
 def _drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
     # A head that is its model's embeddings has two names.
-    learned = {name for name, each in learner.named_parameters(remove_duplicate=False) if each.requires_grad}
-    for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in learned]:
+    named = learner.named_parameters(remove_duplicate=False)
+    for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
         del state[name]
-
-
-def _forgive_frozen(learner: Learner, keys):
-    learned = tuple(name for name, parameter in learner.named_parameters() if parameter.requires_grad)
-    keys.missing_keys[:] = [key for key in keys.missing_keys if key.endswith(learned)]

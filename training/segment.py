@@ -36,7 +36,6 @@ from .arguments import (
     check,
     check_from,
     check_ranges,
-    check_shares,
     run_as_program,
 )
 from .augmentation import SegmentationEvalView, SegmentationView
@@ -93,11 +92,7 @@ class MaskedDataArguments(DataArguments):
 
 @dataclass
 class SegmentationArguments(ImageTrainingArguments):
-    """`ImageTrainingArguments` of semantic segmentation: augmentation, learning rates, and labels that do not count.
-
-    Raises:
-        ValueError: if a value does not fit.
-    """
+    """How it is trained: augmentation, learning rates, labels that do not count, and Transformers' arguments."""
 
     metric_for_best_model: str = argument("mean_iou", "Metric that chooses the best model.")
     num_train_epochs: float | None = argument(None, "Epochs. Default: as many as max_steps needs.")
@@ -106,14 +101,11 @@ class SegmentationArguments(ImageTrainingArguments):
     per_device_eval_batch_size: int = argument(16, "Images of an evaluation step on a device.")
     learning_rate: float = argument(2e-5, "Highest learning rate, that of the last block.")
     weight_decay: float = argument(0.01, "Weight decay; none on biases, norms, positions and [CLS].")
-    warmup_steps: float = argument(1500, "Steps of linear warm-up from 0, or a share of all.")
+    warmup_steps: float = argument(0.01875, "Steps of linear warm-up from 0, or a share of all: 1,500 of 80,000.")
     lr_scheduler_type: str = argument("linear", "Schedule after the warm-up, a name of Transformers.")
     head_multiplier: float = argument(10.0, "The head's learning rate, in those of the last block.")
     layer_decay: float = argument(0.95, "Factor of the learning rate from a block to the one before it.")
     scale: list[float] = argument([0.5, 2.0], "Shorter side of the resized image, in shorter sides of the crop.")
-    max_share: float = argument(0.75, "Crops with more of one class are drawn anew.")
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
-    distort: float = argument(0.5, "Probability of each change of brightness, contrast, saturation and hue.")
     ignored_labels: list[int] = argument([], "Numbers in the masks that do not count, besides 255.")
     reduce_labels: bool = argument(False, "0 in the masks does not count, 1 is the first class (ADE20K).")
 
@@ -122,11 +114,9 @@ class SegmentationArguments(ImageTrainingArguments):
             self.num_train_epochs = 3.0
             self.max_steps = self.max_steps if self.max_steps > 0 else 80_000
         super().__post_init__()
-        check(self, lambda value: value > 0, "a positive number", "learning_rate")
         check(self, lambda value: 0 < value <= 1, "a number above 0, up to 1", "layer_decay")
         check(self, lambda value: not value, "0, as pixels have no smoothed labels", "label_smoothing_factor")
         check_from(self, 0, "head_multiplier")
-        check_shares(self, "max_share", "flip", "distort")
         check_ranges(self, "scale")
 
 
@@ -185,7 +175,7 @@ class SegmentationTrainer(ImageTrainer):
             args=args,
             train_dataset=self.take_images(train_dataset),
             eval_dataset=eval_dataset,
-            train_view=SegmentationView(image_format, read_mask, args.scale, args.max_share, args.flip, args.distort),
+            train_view=SegmentationView(image_format, read_mask, args.scale),
             eval_view=SegmentationEvalView(image_format, read_mask),
             processing_class=processing_class,
             callbacks=callbacks,
@@ -210,18 +200,6 @@ class SegmentationTrainer(ImageTrainer):
         rates = learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
         return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """As in Transformers.
-
-        Raises:
-            ValueError: if the warm-up does not end.
-        """
-        if (warmup := self.args.get_warmup_steps(num_training_steps)) >= num_training_steps:
-            raise ValueError(
-                f"warmup_steps is {warmup}, expected less than the training's {num_training_steps} steps."
-            )
-        return super().create_scheduler(num_training_steps, optimizer)
-
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
         """Return, for each image and class, the predicted, the rightly predicted and the real pixels that count,
@@ -231,15 +209,13 @@ class SegmentationTrainer(ImageTrainer):
         logits = model(pixel_values=inputs["pixel_values"]).logits.float()
         check_scores(logits)
         logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
-        classes = self.num_labels
-        # One class more, for what does not count.
-        real = labels.flatten(1).long().clamp(max=classes)
-        predicted = logits.argmax(1).flatten(1).where(real < classes, classes)
-        right = real.where(predicted == real, classes)
-        numbers = torch.stack([predicted, right, real], dim=1).flatten(0, 1)
-        counts = torch.stack([each.bincount(minlength=classes + 1)[:classes] for each in numbers]).unflatten(
-            0, (-1, 3)
-        )
+        counts = []
+        for predicted, real in zip(logits.argmax(1), labels.long(), strict=True):
+            counted = real < self.num_labels
+            predicted, real = predicted[counted], real[counted]
+            right = real[predicted == real]
+            counts.append(torch.stack([each.bincount(minlength=self.num_labels) for each in (predicted, right, real)]))
+        counts = torch.stack(counts)
         return None, counts, counts.new_zeros(len(counts))
 
     def measure(self, prediction) -> dict[str, float]:
@@ -262,9 +238,12 @@ class SegmentationTrainer(ImageTrainer):
 def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_labels: bool):
     """Return the model for the data's classes, in float32, and its image processor."""
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
-    if data.class_names:
-        names = dict(enumerate(data.class_names))
-        labels = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    if names := data.class_names:
+        labels = {
+            "num_labels": len(names),
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: number for number, name in enumerate(names)},
+        }
     height, width = options.image_size[0], options.image_size[-1]
     preprocessing = {}
     if options.model:
@@ -274,29 +253,20 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
                 f"model {options.model} is no segmentation model, which has classes; give num_labels or class_names."
             )
         set_drop_path(config, options.drop_path)
-        sparse = is_sparseformer(config)
-        if sparse:
+        if is_sparseformer(config):
             config.image_size, config.resize_size = [height, width], None
-        elif options.num_latent_tokens:
-            raise ValueError(f"num_latent_tokens is for SparseFormers, {options.model} is a {config.model_type}.")
-        remote = {"trust_remote_code": options.trust_remote_code}
-        values = {"num_latent_tokens": options.num_latent_tokens} if sparse else remote
+        values = {"trust_remote_code": options.trust_remote_code}
+        if options.num_latent_tokens:
+            values["num_latent_tokens"] = options.num_latent_tokens
         model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, **values)
         given = load_image_processor(options.model, options.trust_remote_code, KIND)
-        if getattr(given, "do_flip_channel_order", False):
-            raise ValueError(f"model {options.model} takes blue, green and red, which `segment` does not.")
-        names = ("image_mean", "image_std", "resample", "do_normalize")
-        preprocessing = {name: getattr(given, name, None) for name in names}
-        preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])
+        for name in ("image_mean", "image_std", "resample", "do_normalize"):
+            preprocessing[name] = getattr(given, name, None)
     else:
         if not labels:
             raise ValueError(f"A new {options.model_type} needs its classes: class_names or num_labels.")
         config = new_config(options.model_type, options.config_overrides, options.drop_path, **labels)
         model = new_model(AutoModelForSemanticSegmentation, config)
-    # The logits do not depend on these: they would have no gradient, which several processes do not take.
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("auxiliary_head", "pooling_head"):
-            module.requires_grad_(False)
     size = {"height": height, "width": width}
     return model, SegformerImageProcessor(size=size, do_reduce_labels=reduce_labels, **preprocessing)
 
