@@ -169,17 +169,7 @@ def add_segmentation(tasks) -> None:
     parser.add_argument(
         "--window", type=positive, nargs="+", help="pixels of a window, one number or height and width, that slides"
     )
-    parser.add_argument("--stride", type=positive, help="of the window (default: two thirds of its shorter side)")
-    parser.add_argument("--shorter-side", type=positive, help="of images under the window (default: the window's)")
-    parser.add_argument("--flip", action="store_true", help="average with what the mirrored image gives")
     add_limit_argument(parser)
-    parser.add_argument(
-        "--picture",
-        metavar="FILE",
-        help="draw images, true and predicted classes, and what the tokens of a SparseFormer do, into this .png, .pdf "
-        "or .svg",
-    )
-    parser.add_argument("--drawn", type=positive, nargs="+", default=[1, 2, 3], help="which, from 1 (default: 1 2 3)")
     add_skip_argument(parser)
     add_loop_arguments(parser, batch_size=16)
 

@@ -12,12 +12,16 @@ model, too (Hu et al. 2022), which is written with what was learned added to its
 """
 
 import copy
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PaliGemmaProcessor, PreTrainedModel
 
 from ..common.choices import QUANTIZATIONS
@@ -40,23 +44,16 @@ from .arguments import (
 from .augmentation import BootstrapView, PairedEvalView
 from .cards import write_card
 from .data import as_images
-from .llava import (
-    NO_ANSWER,
-    PALIGEMMA_PROMPT,
-    PROMPT,
-    Answers,
-    Learner,
-    answer,
-    encode,
-    pad,
-    read_conversations,
-    select,
-)
 from .optimizers import parameter_groups, with_rates
 from .trainer import ImageTrainer, run_command, start
 
 
 PROG = "frugalvit align-llava"
+# Prompts of LLaVA 1.5 and of PaliGemma.
+PROMPT = "USER: {image}{question} ASSISTANT:"
+PALIGEMMA_PROMPT = "{image}{question}\n"
+# The label of tokens outside of answers, as in Transformers.
+NO_ANSWER = -100
 # Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
 # beside 1e-3).
 LORA_RATE = 0.2
@@ -129,6 +126,199 @@ class AlignLlavaArguments(ImageTrainingArguments):
         check_from(self, 1, "num_tokens", "answer_tokens")
 
 
+def read_conversations(file: str | Path, image_folder: str | Path | None = None) -> datasets.Dataset:
+    """Read conversations about an image each, in LLaVA's format: a JSON list of records with `image`, a path, and
+    `conversations`, whose `value`s are `from` "human" and "gpt" in turns. Records without an image are left out.
+
+    Returns a `datasets.Dataset` with the columns `image`, not decoded, and `turns`, pairs of question and answer.
+    Paths of images start from `image_folder`, by default the file's.
+    """
+    file = Path(file).expanduser()
+    folder = Path(image_folder or file.parent).expanduser()
+    columns = {"image": [], "turns": []}
+    try:
+        for record in json.loads(file.read_text(encoding="utf-8")):
+            if record.get("image") is not None:
+                columns["image"].append(str(folder / record["image"]))
+                columns["turns"].append(read_turns(record["conversations"]))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ValueError(f"Cannot read LLaVA's conversations from {str(file)!r}: {error!r}") from error
+    return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image(decode=False))
+
+
+def read_turns(conversation: list[dict]) -> list[list[str]]:
+    """Return pairs of question and answer, without the place of the image."""
+    texts = [each["value"].replace("<image>", "").strip() for each in conversation]
+    speakers = [each["from"] for each in conversation]
+    if not texts or speakers != ["human", "gpt"] * (len(texts) // 2) or not all(texts[1::2]):
+        raise ValueError(f'{conversation}, expected texts from "human" and "gpt" in turns, and no empty answer')
+    return [texts[start : start + 2] for start in range(0, len(texts), 2)]
+
+
+def encode(processor, image_tokens: int, turns: Sequence, prompt: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of a conversation and its labels, which are `NO_ANSWER` outside of answers.
+
+    Args:
+        processor: The processor of a LLaVA or a PaliGemma; its tokenizer is used.
+        image_tokens (`int`): Number of the image's tokens, before the first question.
+        turns (sequence of pairs of `str`): Questions and answers; None for an answer that is still to be given.
+        prompt (`str`): The text around each question, with `{image}` and `{question}`.
+    """
+    tokenizer = processor.tokenizer
+    # A PaliGemma's text starts after its image, and its answers on a line of their own.
+    starts_after_image = isinstance(processor, PaliGemmaProcessor)
+    behind, space = (tokenizer.bos_token or "", "") if starts_after_image else ("\n", " ")
+    front = [] if starts_after_image or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+    def tokens(text: str) -> list[int]:
+        return front + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    text, spans = "", []
+    for number, (question, answer) in enumerate(turns):
+        image = "" if number else f"{processor.image_token * image_tokens}{behind}"
+        text += prompt.format(image=image, question=question)
+        if answer is None:
+            break
+        asked, text = tokens(text), f"{text}{space}{answer}{tokenizer.eos_token or ''}"
+        answered = tokens(text)
+        # A tokenizer may put the end of the question and the start of the answer into one token.
+        start = next((i for i, pair in enumerate(zip(asked, answered, strict=False)) if len({*pair}) == 2), len(asked))
+        spans.append((start, len(answered)))
+    ids = tokens(text)
+    labels = [NO_ANSWER] * len(ids)
+    for start, end in spans:
+        labels[start:end] = ids[start:end]
+    return ids, labels
+
+
+def pad(rows: Sequence[tuple[list[int], list[int]]], processor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return a model's inputs besides the images, and their labels, `(images, length)`, of token ids and labels of
+    each text. Padding is at the left, so that all texts end together."""
+    length = max(len(ids) for ids, _ in rows)
+
+    def stack(lists, value: int) -> torch.Tensor:
+        return torch.tensor([[value] * (length - len(each)) + each for each in lists])
+
+    labels = stack([labels for _, labels in rows], NO_ANSWER)
+    inputs = {
+        "input_ids": stack([ids for ids, _ in rows], processor.tokenizer.pad_token_id or 0),
+        "attention_mask": stack([[1] * len(ids) for ids, _ in rows], 0),
+    }
+    if isinstance(processor, PaliGemmaProcessor):
+        # 0 up to the first answer: these tokens attend to each other.
+        inputs["token_type_ids"] = ((labels != NO_ANSWER).cumsum(1) > 0).long()
+    return inputs, labels
+
+
+@torch.no_grad()
+def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], prompt: str, length: int) -> tuple:
+    """Generate the likeliest answer of a LLaVA or a PaliGemma to a question about each image, of at most `length`
+    tokens. Other arguments as in `encode`.
+
+    Returns:
+        The token ids of each answer; the logits of all of them, `(answer tokens, vocabulary)`; and the mean projected
+        token of each image, `(images, channels)`.
+    """
+    features = llava.get_image_features(pixel_values).pooler_output
+    inputs, _ = pad([encode(processor, len(features[0]), [(each, None)], prompt) for each in questions], processor)
+    given = llava.generate(
+        **{name: value.to(pixel_values.device) for name, value in inputs.items()},
+        pixel_values=pixel_values,
+        max_new_tokens=length,
+        do_sample=False,
+        pad_token_id=int(processor.tokenizer.pad_token_id or 0),
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = given.sequences[:, inputs["input_ids"].shape[1] :].cpu()
+    # Up to the end of a text, which is a part of the answer.
+    end = llava.generation_config.eos_token_id
+    ends = torch.isin(tokens, torch.tensor([end] if isinstance(end, int) else end or [], dtype=tokens.dtype))
+    kept = ends.cumsum(1) - ends.int() == 0
+    seen = torch.stack([each.float().mean(0) for each in features])
+    answers = [row[mask].tolist() for row, mask in zip(tokens, kept, strict=True)]
+    return answers, select(torch.stack(given.logits, dim=1), kept).float(), seen
+
+
+def select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values[mask]` of a mask on the CPU, without waiting for the device of the values."""
+    return values[tuple(index.to(values.device) for index in mask.nonzero(as_tuple=True))]
+
+
+class Learner(nn.Module):
+    """A LLaVA, which may share its language model with another one, whose projector learns, as a copy in float32. Its
+    state has the parameters that learn and no others."""
+
+    def __init__(self, llava: PreTrainedModel):
+        super().__init__()
+        self.dtype = llava.dtype
+        llava.requires_grad_(False)
+        llava.model.multi_modal_projector = copy.deepcopy(llava.model.multi_modal_projector).float().requires_grad_()
+        self.llava = llava
+        self.register_state_dict_post_hook(_drop_frozen)
+        self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+
+    def train(self, mode: bool = True):
+        """Stay in evaluation mode: no layer behaves otherwise in training."""
+        return super().train(False)
+
+    def forward(self, **inputs):
+        return self.llava(**inputs)
+
+    def add_lora(self, rank: int):
+        """Let the language model learn, too, by matrices of a low rank that are added to its own."""
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError:
+            raise ValueError("lora_rank is peft's: pip install 'frugalvit[finetune]'.") from None
+        language_model = self.llava.model.language_model
+        linear = {name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), language_model)
+        for parameter in language_model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
+    @property
+    def lora_layers(self) -> dict[str, nn.Module]:
+        """The language model's layers that have LoRA, by their names in it."""
+        modules = self.llava.model.language_model.named_modules()
+        return {name: module for name, module in modules if hasattr(module, "lora_A")}
+
+    @contextmanager
+    def without_lora(self) -> Iterator[None]:
+        """Within it, the language model computes without its LoRA."""
+        layers = self.lora_layers.values()
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    def merged_state(self, language_model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """Return the LLaVA's weights by name, in the precision that it had, with LoRA added to them or to those of
+        `language_model`, if its own is quantized."""
+        where, state, layers = "model.language_model", {}, self.lora_layers
+        for name, value in self.llava.state_dict().items():
+            if not name.startswith(f"{where}."):
+                state[name] = value.to(self.dtype) if "multi_modal_projector." in name else value
+        for name, value in (language_model or self.llava.model.language_model).state_dict().items():
+            owner, _, rest = name.replace(".base_layer.", ".").rpartition(".")
+            if owner in layers and rest == "weight":
+                value = (value.float() + layers[owner].get_delta_weight("default").to(value.device)).to(value.dtype)
+            if ".lora_" not in name:
+                state[f"{where}.{owner}.{rest}"] = value
+        return state
+
+
+def _drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
+    # A head that is its model's embeddings has two names.
+    named = learner.named_parameters(remove_duplicate=False)
+    for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
+        del state[name]
+
+
 class AlignLlavaTrainer(ImageTrainer):
     """Transformers' `Trainer` of a LLaVA or a PaliGemma that learns to read a SparseFormer: its projector and, with
     `args.lora_rank`, its language model.
@@ -137,17 +327,12 @@ class AlignLlavaTrainer(ImageTrainer):
         original (`PreTrainedModel`): The LLaVA with its own tower, in the precision that it is to have.
         tower (`SparseFormerPreTrainedModel`): A SparseFormer that was bootstrapped from that tower.
         args (`AlignLlavaArguments`): How it learns.
-        train_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or conversations, as
-            `read_conversations` returns them.
-        eval_dataset (*optional*): The same, to choose the best epoch on.
+        train_dataset, eval_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or
+            conversations, as `read_conversations` returns them.
         processing_class: The LLaVA's processor.
-        callbacks (*optional*): As Transformers has them.
-        base_model (`str`, *optional*): Name of the LLaVA, by default where it was loaded from.
         quantize (`str`, *optional*): How the language model of `original` is quantized. The written model has the
             weights of `base_model`, plus what LoRA learned.
-
-    Raises:
-        ValueError: if LLaVA, tower, images and arguments do not fit each other, or with FSDP or DeepSpeed.
+        callbacks, base_model (*optional*): As in `ImageTrainer`.
     """
 
     def __init__(
@@ -166,8 +351,7 @@ class AlignLlavaTrainer(ImageTrainer):
         args.eval_on_start = args.eval_on_start and eval_dataset is not None
         self.original = original if quantize else original.to(args.device)
         self.processor, self.quantize = processing_class, quantize
-        default_prompt = PALIGEMMA_PROMPT if isinstance(processing_class, PaliGemmaProcessor) else PROMPT
-        self.prompt = args.prompt or default_prompt
+        self.prompt = args.prompt or (PALIGEMMA_PROMPT if isinstance(processing_class, PaliGemmaProcessor) else PROMPT)
         self.tower_name = tower.config._name_or_path
         self.llava = swap_vision_tower(original, tower, new_first_layer=True)
         if args.num_tokens is not None:
@@ -197,7 +381,7 @@ class AlignLlavaTrainer(ImageTrainer):
             raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As in Transformers; a resumed run was measured before it began."""
+        # A resumed run was measured before it began.
         self.args.eval_on_start = self.args.eval_on_start and not resume_from_checkpoint
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -210,9 +394,9 @@ class AlignLlavaTrainer(ImageTrainer):
         rates = {parameter: LORA_RATE for parameter in model.parameters() if parameter not in in_projector}
         return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
-    def ask(self, batch: dict, images) -> tuple[list[tuple[list[int], list[int]]], Answers | None]:
-        """Return the token ids and labels of a text about each image of a batch, of conversations in `images`, or else
-        with the answers of the LLaVA as it was, which are returned, too."""
+    def ask(self, batch: dict, images) -> tuple:
+        """Return the token ids and labels of a text about each image of a batch, and `None`, of conversations in
+        `images`; or else of the answers of the LLaVA as it was, and their logits and mean tokens of `answer`."""
         args, indices = self.args, batch["index"].tolist()
 
         def encoded(turns: list) -> tuple[list[int], list[int]]:
@@ -225,40 +409,40 @@ class AlignLlavaTrainer(ImageTrainer):
         questions = [args.questions[seed % len(args.questions)] for seed in seeds]
         pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
         with self.accelerator.autocast(), self.model.without_lora():
-            answers = answer(self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens)
+            answers, *targets = answer(
+                self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens
+            )
         asked = [encoded([(question, None)]) for question in questions]
-        rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers.tokens, strict=True)]
-        return rows, answers
+        rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers, strict=True)]
+        return rows, targets
 
     def read(self, model, batch: dict, rows: list) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
         """Let the new LLaVA predict each token of the answers.
 
         Returns:
-            Its logits, `(answer tokens, vocabulary)` in float32, the tokens themselves, `(answer tokens,)`, how many
-            of them are about each image, and the mean projected token of each image, `(batch, hidden_size)`.
+            Its logits, `(answer tokens, vocabulary)`, the tokens themselves, `(answer tokens,)`, how many of them are
+            about each image, and the mean projected token of each image, `(batch, hidden_size)`.
         """
-        device = self.args.device
         inputs, labels = pad(rows, self.processing_class)
-        inputs = {name: value.to(device) for name, value in inputs.items()}
-        # Nothing is asked about what stands before the answers; the token before them is asked for the first.
-        asked = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
-        outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=asked + 1, **inputs)
-        labels = labels[:, -asked:]
+        inputs = {name: value.to(self.args.device) for name, value in inputs.items()}
+        # No logits of what stands before the answers, but of the last token before them.
+        length = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
+        outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=length + 1, **inputs)
+        labels = labels[:, -length:]
         answered = labels != NO_ANSWER
         features = torch.cat(list(outputs.image_outputs.pooler_output))
         seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
-        said, tokens = select(outputs.logits[:, :-1], answered).float(), labels[answered].to(device)
-        # The projector may be on another device than what is returned.
-        return said, tokens, answered.sum(1).tolist(), seen.to(device)
+        said = select(outputs.logits[:, :-1], answered).float()
+        return said, labels[answered].to(said.device), answered.sum(1).tolist(), seen
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        rows, answers = self.ask(inputs, self.train_dataset.images)
+        rows, targets = self.ask(inputs, self.train_dataset.images)
         said, tokens, _, seen = self.read(model, inputs, rows)
-        if answers is None:
+        if targets is None:
             return F.cross_entropy(said, tokens)
-        loss = divergence(said, answers.logits, 1.0)
-        distance = (seen - answers.seen).square().sum(1) / answers.seen.square().sum(1)
-        return loss + self.args.feature_loss_weight * distance.mean()
+        logits, expected = targets
+        distance = (seen - expected).square().sum(1) / expected.square().sum(1)
+        return divergence(said, logits, 1.0) + self.args.feature_loss_weight * distance.mean()
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
         """As in Transformers."""

@@ -35,11 +35,7 @@ def build_model(options, args, names: list[str]):
     Raises:
         ValueError: if there is no such model, or it cannot be as described.
     """
-    labels = {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: number for number, name in enumerate(names)},
-    }
+    labels = label_fields(names)
     model, processor = (load_classifier if options.model else new_classifier)(options, args, labels)
     if options.context_broadcast:
         insert_context_broadcast(
@@ -50,6 +46,12 @@ def build_model(options, args, names: list[str]):
             blend=options.context_broadcast_blend,
         )
     return model, processor
+
+
+def label_fields(names: list[str]) -> dict:
+    """Return the fields of a configuration for these class names."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
 
 
 def new_classifier(options, args, labels: dict):

@@ -6,10 +6,8 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the recipe of
 ViT-Adapter (Chen et al. 2023) with 80,000 iterations and more images a step. The defaults are what that has for both
-sizes of AugReg models: AdamW, 2e-5, linear decay after 1,500 steps of warm-up, images resized to 0.5 to 2 times the
-crop, cropped, flipped and distorted in color; and where the sizes differ, ten times the rate for the head, weight
-decay 0.01 and drop path 0.3 as for base (large: 1, 0.05, 0.4), and a rate that falls by 0.95 from block to block
-towards the image as for large (base: 1).
+sizes of AugReg models; where they differ, the head's rate, weight decay and drop path of base (large: 1, 0.05, 0.4)
+and the layer decay of large (base: 1).
 """
 
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSemanticSegmentation, PreTrainedModel, SegformerImageProcessor
+from transformers import AutoModelForSemanticSegmentation, SegformerImageProcessor
 
 from ..common.choices import IGNORED
 from ..common.loading import load_image_processor
@@ -41,7 +39,7 @@ from .arguments import (
 from .augmentation import SegmentationEvalView, SegmentationView
 from .cards import name_images
 from .data import PlainImages
-from .models import load_checkpoint, new_config, new_model, read_config, set_drop_path
+from .models import label_fields, load_checkpoint, new_config, new_model, read_config, set_drop_path
 from .optimizers import learning_rate_factors, parameter_groups, with_rates
 from .trainer import ImageTrainer, run_command, start
 
@@ -121,51 +119,31 @@ class SegmentationArguments(ImageTrainingArguments):
 
 
 class PlainPairs(PlainImages):
-    """A PyTorch dataset or a list of pairs of an image and its mask, or dictionaries of `image` and `mask`, as PIL
-    images, for example torchvision's `VOCSegmentation`."""
+    """A PyTorch dataset, for example torchvision's `VOCSegmentation`, or a list of pairs of an image and its mask."""
 
     def __init__(self, source):
         super().__init__(source, datasets.Features(dict.fromkeys(("image", "mask"), datasets.Image())))
 
     def __getitem__(self, index: int) -> dict:
-        item = self.source[index]
-        image, mask = (item["image"], item["mask"]) if isinstance(item, dict) else item
+        image, mask = self.source[index]
         return {"image": image, "mask": mask}
 
 
 class SegmentationTrainer(ImageTrainer):
     """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe.
 
-    ```python
-    args = SegmentationArguments(output_dir="trained", num_train_epochs=100, warmup_steps=0.05)
-    trainer = SegmentationTrainer(model, args, "path/to/images", processing_class=processor)
-    trainer.train()
-    trainer.save_model()
-    ```
-
     Args:
         model (`PreTrainedModel`): A `SparseFormerForSemanticSegmentation` or a model of Transformers for segmentation.
         args (`SegmentationArguments`): How it is trained.
-        train_dataset: Images with masks: a `datasets.Dataset` or stream with the columns `image` and `mask`, a dataset
-            of PyTorch or a list of such pairs (see `PlainPairs`), or the name of what `load_masked_images` loads.
+        train_dataset: A `datasets.Dataset` or stream with the columns `image` and `mask`, a dataset of PyTorch or a
+            list of pairs of PIL images, or the name of what `load_masked_images` loads.
         eval_dataset (*optional*): The same, to choose the best epoch on.
         processing_class: The model's image processor.
-        callbacks (*optional*): As Transformers has them.
-        base_model (`str`, *optional*): The model from which training starts, for the card.
-
-    Raises:
-        ValueError: if model, images and arguments do not fit each other.
+        kwargs (*optional*): `callbacks` and `base_model`, as in `ImageTrainer`.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        args: SegmentationArguments,
-        train_dataset,
-        eval_dataset=None,
-        processing_class=None,
-        callbacks=None,
-        base_model: str | None = None,
+        self, model, args: SegmentationArguments, train_dataset, eval_dataset=None, processing_class=None, **kwargs
     ):
         image_format = ImageFormat.from_processor(processing_class)
         self.num_labels = model.config.num_labels
@@ -178,8 +156,7 @@ class SegmentationTrainer(ImageTrainer):
             train_view=SegmentationView(image_format, read_mask, args.scale),
             eval_view=SegmentationEvalView(image_format, read_mask),
             processing_class=processing_class,
-            callbacks=callbacks,
-            base_model=base_model,
+            **kwargs,
         )
 
     def take_images(self, images):
@@ -238,12 +215,8 @@ class SegmentationTrainer(ImageTrainer):
 def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_labels: bool):
     """Return the model for the data's classes, in float32, and its image processor."""
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
-    if names := data.class_names:
-        labels = {
-            "num_labels": len(names),
-            "id2label": dict(enumerate(names)),
-            "label2id": {name: number for number, name in enumerate(names)},
-        }
+    if data.class_names:
+        labels = label_fields(data.class_names)
     height, width = options.image_size[0], options.image_size[-1]
     preprocessing = {}
     if options.model:
@@ -262,6 +235,7 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
         given = load_image_processor(options.model, options.trust_remote_code, KIND)
         for name in ("image_mean", "image_std", "resample", "do_normalize"):
             preprocessing[name] = getattr(given, name, None)
+        preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])
     else:
         if not labels:
             raise ValueError(f"A new {options.model_type} needs its classes: class_names or num_labels.")
