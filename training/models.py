@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
 from ..common.loading import check_folder, load_image_processor, one_error, split_revision
@@ -21,22 +20,15 @@ from .optimizers import classifiers_inside
 from .students import parse_overrides
 
 
-# Configuration of the model to train where none is named: a ViT-T for 32 x 32 pixels.
-VIT_TINY = "image_size=32,patch_size=2,hidden_size=192,num_attention_heads=3,intermediate_size=768"
 # Kinds of models, for messages.
 CLASSIFIER, NEW = "an image classifier to go on from", "an architecture to train from scratch"
 
 
 def build_model(options, args, names: list[str]):
-    """Return a classifier for these class names, in float32, and its image processor.
-
-    Args: `options` are `ModelArguments`; `args`, `ImageClassificationArguments`, have the seed and `train_image_size`.
-
-    Raises:
-        ValueError: if there is no such model, or it cannot be as described.
-    """
-    labels = label_fields(names)
-    model, processor = (load_classifier if options.model else new_classifier)(options, args, labels)
+    """Return the classifier that `ModelArguments` and `ImageClassificationArguments` describe, for these class names,
+    in float32, and its image processor."""
+    build = load_classifier if options.model else new_classifier
+    model, processor = build(options, args, label_fields(names))
     if options.context_broadcast:
         insert_context_broadcast(
             model,
@@ -55,11 +47,7 @@ def label_fields(names: list[str]) -> dict:
 
 
 def new_classifier(options, args, labels: dict):
-    overrides = options.config_overrides
-    if not (options.model_type or overrides):
-        overrides = VIT_TINY
-        PartialState().print(f"No model is named: a vit of {VIT_TINY} is trained.")
-    config = new_config(options.model_type or "vit", overrides, options.drop_path, **labels)
+    config = new_config(options.model_type or "vit", options.config_overrides, options.drop_path, **labels)
     is_configured = configure_start(config, options.initialization, options.initialization_options, args.seed)
     normalization = {"image_mean": options.image_mean, "image_std": options.image_std}
     if isinstance(config, FrugalViTConfig):

@@ -49,9 +49,7 @@ class ModelArguments:
         None, "Folder or hub id (owner/name@revision, too) of an image classifier to go on from."
     )
     model_type: str | None = argument(
-        None,
-        "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit; without "
-        "config_overrides a ViT-T for 32 x 32 pixels.",
+        None, "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit."
     )
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
@@ -81,6 +79,8 @@ class ModelArguments:
     image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
 
     def __post_init__(self):
+        if not (self.model or self.model_type or self.config_overrides):
+            raise ValueError("Give model, to go on from, or model_type and config_overrides, to train from scratch.")
         check_shares(self, "drop_path")
         check_from(self, 1, "image_size")
 

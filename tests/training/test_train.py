@@ -209,15 +209,10 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     assert not all(torch.equal(other[name], weight) for name, weight in expected.items())
 
 
-def test_says_which_model_it_chose(tmp_path, capsys):
-    config = make(tmp_path / "out").model.config
-    assert (config.model_type, config.image_size, config.hidden_size, config.num_labels) == ("vit", 32, 192, 10)
-    assert "No model is named: a vit of image_size=32,patch_size=2" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"config_overrides": None}, "Give model, to go on from, or model_type and config_overrides, to train from"),
         ({"config_overrides": "hidden_sizes=3"}, "config_overrides: vit configurations have no 'hidden_sizes'"),
         ({"initialization_options": "mass=0.3"}, "initialization_options: initialization default has no 'mass'"),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
