@@ -21,7 +21,7 @@ from transformers import AutoModelForSemanticSegmentation, SegformerImageProcess
 from ..common.choices import IGNORED
 from ..common.loading import load_image_processor
 from ..common.masks import MaskReader, load_masked_images, load_masked_splits
-from ..common.metrics import scores_of_pixels
+from ..common.metrics import SegmentationScores
 from ..common.scores import check_scores
 from ..common.views import ImageFormat
 from ..configuration.configuration_sparseformer_base import is_sparseformer
@@ -93,6 +93,7 @@ class SegmentationArguments(ImageTrainingArguments):
     """How it is trained: augmentation, learning rates, labels that do not count, and Transformers' arguments."""
 
     metric_for_best_model: str = argument("mean_iou", "Metric that chooses the best model.")
+    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
     num_train_epochs: float | None = argument(None, "Epochs. Default: as many as max_steps needs.")
     max_steps: int = argument(-1, "Optimizer steps. Default: 80,000 without num_train_epochs.")
     per_device_train_batch_size: int = argument(32, "Images of a step on a device.")
@@ -158,6 +159,8 @@ class SegmentationTrainer(ImageTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        # Models that do not compute a loss themselves have labels, too.
+        self.label_names, self.scores = ["labels"], SegmentationScores(self.num_labels)
 
     def take_images(self, images):
         if isinstance(images, str | Path):
@@ -169,38 +172,26 @@ class SegmentationTrainer(ImageTrainer):
         return images
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(pixel_values=inputs["pixel_values"])
-        loss = semantic_segmentation_loss(outputs.logits, inputs["labels"], self.num_labels)
-        return (loss, outputs) if return_outputs else loss
+        logits = model(pixel_values=inputs["pixel_values"]).logits
+        loss = semantic_segmentation_loss(logits, inputs["labels"], self.num_labels)
+        return (loss, {"logits": logits}) if return_outputs else loss
 
     def parameter_groups(self, model) -> list[dict]:
         rates = learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
         return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
-    @torch.no_grad()
-    def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return, for each image and class, the predicted, the rightly predicted and the real pixels that count,
-        `(batch, 3, num_labels)`, at the masks' resolution."""
-        inputs = self._prepare_inputs(inputs)
-        labels = inputs["labels"]
-        logits = model(pixel_values=inputs["pixel_values"]).logits.float()
+    def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
+        """Add a batch to `mean_iou`, `mean_accuracy` and `pixel_accuracy`, at the masks' resolution; return these with
+        the last one."""
+        logits, labels = torch.as_tensor(prediction.predictions).float(), torch.as_tensor(prediction.label_ids)
         check_scores(logits)
         logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
-        counts = []
-        for predicted, real in zip(logits.argmax(1), labels.long(), strict=True):
-            counted = real < self.num_labels
-            predicted, real = predicted[counted], real[counted]
-            right = real[predicted == real]
-            counts.append(torch.stack([each.bincount(minlength=self.num_labels) for each in (predicted, right, real)]))
-        counts = torch.stack(counts)
-        return None, counts, counts.new_zeros(len(counts))
-
-    def measure(self, prediction) -> dict[str, float]:
-        """`mean_iou`, `mean_accuracy` and `pixel_accuracy` of all pixels, as `SegmentationScores` has them."""
-        predicted, right, real = prediction.predictions.sum(0)
-        if not real.any():
+        self.scores.add_batch(predictions=logits.argmax(1).cpu().numpy(), references=labels.cpu().numpy())
+        if not compute_result:
+            return {}
+        scores = self.scores.compute()
+        if scores["mean_iou"] is None:
             raise ValueError("No pixel of the evaluation masks counts; check ignored_labels and reduce_labels.")
-        scores = scores_of_pixels(predicted, right, real)
         return {name: value for name, value in scores.items() if name != "iou"}
 
     def summary(self, metrics: dict[str, float]) -> str:
