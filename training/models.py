@@ -161,7 +161,7 @@ def load_checkpoint(auto_class, given: str, config, kind: str, **options):
     """Load a checkpoint to go on from, in float32, with a new classifier where its own does not fit.
 
     Raises:
-        ValueError: if weights of the backbone would be random.
+        ValueError: if weights of the backbone would be random or left out.
     """
     name, revision = split_revision(given)
     options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -169,11 +169,11 @@ def load_checkpoint(auto_class, given: str, config, kind: str, **options):
         model, info = auto_class.from_pretrained(name, config=config, **revision, **options)
     prefix = f"{model.base_model_prefix}."
     heads = tuple(f"{prefix}{head}" for head in classifiers_inside(model.base_model))
-    new = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
-    if lacking := sorted(key for key in new if key.startswith(prefix) and not key.startswith(heads)):
+    keys = [*info["missing_keys"], *info["unexpected_keys"], *(key[0] for key in info["mismatched_keys"])]
+    if wrong := sorted(key for key in keys if key.startswith(prefix) and not key.startswith(heads)):
         raise ValueError(
-            f"model {given} does not fit a {type(model).__name__}: {', '.join(lacking[:3])} are missing or of another "
-            f"size, {len(lacking)} weights in all."
+            f"model {given} does not fit a {type(model).__name__}: {', '.join(wrong[:3])} are missing, unexpected or "
+            f"of another size, {len(wrong)} weights in all."
         )
     return model
 

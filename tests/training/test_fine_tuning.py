@@ -219,10 +219,11 @@ def test_trains_on_smaller_images_and_evaluates_on_whole_ones(vit, distill, tmp_
     assert measured(model, processor) == pytest.approx(own.metrics["accuracy"])
 
 
-def test_a_backbone_that_is_not_whole_is_refused(vit, tmp_path, capsys):
+@pytest.mark.parametrize("blocks", [2, 4], ids=["more", "fewer"])
+def test_a_backbone_that_is_not_whole_is_refused(vit, blocks, tmp_path, capsys):
     folder = vit()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config.get("model_args", {})["depth"] = config["num_hidden_layers"] = 4
+    config.get("model_args", {})["depth"] = config["num_hidden_layers"] = blocks
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     said = error_of("train", tmp_path / "out", capsys, model=folder)
     assert "does not fit a " in said and any(f"{count} weights in all" in said for count in (12, 16))
