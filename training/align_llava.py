@@ -3,18 +3,15 @@
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
 
-The tower takes the place of the LLaVA's own, as in `frugalvit swap`; tower and language model stay as they are. A
-PaliGemma is such a LLaVA, too.
-Without text, the LLaVA as it was is the teacher: it answers a question about each image, and the new one learns to
-give its answers, token by token with its distribution, from projected tokens whose mean is that of the old ones. With
-LLaVA's files of conversations (`--dataset FILE.json`), it learns their answers. `--lora_rank` tunes the language
-model, too (Hu et al. 2022), which is written with what was learned added to its weights.
+The tower takes the place of that of a LLaVA or a PaliGemma, as in `frugalvit swap`; tower and language model are
+frozen. Without text, the original model is the teacher: it answers a question about each image, and the new one learns
+the distribution of each token of the answer, and the mean of the projected tokens. With LLaVA's files of conversations
+(`--dataset FILE.json`), it learns their answers. `--lora_rank` tunes the language model, too (Hu et al. 2022).
 """
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,8 +51,7 @@ PROMPT = "USER: {image}{question} ASSISTANT:"
 PALIGEMMA_PROMPT = "{image}{question}\n"
 # The label of tokens outside of answers, as in Transformers.
 NO_ANSWER = -100
-# Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
-# beside 1e-3).
+# Share of the learning rate: LLaVA 1.5 takes 2e-4 for its language model and 1e-3 for the projector.
 LORA_RATE = 0.2
 # Code in the model card.
 USE = """
@@ -70,14 +66,9 @@ class LlavaArguments:
     """The LLaVA and the tower that it is to read."""
 
     model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
-    vision_model: str = argument(
-        help="Folder or hub id of a SparseFormer that was bootstrapped from its tower, or, with a new first layer of "
-        "the projector, from another vision transformer."
-    )
+    vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped, best from its tower.")
     quantize: str | None = argument(
-        None,
-        "Hold the language model's weights so (pip install 'frugalvit[quantize]'). They are written as they were.",
-        choices=[*QUANTIZATIONS],
+        None, "How the language model is held in training; it is written as it was.", choices=[*QUANTIZATIONS]
     )
 
 
@@ -85,15 +76,12 @@ class LlavaArguments:
 class QuestionDataArguments(DataArguments):
     """Images to ask about, or LLaVA's conversations, to train and evaluate on, by their names."""
 
-    image_folder: str | None = argument(
-        None, "Where images of conversations are. Default: the folder of the conversations."
-    )
+    image_folder: str | None = argument(None, "Folder of the images of conversations. Default: that of the file.")
 
 
 @dataclass
 class AlignLlavaArguments(ImageTrainingArguments):
-    """How it learns: questions about the images, what learns, and Transformers' arguments. With `bf16` or `fp16`,
-    weights that stay as they are have that precision, too; those that learn are float32."""
+    """Questions about the images, and what learns. With `bf16` or `fp16`, frozen weights have that precision, too."""
 
     metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
     eval_on_start: bool = argument(True, "Measure the LLaVA with the new tower before training, too.")
@@ -106,16 +94,11 @@ class AlignLlavaArguments(ImageTrainingArguments):
     num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
     lora_rank: int = argument(0, "Rank of LoRA in the language model; 0 leaves it as it is.")
     questions: list[str] = argument(
-        ["What is in the image?", "Describe the image.", "What is this?"],
-        "Questions, one of which is asked about each view of an image.",
+        ["What is in the image?", "Describe the image.", "What is this?"], "Questions, one for each view of an image."
     )
-    prompt: str | None = argument(
-        None, "What a question is put into, with {image} and {question}. Default: LLaVA 1.5's or PaliGemma's."
-    )
+    prompt: str | None = argument(None, "Text with {image} and {question}. Default: LLaVA 1.5's or PaliGemma's.")
     answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
-    feature_loss_weight: float = argument(
-        1.0, "Weight of an added distance of the projected tokens' mean from that of the LLaVA as it was."
-    )
+    feature_loss_weight: float = argument(1.0, "Weight of the distance of projected tokens' means.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -237,12 +220,8 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
     kept = ends.cumsum(1) - ends.int() == 0
     seen = torch.stack([each.float().mean(0) for each in features])
     answers = [row[mask].tolist() for row, mask in zip(tokens, kept, strict=True)]
-    return answers, select(torch.stack(given.logits, dim=1), kept).float(), seen
-
-
-def select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values[mask]` of a mask on the CPU, without waiting for the device of the values."""
-    return values[tuple(index.to(values.device) for index in mask.nonzero(as_tuple=True))]
+    logits = torch.stack(given.logits, dim=1)
+    return answers, logits[kept.to(logits.device)].float(), seen
 
 
 class Learner(nn.Module):
@@ -284,17 +263,9 @@ class Learner(nn.Module):
         modules = self.llava.model.language_model.named_modules()
         return {name: module for name, module in modules if hasattr(module, "lora_A")}
 
-    @contextmanager
-    def without_lora(self) -> Iterator[None]:
-        """Within it, the language model computes without its LoRA."""
-        layers = self.lora_layers.values()
-        for layer in layers:
-            layer.enable_adapters(False)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
+    def enable_lora(self, enabled: bool):
+        for layer in self.lora_layers.values():
+            layer.enable_adapters(enabled)
 
     def merged_state(self, language_model: nn.Module | None = None) -> dict[str, torch.Tensor]:
         """Return the LLaVA's weights by name, in the precision that it had, with LoRA added to them or to those of
@@ -395,8 +366,8 @@ class AlignLlavaTrainer(ImageTrainer):
         return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
     def ask(self, batch: dict, images) -> tuple:
-        """Return the token ids and labels of a text about each image of a batch, and `None`, of conversations in
-        `images`; or else of the answers of the LLaVA as it was, and their logits and mean tokens of `answer`."""
+        """Return the token ids and labels of a text about each image of a batch: of conversations in `images`, and
+        `None`; or else of the teacher's answers, and their logits and mean projected tokens."""
         args, indices = self.args, batch["index"].tolist()
 
         def encoded(turns: list) -> tuple[list[int], list[int]]:
@@ -408,10 +379,12 @@ class AlignLlavaTrainer(ImageTrainer):
         seeds = [random_seed(args.seed, *key, CAPTION) for key in zip(epochs, indices, strict=True)]
         questions = [args.questions[seed % len(args.questions)] for seed in seeds]
         pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
-        with self.accelerator.autocast(), self.model.without_lora():
+        self.model.enable_lora(False)
+        with self.accelerator.autocast():
             answers, *targets = answer(
                 self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens
             )
+        self.model.enable_lora(True)
         asked = [encoded([(question, None)]) for question in questions]
         rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers, strict=True)]
         return rows, targets
@@ -432,7 +405,7 @@ class AlignLlavaTrainer(ImageTrainer):
         answered = labels != NO_ANSWER
         features = torch.cat(list(outputs.image_outputs.pooler_output))
         seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
-        said = select(outputs.logits[:, :-1], answered).float()
+        said = outputs.logits[:, :-1][answered.to(outputs.logits.device)].float()
         return said, labels[answered].to(said.device), answered.sum(1).tolist(), seen
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -479,7 +452,7 @@ class AlignLlavaTrainer(ImageTrainer):
         token = self.processor.image_token
         place = token if self.prompt.endswith("\n") else f"{token}\n"
         prompt = self.prompt.removesuffix("\n").format(image=place, question=self.args.questions[0])
-        # Its parameters are counted, without LoRA's and as they are before they are quantized.
+        # Its parameters are counted: without LoRA's, and not quantized.
         with torch.device("meta"):
             plain = type(self.llava)(self.llava.config)
         write_card(folder, self, plain, use=USE.format(prompt=prompt))

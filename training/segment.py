@@ -53,9 +53,7 @@ KIND = "a model to go on from"
 class SegmenterArguments:
     """The segmentation model to train."""
 
-    model: str | None = argument(
-        None, "Folder or hub id (@revision, too) of a bootstrapped SparseFormer or a segmentation model."
-    )
+    model: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer or a segmentation model.")
     model_type: str | None = argument(None, "Architecture to train from scratch instead, a model_type.")
     config_overrides: str = argument("", "Its configuration, for example hidden_sizes=[32,64,160,256].")
     num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 256 in the paper.")
@@ -76,8 +74,8 @@ class MaskedDataArguments(DataArguments):
     """Images with masks to train and evaluate on, by their names."""
 
     dataset: list[str] = argument(
-        help="datasets hub id, parquet files or folder of them, folder with images/ and annotations/, or folder of "
-        "images with labelme's files beside them, whose labels are class_names or else sorted."
+        help="datasets hub id, parquet files or folder of them, folder with images/ and annotations/ or with "
+        "labelme's files, whose labels are class_names or else sorted."
     )
     mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
     num_labels: int | None = argument(None, "Number of classes, where class_names does not name them.")
@@ -90,7 +88,7 @@ class MaskedDataArguments(DataArguments):
 
 @dataclass
 class SegmentationArguments(ImageTrainingArguments):
-    """How it is trained: augmentation, learning rates, labels that do not count, and Transformers' arguments."""
+    """Training of segmentation: augmentation, learning rates, and labels that do not count."""
 
     metric_for_best_model: str = argument("mean_iou", "Metric that chooses the best model.")
     batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")

@@ -3,7 +3,6 @@
 A mask is a `(height, width)` uint8 tensor of class numbers; 255 does not count.
 """
 
-import functools
 import io
 import json
 from collections import defaultdict
@@ -33,13 +32,11 @@ BACKGROUND, IGNORE = "_background_", "__ignore__"
 def load_masked_splits(data) -> tuple:
     """Load images to train, evaluate and test on, see `load_parts`; labelme's names become `data.class_names`."""
     data.class_names = data.class_names or _labelme_names(_find_pairs(data.dataset)) or None
-    load = functools.partial(
-        load_masked_images,
-        name=data.dataset_config,
-        image_column=data.image_column,
-        mask_column=data.mask_column,
-        class_names=data.class_names,
-    )
+    columns = data.image_column, data.mask_column
+
+    def load(dataset: list[str], split: str, streaming: bool = False):
+        return load_masked_images(dataset, split, data.dataset_config, *columns, data.class_names, streaming)
+
     return load_parts(data, load, lambda dataset: masked_split_names(dataset, data.dataset_config))
 
 
@@ -52,11 +49,11 @@ def load_masked_images(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load images and their masks into the columns `image` and `mask`, not decoded.
 
-    A data set is a hub id (with a configuration, `name`), parquet files or a folder of them, with a column of images
-    and one of masks; a folder with `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` as ADE20K has it (`masks`
-    or `labels`, too); or one with `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A single part needs no SPLIT.
-    `split` may be a slice, `"train[:100]"`. `class_names` are labelme's labels in the order of their numbers, by
-    default `_background_` and those of all files, sorted; without it, pixels outside of all shapes do not count.
+    A data set is what `load_table` takes, with a column of images and one of masks; a folder with
+    `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or one with
+    `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A single part needs no SPLIT. `split` may be a slice.
+    `class_names` are labelme's labels in the order of their numbers, by default `_background_` and those of all files,
+    sorted; without `_background_`, pixels outside of all shapes do not count.
     """
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)

@@ -6,8 +6,6 @@ import re
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from runs import check_resumes, error_of
 from safetensors.torch import load_file
@@ -198,17 +196,6 @@ def test_what_is_no_conversation_is_refused(turns, tmp_path):
         read_conversations(write(tmp_path, [{"image": "a.png", "conversations": turns}]))
 
 
-@given(st.lists(st.tuples(st.sampled_from(WORDS[2:10]), st.sampled_from(WORDS[7:10])), min_size=1), st.integers(0, 9))
-def test_answers_are_what_is_learned(turns, image_tokens):
-    ids, labels = encode(PROCESSOR, image_tokens, turns, " {image}{question} ?")
-    expected, answers = [IMAGE] * image_tokens, []
-    for question, given_answer in turns:
-        expected += [WORDS.index(question), WORDS.index("?"), WORDS.index(given_answer)]
-        answers.append(len(expected) - 1)
-    assert ids == expected
-    assert labels == [token if place in answers else NO_ANSWER for place, token in enumerate(ids)]
-
-
 def test_a_text_begins_once_and_answers_end_it():
     processor = make_processor(make_llava())
     special = {"extra_special_tokens": {"image_token": "<image>"}, "additional_special_tokens": ["[EOS]"]}
@@ -271,8 +258,9 @@ def test_what_was_learned_of_the_language_model_is_added_to_it():
         layer.lora_B["default"].weight.normal_(std=0.3)
     learned = llava(**inputs).logits
     assert (learned - before).abs().max() > 0.1
-    with learner.without_lora():
-        assert torch.equal(llava(**inputs).logits, before)
+    learner.enable_lora(False)
+    assert torch.equal(llava(**inputs).logits, before)
+    learner.enable_lora(True)
     plain = make_llava()
     plain.load_state_dict(learner.merged_state())
     torch.testing.assert_close(plain(**inputs).logits, learned, rtol=1e-4, atol=1e-4)

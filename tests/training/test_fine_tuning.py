@@ -25,7 +25,7 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from frugalvit import cli, remove_context_broadcast
+from frugalvit import remove_context_broadcast
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
@@ -83,8 +83,8 @@ def measured(model, processor) -> float:
     return (logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
 
 
-def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_names, capsys):
-    """It learns, and the saved model is for Auto classes, `predict`, `bootstrap` and timm."""
+def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_names):
+    """It learns, and the saved model is for Auto classes, `bootstrap` and timm."""
     folder, out = timm_vit(labels=["ant", "bee", "cow", "dog", "emu"]), tmp_path / "out"
     own = run(out, model=folder, num_train_epochs=8, learning_rate=5e-3, **PLAIN)
     losses = logged(own, "loss")
@@ -95,15 +95,8 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_na
     assert "A vit_tiny_patch16_224 classifier" in (out / "README.md").read_text(encoding="utf-8")
     there = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=10).eval()
     there.load_state_dict(load_file(out / "model.safetensors"))
-    image = load_images("cifar10-subset", "test[:1]").cast_column("image", datasets.Image())[0]["image"]
-    pixel_values = processor(image, return_tensors="pt")["pixel_values"]
-    with torch.inference_mode():
-        logits = model(pixel_values).logits
-        torch.testing.assert_close(there(pixel_values), logits)
-    image.save(tmp_path / "image.png")
-    capsys.readouterr()
-    assert cli.main(["predict", "--model", str(out), "--top", "1", str(tmp_path / "image.png")]) == 0
-    assert class_names[logits.argmax()] in capsys.readouterr().out
+    pixel_values = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(there(pixel_values), model(pixel_values).logits)
     student = make_trainer("bootstrap", tmp_path / "student", teacher=out, num_tokens=4).student
     assert student.config.id2label == model.config.id2label
 
