@@ -142,9 +142,10 @@ class TestData:
         assert (labels[:, :19] == 1).all() and (labels[:, 32:49] == 2).all() and not labels[:, 23:28].any()
         with pytest.raises(ValueError, match="0.json has a polygon 'at 30', expected polygons of at 0"):
             load_masked_images(str(tmp_path), "train", class_names=["at 0"])
-        (tmp_path / "0.json").write_text("{}")
-        with pytest.raises(ValueError, match="0.json is no file of labelme's"):
-            load_masked_images(str(tmp_path), "train")
+        for content in ("{}", "[]", "no JSON"):
+            (tmp_path / "0.json").write_text(content)
+            with pytest.raises(ValueError, match="0.json is no file of labelme's"):
+                load_masked_images(str(tmp_path), "train")
 
     def test_columns_that_do_not_tell(self, tmp_path):
         path = write_scenes(tmp_path / "three.parquet", change=lambda each: each.update(other=each["annotation"]))
