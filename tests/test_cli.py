@@ -75,7 +75,7 @@ def test_choices_are_all_that_there_are():
     ("argv", "meant"),
     [
         (["bootstrap", "--imagesize", "32", "--teacher", "x", "--output_dir", "out"], "--image_size"),
-        (["train", "--learing_rate", "1", "--output_dir", "out"], "--learning_rate"),
+        (["train", "--model", "x", "--learing_rate", "1", "--output_dir", "out"], "--learning_rate"),
         (["predict", "a.png", "--modle", "x"], "--model"),
         (["evaluate", "knn", "--neigbors=3"], "--neighbors"),
         (["export", "--page_", "x"], "--page"),

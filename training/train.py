@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
@@ -34,14 +33,12 @@ from .arguments import (
 from .augmentation import SmallDataArguments
 from .cards import name_images
 from .data import labeled_images, mixing
-from .models import build_model, check_takes, choose_attention, choose_variant, typical_pixels
+from .models import build_model, choose_attention
 from .optimizers import learning_rate_factors, parameter_groups, with_rates
 from .trainer import ImageTrainer, run_command, start
 
 
 PROG = "frugalvit train"
-# How many times their size images may be enlarged for a new model without a note.
-MOST_ENLARGED = 3
 
 
 @dataclass
@@ -52,9 +49,7 @@ class ModelArguments:
         None, "Folder or hub id (owner/name@revision, too) of an image classifier to go on from."
     )
     model_type: str | None = argument(
-        None,
-        "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit; without "
-        "config_overrides a ViT-T for images of the size that the data set's first ones have.",
+        None, "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit."
     )
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
@@ -84,6 +79,8 @@ class ModelArguments:
     image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
 
     def __post_init__(self):
+        if not (self.model or self.model_type or self.config_overrides):
+            raise ValueError("Give model, to go on from, or model_type and config_overrides, to train from scratch.")
         check_shares(self, "drop_path")
         check_from(self, 1, "image_size")
 
@@ -179,7 +176,6 @@ class ImageClassificationTrainer(ImageTrainer):
         if pixels := args.train_image_size:
             if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
                 self.interpolation["interpolate_pos_encoding"] = True
-            check_takes(model, pixels, "train_image_size", **self.interpolation)
             self.view_format = replace(image_format, size=(pixels, pixels))
         view = args.view(
             self.view_format,
@@ -286,19 +282,7 @@ def make_trainer(
     """Return the trainer for the arguments of the command."""
     start(args)
     train, evaluation, test = load_splits(data, learns_labels=True)
-    pixels = None if options.model else options.image_size or typical_pixels(train)
-    is_chosen = not (options.model or options.model_type or options.config_overrides)
-    if is_chosen:
-        variant = choose_variant(options, pixels)
-        fields = f"model_type {options.model_type}, config_overrides {options.config_overrides}"
-        PartialState().print(f"No model is named; images of {pixels} pixels have {variant}: {fields}")
     model, processor = build_model(options, args, class_names(train))
-    size = min(ImageFormat.from_processor(processor).size)
-    if pixels and not is_chosen and size > MOST_ENLARGED * pixels:
-        PartialState().print(
-            f"Note: the new model sees images of {size} pixels, and these have {pixels}: they are enlarged. One for "
-            f"their own size is faster: config_overrides image_size={pixels},patch_size=…"
-        )
     trainer = ImageClassificationTrainer(
         model, args, train, evaluation, processing_class=processor, base_model=options.model
     )
