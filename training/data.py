@@ -47,22 +47,18 @@ class PlainImages:
     def __getitem__(self, index: int) -> dict:
         item = self.source[index]
         if isinstance(item, dict):
-            item = (item["image"], *((item["label"],) if "label" in item else ()))
-        item = item if isinstance(item, tuple | list) else (item,)
-        if not isinstance(item[0], Image.Image):
-            raise ValueError(f"Item {index} of the images is a {type(item[0]).__name__}, expected a PIL image.")
-        return {"image": item[0]} | ({"label": int(item[1])} if "label" in self.features else {})
+            item = (item["image"], item.get("label"))
+        image, *label = item if isinstance(item, tuple | list) else (item,)
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"Item {index} of the images is a {type(image).__name__}, expected a PIL image.")
+        return {"image": image} | ({"label": int(label[0])} if "label" in self.features else {})
 
     def select(self, indices) -> "PlainImages":
         """The images of these indices."""
         return PlainImages(Subset(self.source, list(indices)), self.features)
 
-    def take(self, count: int) -> "PlainImages":
-        """The first images."""
-        return self.select(range(min(count, len(self))))
-
     def remove_columns(self, name: str) -> "PlainImages":
-        """The same images without a column, in practice the labels."""
+        """The same images without their labels."""
         return PlainImages(self.source, datasets.Features({"image": self.features["image"]}))
 
 
@@ -73,14 +69,11 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
         images: A `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset
             of PyTorch or a list of PIL images, see `PlainImages`; a list of paths of image files; or the name of a
             folder or a data set.
-
-    Raises:
-        ValueError: if there are no images.
     """
-    if isinstance(images, datasets.Dataset | datasets.IterableDataset):
-        return select_images(images, "the data set")
     if isinstance(images, PlainImages):
         return images
+    if isinstance(images, datasets.Dataset | datasets.IterableDataset):
+        return select_images(images, "the data set")
     if isinstance(images, str | Path):
         return load_images(str(images))
     if isinstance(images, Mapping) or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
@@ -109,20 +102,10 @@ def labeled_images(train, evaluation=None) -> tuple:
         ValueError: if images have no labels, or parts have different classes.
     """
     train, evaluation = (None if images is None else as_images(images) for images in (train, evaluation))
-    for images, what in ((train, "training"), (evaluation, "evaluation")):
-        if images is not None and class_names(images) is None:
-            raise ValueError(
-                f"The {what} images have no labels; expected a column of labels, or a dataset of PyTorch that names "
-                "them by its attribute classes."
-            )
+    if any(images is not None and class_names(images) is None for images in (train, evaluation)):
+        raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
     check_same_classes(class_names(train), evaluation)
     return train, evaluation
-
-
-def draw_image(images) -> Image.Image:
-    """One of the images, chosen by torch's random numbers; raises `ImageError` if it cannot be read."""
-    index = int(torch.randint(len(images), ()))
-    return decode_image(images[index]["image"], index)
 
 
 class Views(Dataset):
@@ -162,11 +145,9 @@ class Views(Dataset):
             # Ctrl-C reaches workers, too, and the main process still needs their images.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
+            parts = [decode_image(record["image"], index, self.view.at_least)]
             if "mask" in record:
-                image = decode_image(record["image"], index)
-                parts = (image, self.view.read_mask(record["mask"], index, image.size))
-            else:
-                parts = (decode_image(record["image"], index, self.view.at_least),)
+                parts.append(self.view.read_mask(record["mask"], index, parts[0].size))
             if self.seed is None:
                 sample = self.view(*parts) | {"index": index}
             else:
@@ -208,7 +189,7 @@ def training_views(images, view: View, args, classes=None) -> Views:
 
 
 class SetEpoch(TrainerCallback):
-    """Tells views their epoch: where a run goes on, Accelerate's `skip_first_batches` hides `set_epoch` from them."""
+    """Sets the views' epoch: where a run goes on, Accelerate's `skip_first_batches` hides their `set_epoch`."""
 
     def __init__(self, views: Views):
         self.views = views
@@ -224,7 +205,7 @@ class Collator:
         formats (`dict[str, ImageFormat]`): Normalize pixels of these names.
         mix (`Callable`, *optional*): Mixes images and one-hot labels of a training batch, for example `mixing(…)`;
             what it draws is a function of (seed, epoch, first index).
-        seed (`int`): Of the mix.
+        seed (`int`): Seed of the mix.
     """
 
     def __init__(self, formats: dict[str, ImageFormat], mix=None, seed: int = 0):

@@ -24,11 +24,12 @@ from ..configuration.configuration_bootstrapped_vit import VARIANTS, Bootstrappe
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .arguments import ArgumentParser, DataArguments, argument, check, check_from, read_values, run_as_program
-from .augmentation import SmallDataArguments
+from .augmentation import SmallDataView
 from .cards import name_images, write_card
 from .data import labeled_images
-from .models import choose_attention, configure_start
-from .trainer import ImageTrainer, run_command, start
+from .models import configure_start
+from .train import SmallDataArguments
+from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
 PROG = "frugalvit joint"
@@ -46,13 +47,11 @@ class TwinArguments:
     vit: str = argument("", "Other values of the ViT's configuration, for example image_size=32,patch_size=4.")
     agent: str = argument("", "Other values of the agent's, for example patch_size=4.")
     config_overrides: str = argument("", "Other values of the pair's, for example hint_weight=5,temperature=2.")
-    without_hint_at: list[float] = argument(
-        [], "Relative depths, above 0 to 1, where tokens get no hint: 1 is the last block."
-    )
+    without_hint_at: list[float] = argument([], "Relative depths without a hint, above 0 to 1, the last block.")
     initialization: str = argument(
         REFERENCE,
-        "reference, of both models, as the paper's code has it; default, Transformers' and PyTorch's own; or that and "
-        "another start of the ViT's attention.",
+        "reference, of both models, as the paper's code has it; default, Transformers' and PyTorch's; or another start "
+        "of the ViT's attention.",
         choices=[REFERENCE, "default", *INITIALIZATIONS],
     )
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
@@ -64,28 +63,16 @@ class TwinArguments:
 
 @dataclass
 class JointArguments(SmallDataArguments):
-    """How both are trained: views of images, clipping, and Transformers' arguments.
-
-    Args:
-        vit_max_grad_norm (`float`, *optional*): Norm that the ViT's gradient alone is clipped to, before
-            `max_grad_norm` would clip that of both; with `sam_rho`, the second gradient of a step.
-
-    Raises:
-        ValueError: if a value does not fit.
-    """
+    """Training of both: views of images and clipping."""
 
     num_train_epochs: float = argument(240, "Epochs, in whose steps the weight of the hints decays linearly to 0.")
     per_device_train_batch_size: int = argument(64, "Images of a step on a device.")
     max_grad_norm: float = argument(0.0, "Norm that the gradient of both models is clipped to; 0 clips none.")
     vit_max_grad_norm: float | None = argument(
-        None,
-        "Norm that the ViT's gradient is clipped to; 0 clips none. Default: the reference's, 2 for joint-base, 0.1 "
-        "for shared-base, 0 for the small ones and with sam_rho.",
+        None, "Norm that the ViT's gradient is clipped to; 0 clips none. Default: the reference's for the variant."
     )
     padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
-    crop_size: int | None = argument(
-        32, "Pixels of the images when they are padded and cropped, before they are resized for the model."
-    )
+    crop_size: int | None = argument(32, "Pixels of the images for crop padded, before they are resized.")
     crop_scale: list[float] = argument([0.6, 1.0], "Lowest and highest share of the area for crop resized.")
 
     def __post_init__(self):
@@ -94,17 +81,11 @@ class JointArguments(SmallDataArguments):
 
 
 class HintDecayCallback(TrainerCallback):
-    """Decays the hints of a `BootstrappedViTForImageClassification` as `frugalvit joint` does.
+    """Decay the weight of a `BootstrappedViTForImageClassification`'s hints linearly to 0 (Zhang et al., arXiv
+    2112.03552), step by step; in the reference implementation it falls with every epoch.
 
-    Their weight falls linearly to 0 (Zhang et al., arXiv 2112.03552), step by step; in the reference implementation it
-    falls with every epoch. The callback sets the model's `hint_share`, from 1 to 0, while the model trains, also for
-    evaluations in between. Afterwards it is 1 again.
-
-    Example:
-        `Trainer(model, arguments, train_dataset=images, callbacks=[HintDecayCallback()])`
-
-    Raises:
-        ValueError: when training begins, if the model has no hints.
+    The model's `hint_share` falls from 1 to 0 in training; afterwards it is 1 again. Any `Trainer` takes it:
+    `Trainer(model, arguments, train_dataset=images, callbacks=[HintDecayCallback()])`.
     """
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -128,7 +109,7 @@ class HintDecayCallback(TrainerCallback):
 
 
 class ClipViTCallback(TrainerCallback):
-    """Clips the gradient of a trainer's ViT to `args.vit_max_grad_norm`."""
+    """Clip the gradient of a trainer's ViT to `args.vit_max_grad_norm`."""
 
     def __init__(self, trainer: "JointTrainer"):
         self.trainer = trainer
@@ -145,13 +126,10 @@ class JointTrainer(ImageTrainer):
 
     Args:
         model (`BootstrappedViTForImageClassification`): The ViT and its agent.
-        args (`JointArguments`): How it is trained.
+        args (`JointArguments`): Its arguments.
         train_dataset: Images with labels, see `BootstrapTrainer`.
         eval_dataset (*optional*): The same, to choose the best epoch on.
-        callbacks (*optional*): As Transformers has them.
-
-    Raises:
-        ValueError: if model, images and arguments do not fit each other.
+        callbacks (*optional*): As in Transformers.
     """
 
     def __init__(
@@ -172,7 +150,7 @@ class JointTrainer(ImageTrainer):
             args=args,
             train_dataset=train,
             eval_dataset=evaluation,
-            train_view=args.view(image_format, randaugment_layers=0),
+            train_view=SmallDataView(image_format, args),
             eval_view=EvalView(image_format),
             processing_class=processor,
             callbacks=[HintDecayCallback(), *(callbacks or ())],
@@ -182,7 +160,8 @@ class JointTrainer(ImageTrainer):
                 raise ValueError(f"vit_max_grad_norm is {args.vit_max_grad_norm}, expected 0 with DeepSpeed.")
             self.add_callback(ClipViTCallback(self))
         # An agent has no attention.
-        choose_attention(model.vit, args.attn_implementation, args.device)
+        choose_attention(model.vit, args)
+        self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss of both models; in evaluation, without hints."""
@@ -190,11 +169,6 @@ class JointTrainer(ImageTrainer):
         outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"], **hints)
         logits = {"vit": outputs.logits, "agent": outputs.agent_logits}
         return (outputs.loss, logits) if return_outputs else outputs.loss
-
-    def evaluation_loop(self, *args, **kwargs):
-        """As in Transformers."""
-        self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
-        return super().evaluation_loop(*args, **kwargs)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch, or all images, to the ViT's `accuracy` and to `agent_accuracy`; return these with the last
