@@ -45,7 +45,7 @@ def check_choices(arguments):
     for each in dataclasses.fields(arguments):
         if choices := each.metadata.get("choices"):
             fits = lambda value, choices=choices: {*as_list(value)} <= {*choices}  # noqa: E731
-            check(arguments, fits, f"one of {', '.join(map(str, choices))}", each.name)
+            check(arguments, fits, f"one of {', '.join(choices)}", each.name)
 
 
 def check_shares(arguments, *names: str):
@@ -73,11 +73,10 @@ class ImageTrainingArguments(TrainingArguments):
     load_best_model_at_end: bool = argument(True, "Keep the model that was best in evaluation.")
     logging_steps: float = argument(50, "Optimizer steps between logs.")
     report_to: str = argument("none", "Tracker, for example tensorboard or wandb.")
-    remove_unused_columns: bool = argument(False, "Not used: views have no unused columns.")
-    logging_nan_inf_filter: bool = argument(False, "Not used: a loss that is not finite ends the run.")
-    ddp_find_unused_parameters: bool | None = argument(False, "Passed to DistributedDataParallel.")
+    remove_unused_columns: bool = False
+    logging_nan_inf_filter: bool = False
+    ddp_find_unused_parameters: bool | None = False
     skip_corrupt: bool = argument(False, "Replace an image that cannot be read by the next one.")
-    timm_optimizer: str | None = argument(None, "Optimizer of timm instead of optim, for example muon.")
     sam_rho: float = argument(0.0, "Radius of sharpness-aware minimization around optim; 0 turns it off.")
     license: str | None = argument(None, "License of the trained model, for its card, for example apache-2.0.")
     overwrite_output_dir: bool = argument(False, "Start anew in an output_dir that is not empty.")
@@ -162,25 +161,19 @@ def config_words(config: dict) -> list[str]:
 
 
 def read_config(given: str, prog: str) -> dict:
-    """Read a YAML file of arguments, or the recipe of this name, for a command.
-
-    Raises:
-        ValueError: if it is no YAML of names and values, or for another command.
-    """
+    """Read a YAML file of arguments, or the recipe of this name, for a command."""
     file = Path(given) if Path(given).is_file() else RECIPES.get(given)
     if file is None:
-        close = difflib.get_close_matches(given, RECIPES)
-        hint = f"; did you mean {', '.join(close)}?" if close else ""
-        raise ValueError(f"--config {given} is no file and no recipe{hint}")
+        close = ", ".join(difflib.get_close_matches(given, RECIPES))
+        raise ValueError(f"--config {given} is no file and no recipe{close and f'; did you mean {close}?'}")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {given} is no YAML ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {given} holds a {type(content).__name__}, expected names and values.")
-    command = content.pop("command", None)
-    if command is not None and f"frugalvit {command}" != prog:
-        raise ValueError(f"--config {given} is for frugalvit {command}.")
+    if f"frugalvit {content.pop('command', prog.partition(' ')[2])}" != prog:
+        raise ValueError(f"--config {given} is for another command than {prog}.")
     return content
 
 

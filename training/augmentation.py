@@ -35,7 +35,7 @@ class SmallDataView(View):
         before, padding = 2 * [args.crop_size] if args.crop_size else size, args.crop_padding
         flip = v2.RandomHorizontalFlip(args.flip)
         if args.crop == "resized":
-            steps = [v2.RandomResizedCrop(size, args.crop_scale, args.crop_ratio, interpolation), flip]
+            steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
         else:
             if padding >= min(before):
                 raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")

@@ -36,7 +36,6 @@ from .arguments import (
     check,
     check_from,
     check_ranges,
-    check_shares,
     run_as_program,
 )
 from .augmentation import BootstrapView, PairedEvalView
@@ -54,31 +53,20 @@ LARGEST_SMALL = 96
 # Defaults. "paper" is made for 224 pixels; students of 32 pixels learn slowly with it: "small" has large steps, and
 # tokens learn what to hold. "inherited" is for students that begin as their teacher at a lower resolution, which large
 # steps destroy.
+PAPER = {
+    "crop_scale": [0.5, 1.0],
+    "token_loss_weight": 0.0,
+    "learning_rate": 2e-4,
+    "inherited_lr_factor": 0.1,
+    "warmup_steps": 0.05,
+    "per_device_train_batch_size": 128,
+}
+SMALL = {"crop_scale": [0.8, 1.0], "token_loss_weight": 4.0, "learning_rate": 6e-3, "warmup_steps": 0.025}
+INHERITED = {"learning_rate": 1e-3, "inherited_lr_factor": 0.02}
 RECIPES = {
-    "paper": {
-        "crop_scale": [0.5, 1.0],
-        "token_loss_weight": 0.0,
-        "learning_rate": 2e-4,
-        "inherited_lr_factor": 0.1,
-        "warmup_steps": 0.05,
-        "per_device_train_batch_size": 128,
-    },
-    "small": {
-        "crop_scale": [0.8, 1.0],
-        "token_loss_weight": 4.0,
-        "learning_rate": 6e-3,
-        "inherited_lr_factor": 0.1,
-        "warmup_steps": 0.025,
-        "per_device_train_batch_size": 64,
-    },
-    "inherited": {
-        "crop_scale": [0.5, 1.0],
-        "token_loss_weight": 0.0,
-        "learning_rate": 1e-3,
-        "inherited_lr_factor": 0.02,
-        "warmup_steps": 0.05,
-        "per_device_train_batch_size": 64,
-    },
+    "paper": PAPER,
+    "small": PAPER | SMALL | {"per_device_train_batch_size": 64},
+    "inherited": PAPER | INHERITED | {"per_device_train_batch_size": 64},
 }
 # Fields of new students. The focusing stage of "small" has the paper's sampling points, half its iterations and mixed
 # points, three quarters of its stem channels and bottleneck.
@@ -120,15 +108,11 @@ class BootstrapArguments(ImageTrainingArguments):
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
     lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
     tune: float | None = argument(
-        None,
-        "Blocks to tune, from the first inherited one: a share of the teacher's, or a count. Default: a third, or all "
-        "of a student that inherits patches.",
+        None, "Blocks to tune, the first ones: a share or a count. Default: a third, or all that inherit patches."
     )
     tune_all: bool = argument(False, "Tune every inherited block.")
     inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
-    loss: str = argument(
-        "cosine", "cosine: of the final embeddings (eq. 5). kl: of the class distributions.", choices=["cosine", "kl"]
-    )
+    loss: str = argument("cosine", "Distance of embeddings (eq. 5), or of classes.", choices=["cosine", "kl"])
     temperature: float = argument(3.0, "Temperature of both distributions, for loss kl.")
     label_loss_weight: float = argument(0.0, "Weight of the cross-entropy with the labels.")
     token_loss_weight: float | None = by_recipe("token_loss_weight", "Weight of each token's distance, in its RoI.")
@@ -146,16 +130,13 @@ class BootstrapArguments(ImageTrainingArguments):
 
     def __post_init__(self):
         # `TrainingArguments` compares it with numbers.
-        given = self.warmup_steps
-        self.warmup_steps = given or 0
+        given, self.warmup_steps = self.warmup_steps, self.warmup_steps or 0
         super().__post_init__()
         self.warmup_steps = given
         fits = lambda value: 0 <= value < 1 or (value >= 1 and float(value).is_integer())  # noqa: E731
         check(self, fits, "a share from 0 to below 1, or a count", "tune")
         check(self, lambda value: value > 0, "a positive number", "temperature", "learning_rate")
         check_from(self, 0, "label_loss_weight", "token_loss_weight", "dense_loss_weight", "inherited_lr_factor")
-        check_from(self, 1, "zoom_out")
-        check_shares(self, "flip")
         check_ranges(self, "crop_scale", "crop_ratio")
 
     def complete(self, recipe: str, continues: bool):
@@ -175,7 +156,8 @@ class BootstrapTrainer(ImageTrainer):
 
     ```python
     student = SparseFormerForImageClassification.from_teacher(teacher, num_latent_tokens=49)
-    trainer = BootstrapTrainer(teacher, student, BootstrapArguments(output_dir="student"), train_dataset=images)
+    args = BootstrapArguments(output_dir="student")
+    trainer = BootstrapTrainer(teacher, student, args, train_dataset=images, processing_class=processor)
     trainer.train()
     trainer.save_model()
     ```
@@ -184,70 +166,61 @@ class BootstrapTrainer(ImageTrainer):
     and no more, unless `args.label_loss_weight` is given.
 
     Args:
-        teacher (`PreTrainedModel` or `str`): A vision transformer, or its folder or hub id.
+        teacher (`PreTrainedModel`): A vision transformer.
         model (`SparseFormerPreTrainedModel`): The student, of `from_teacher`, or one to go on from.
         args (`BootstrapArguments`): Its arguments.
         train_dataset: Images, with or without labels: a `datasets.Dataset`, a dataset of PyTorch (of images, or pairs
             of image and label, or dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
         eval_dataset (*optional*): The same, to choose the best epoch on.
-        processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
-        callbacks (*optional*): As in Transformers.
+        processing_class: The teacher's image processor.
         base_model (`str`, *optional*): The teacher's name, for the card; by default where it was loaded from.
+        kwargs (*optional*): `callbacks`, as in Transformers.
     """
 
     def __init__(
         self,
-        teacher: PreTrainedModel | Anatomy | str,
+        teacher: PreTrainedModel | Anatomy,
         model: SparseFormerPreTrainedModel,
         args: BootstrapArguments,
         train_dataset,
         eval_dataset=None,
         processing_class=None,
-        callbacks=None,
         base_model: str | None = None,
+        **kwargs,
     ):
-        args = copy.copy(args)
-        if isinstance(teacher, str | Path):
-            base_model = str(teacher)
-            teacher, processor = load_vision_model(base_model, "cpu")
-            processing_class = processing_class or processor
         if processing_class is None:
             raise ValueError("The teacher is a model; give its image processor, processing_class.")
-        teacher_format, student_format = ImageFormat.from_processor(processing_class), format_of(model.config)
-        if not isinstance(teacher, Anatomy):
-            base_model = base_model or teacher.config._name_or_path or "a model without a name"
-            teacher = read_anatomy(teacher.requires_grad_(False), teacher_format.size)
+        args, config = copy.copy(args), model.config
+        teacher_format, student_format = ImageFormat.from_processor(processing_class), format_of(config)
+        teacher = read_anatomy(teacher, teacher_format.size)
+        base_model = base_model or teacher.source.config._name_or_path or "a model without a name"
         own, teachers = ((each.mean, each.std) for each in (student_format, teacher_format))
-        if model.config.embeds_patches and own != teachers:
+        if config.embeds_patches and own != teachers:
             raise ValueError(
                 f"The student inherits its teacher's patches and normalizes otherwise: mean and std are {own}, the "
                 f"teacher's {teachers}. Give them to from_teacher: image_mean, image_std."
             )
-        args.complete(args.recipe or recipe_of(model.config.embeds_patches, teacher_format, False), False)
+        args.complete(args.recipe or recipe_of(config.embeds_patches, teacher_format, False), False)
         self.anatomy, self.student, self.classify = teacher, model, getattr(model, "classifier", None)
-        self.tuned = freeze(model, args, len(teacher.blocks))
+        self.labels = self.classify and config.id2label
         if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
-            raise ValueError(
-                f"loss kl and label_loss_weight compare classes, and {base_model} is no classifier; align its "
-                "embedding (loss cosine)."
-            )
+            raise ValueError(f"loss kl and label_loss_weight compare classes, and {base_model} is no classifier.")
+        teacher.source.requires_grad_(False)
+        self.tuned = freeze(model, args, len(teacher.blocks))
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
-        self.labels = self.classify and model.config.id2label
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
         # A classifier or projection stays frozen, so the base model alone learns; of a backbone, upsamplers, too.
         reads_maps = isinstance(model, SparseFormerBackbone) and args.dense_loss_weight
         super().__init__(
-            model=model if reads_maps else model.base_model,
-            args=args,
-            train_dataset=train,
-            eval_dataset=evaluation,
-            train_view=BootstrapView(
-                student_format, teacher_format, args.crop_scale, args.crop_ratio, args.flip, args.zoom_out
-            ),
-            eval_view=PairedEvalView(student_format, teacher_format),
+            model if reads_maps else model.base_model,
+            args,
+            train,
+            evaluation,
+            BootstrapView(student_format, teacher_format, args.crop_scale, args.crop_ratio, args.flip, args.zoom_out),
+            PairedEvalView(student_format, teacher_format),
             classes=classes,
-            callbacks=callbacks,
             base_model=base_model,
+            **kwargs,
         )
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
@@ -358,23 +331,19 @@ class BootstrapTrainer(ImageTrainer):
 
     def summary(self, metrics: dict[str, float]) -> str:
         """The result in a sentence, and a table of it if there are several counts of tokens."""
-        config = self.student.config
-        counts = config.trained_token_counts
+        config, counts = self.student.config, self.student.config.trained_token_counts
         tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.use_cls_token else ''}"
         choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`)"
         labels = "" if self.args.label_loss_weight else " without labels"
         text = f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(self.base_model)}{labels}"
         if "alignment" not in metrics:
             return f"{text}, not evaluated."
-        measured = f"mean cosine with the teacher's embeddings {metrics['alignment']:.4f}{self.of_images}"
+        text += f": mean cosine with the teacher's embeddings {metrics['alignment']:.4f}{self.of_images}"
         if "accuracy" in metrics:
-            teachers = f"the teacher's is {metrics['teacher_accuracy']:.2%}"
-            measured = f"accuracy {metrics['accuracy']:.2%}{self.of_images}, {teachers}"
-        if len(counts) == 1:
-            return f"{text}: {measured}."
+            text += f"; accuracy {metrics['accuracy']:.2%}, the teacher's is {metrics['teacher_accuracy']:.2%}"
         names = [name for name in ("accuracy", "alignment") if f"{name}_{counts[0]}" in metrics]
         rows = [{"num_tokens": count} | {name: metrics[f"{name}_{count}"] for name in names} for count in counts]
-        return f"{text}: {measured}.\n\n{format_markdown(rows)}"
+        return f"{text}.\n\n{format_markdown(rows)}" if len(counts) > 1 else f"{text}."
 
 
 def recipe_of(inherits_patches: bool, teacher_format: ImageFormat, continues: bool) -> str:
@@ -415,14 +384,18 @@ def bootstrap(
     Returns:
         `SparseFormerPreTrainedModel`: The student, on the CPU, in float32.
     """
-    is_named = isinstance(teacher, str | Path)
-    if not is_named and processing_class is None:
+    if processing_class is None and not isinstance(teacher, str | Path):
         raise ValueError("The teacher is a model; give its image processor, processing_class.")
-    options["teacher"] = str(teacher if is_named else teacher.config._name_or_path or "a model without a name")
-    options["output_dir"] = str(output)
+    options["output_dir"], loaded, parts = str(output), None, None
+    if isinstance(teacher, str | Path):
+        options["teacher"] = str(teacher)
+    else:
+        options["teacher"], loaded = (
+            teacher.config._name_or_path or "a model without a name",
+            (teacher, processing_class),
+        )
     if num_tokens is not None:
         options["num_tokens"] = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
-    parts = None
     if isinstance(images, str | Path) and (eval_images is None or isinstance(eval_images, str | Path)):
         options["dataset"] = [str(images)]
         options |= {} if eval_images is None else {"eval_dataset": [str(eval_images)]}
@@ -430,12 +403,12 @@ def bootstrap(
         parts = as_images(images), None if eval_images is None else as_images(eval_images)
         if eval_images is None and not isinstance(parts[0], datasets.IterableDataset):
             parts = split_off(parts[0])
-    groups = HfArgumentParser([StudentArguments, DataArguments, BootstrapArguments]).parse_dict(options)
-    trainer = make_trainer(*groups, None if is_named else (teacher, processing_class), parts)
+    student, data, args = HfArgumentParser([StudentArguments, DataArguments, BootstrapArguments]).parse_dict(options)
+    trainer = make_trainer(student, data, args, loaded, parts)
     trainer.command = "frugalvit.bootstrap"
     # FSDP changes it.
     student_class = type(trainer.student)
-    trainer.run(None if parts else groups[1], trainer.test_images)
+    trainer.run(None if parts else data, trainer.test_images)
     return student_class.from_pretrained(output, dtype=torch.float32)
 
 
@@ -443,8 +416,7 @@ def make_parser() -> ArgumentParser:
     return ArgumentParser(
         [StudentArguments, DataArguments, BootstrapArguments],
         PROG,
-        "Bootstrap a SparseFormer from a vision transformer, without labels. (A BootstrappedViT is another method's: "
-        "`frugalvit joint` trains it.)",
+        "Bootstrap a SparseFormer from a vision transformer, without labels.",
     )
 
 
@@ -455,24 +427,19 @@ def make_trainer(
     teacher: tuple | None = None,
     parts: tuple | None = None,
 ) -> BootstrapTrainer:
-    """Return the trainer for the arguments of the command.
-
-    Args:
-        options, data, args: The arguments.
-        teacher (pair of model and image processor, *optional*): The teacher, if it is loaded already.
-        parts (pair of images, *optional*): Images to train and to evaluate on, in the place of those of `data`.
-    """
+    """Return the trainer for the arguments of the command. `teacher`, a pair of model and image processor, and
+    `parts`, images to train and to evaluate on, take the place of those that are named."""
     start(args)
     if options.upsampler_hidden_size and not args.dense_loss_weight:
         raise ValueError("upsampler_hidden_size needs dense_loss_weight, for example 1.")
     train, evaluation, test = (*parts, None) if parts else load_splits(data, args.label_loss_weight > 0)
-    teacher, processor = teacher or load_vision_model(options.teacher, "cpu", options.trust_remote_code)
+    model, processor = teacher or load_vision_model(options.teacher, "cpu", options.trust_remote_code)
     teacher_format, continues = ImageFormat.from_processor(processor), options.student is not None
     recipe = args.recipe or recipe_of(options.focusing == "inherited", teacher_format, continues)
     args.complete(recipe, continues)
-    anatomy = read_anatomy(teacher.requires_grad_(False), teacher_format.size)
+    anatomy = read_anatomy(model.requires_grad_(False), teacher_format.size)
     student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **NEW_STUDENTS[recipe])
-    trainer = BootstrapTrainer(anatomy, student, args, train, evaluation, processor, base_model=options.teacher)
+    trainer = BootstrapTrainer(anatomy, student, args, train, evaluation, processor, options.teacher)
     trainer.test_images = test
     return trainer
 

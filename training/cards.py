@@ -15,18 +15,17 @@ from .arguments import DataArguments
 # The data set that the shipped subset is from.
 SUBSET_OF = "uoft-cs/cifar10"
 # Code that uses a loaded model, by the hub's name of its task.
+EMBEDDING = """
+tokens = {model}(**inputs).last_hidden_state  # (1, tokens, channels)
+embedding = {model}(**inputs).pooler_output  # (1, channels)"""
+INPUTS = """
+
+inputs = processor(image, return_tensors="pt")"""
+LABEL = """
+label = model.config.id2label[model(**inputs).logits.argmax(-1).item()]"""
 USES = {
-    "image-classification": """
-
-inputs = processor(image, return_tensors="pt")
-label = model.config.id2label[model(**inputs).logits.argmax(-1).item()]
-tokens = model.base_model(**inputs).last_hidden_state  # (1, tokens, channels)
-embedding = model.base_model(**inputs).pooler_output  # (1, channels)""",
-    "image-feature-extraction": """
-
-inputs = processor(image, return_tensors="pt")
-tokens = model(**inputs).last_hidden_state  # (1, tokens, channels)
-embedding = model(**inputs).pooler_output  # (1, channels)""",
+    "image-classification": INPUTS + LABEL + EMBEDDING.format(model="model.base_model"),
+    "image-feature-extraction": INPUTS + EMBEDDING.format(model="model"),
 }
 
 

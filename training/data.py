@@ -29,10 +29,8 @@ SHUFFLE_BUFFER = 1_000
 class PlainImages:
     """A PyTorch dataset or a list of PIL images, with records and features as a `datasets.Dataset` has them.
 
-    Args:
-        source: Has a length, and items that are images, pairs of image and label, or dictionaries with `image` and
-            perhaps `label`. Its attribute `classes`, as torchvision's data sets have it, names the labels.
-        features (`datasets.Features`, *optional*): Columns; by default those that `source` has.
+    Items of `source` are images, pairs of image and label, or dictionaries with `image` and perhaps `label`. Its
+    attribute `classes`, as torchvision's data sets have it, names the labels.
     """
 
     def __init__(self, source, features: datasets.Features | None = None):
@@ -63,13 +61,9 @@ class PlainImages:
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
-    """Return images of any form as a data set with the columns `image`, not decoded, and perhaps `label`.
-
-    Args:
-        images: A `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset
-            of PyTorch or a list of PIL images, see `PlainImages`; a list of paths of image files; or the name of a
-            folder or a data set.
-    """
+    """Return images of any form as a data set with the columns `image`, not decoded, and perhaps `label`: a
+    `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset of PyTorch or
+    a list of PIL images, see `PlainImages`; a list of paths; or the name of a folder or a data set."""
     if isinstance(images, PlainImages):
         return images
     if isinstance(images, datasets.Dataset | datasets.IterableDataset):
@@ -96,11 +90,7 @@ def split_off(images):
 
 
 def labeled_images(train, evaluation=None) -> tuple:
-    """Images to train on and to evaluate on, each as `as_images` returns them, for a trainer that learns from labels.
-
-    Raises:
-        ValueError: if images have no labels, or parts have different classes.
-    """
+    """Images to train on and to evaluate on, each as `as_images` returns them, with the same classes."""
     train, evaluation = (None if images is None else as_images(images) for images in (train, evaluation))
     if any(images is not None and class_names(images) is None for images in (train, evaluation)):
         raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
@@ -114,10 +104,8 @@ class Views(Dataset):
     Args:
         images: Images of `as_images`, or with a column `mask`.
         view (`View`): Makes a view of an image, and of its mask where there is one.
-        seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch` besides their `index`; None
-            in evaluation.
-        skip_corrupt (`bool`): Replace an image that cannot be read by the next one, instead of raising
-            `CorruptImageError`.
+        seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch`, too; None in evaluation.
+        skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
         classes (sequence of `int`, *optional*): The model's number of each class of the data set.
     """
 
@@ -182,10 +170,10 @@ class StreamedViews(IterableDataset, Views):
 
 def training_views(images, view: View, args, classes=None) -> Views:
     """Views of images to train on, of a stream in an order that is drawn."""
-    if not isinstance(images, datasets.IterableDataset):
-        return Views(images, view, args.seed, args.skip_corrupt, classes)
-    shuffled = images.shuffle(seed=args.seed, buffer_size=SHUFFLE_BUFFER)
-    return StreamedViews(shuffled, view, args.seed, args.skip_corrupt, classes)
+    kind = Views
+    if isinstance(images, datasets.IterableDataset):
+        kind, images = StreamedViews, images.shuffle(seed=args.seed, buffer_size=SHUFFLE_BUFFER)
+    return kind(images, view, args.seed, args.skip_corrupt, classes)
 
 
 class SetEpoch(TrainerCallback):
@@ -199,13 +187,10 @@ class SetEpoch(TrainerCallback):
 
 
 class Collator:
-    """Makes a batch of views: normalized images, masks as they are, numbers as int64.
+    """Makes a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64.
 
-    Args:
-        formats (`dict[str, ImageFormat]`): Normalize pixels of these names.
-        mix (`Callable`, *optional*): Mixes images and one-hot labels of a training batch, for example `mixing(…)`;
-            what it draws is a function of (seed, epoch, first index).
-        seed (`int`): Seed of the mix.
+    `mix`, for example `mixing(…)`, mixes images and labels of a training batch; what it draws is a function of (seed,
+    epoch, first index).
     """
 
     def __init__(self, formats: dict[str, ImageFormat], mix=None, seed: int = 0):
@@ -227,7 +212,6 @@ class Collator:
 def mixing(num_labels: int, mixup: float, cutmix: float):
     """Mixup and CutMix by torchvision, with these parameters of their Beta distributions; None where both are 0. With
     both, each batch takes one of them with equal chance."""
-    mixes = [
-        kind(alpha=alpha, num_classes=num_labels) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
-    ]
+    kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+    mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
     return v2.RandomChoice(mixes) if mixes else None

@@ -50,8 +50,7 @@ class TwinArguments:
     without_hint_at: list[float] = argument([], "Relative depths without a hint, above 0 to 1, the last block.")
     initialization: str = argument(
         REFERENCE,
-        "reference, of both models, as the paper's code has it; default, Transformers' and PyTorch's; or another start "
-        "of the ViT's attention.",
+        "reference: as the paper's code has it. default: Transformers'. Else of the ViT's attention.",
         choices=[REFERENCE, "default", *INITIALIZATIONS],
     )
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
@@ -127,8 +126,7 @@ class JointTrainer(ImageTrainer):
     Args:
         model (`BootstrappedViTForImageClassification`): The ViT and its agent.
         args (`JointArguments`): Its arguments.
-        train_dataset: Images with labels, see `BootstrapTrainer`.
-        eval_dataset (*optional*): The same, to choose the best epoch on.
+        train_dataset, eval_dataset (*optional*): Images with labels, see `BootstrapTrainer`.
         callbacks (*optional*): As in Transformers.
     """
 
@@ -146,12 +144,12 @@ class JointTrainer(ImageTrainer):
         processor = ViTImageProcessor(**values)
         image_format = ImageFormat.from_processor(processor)
         super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train,
-            eval_dataset=evaluation,
-            train_view=SmallDataView(image_format, args),
-            eval_view=EvalView(image_format),
+            model,
+            args,
+            train,
+            evaluation,
+            SmallDataView(image_format, args),
+            EvalView(image_format),
             processing_class=processor,
             callbacks=[HintDecayCallback(), *(callbacks or ())],
         )
@@ -179,14 +177,10 @@ class JointTrainer(ImageTrainer):
         return {name: metric.compute()["accuracy"] for name, metric in self.accuracies.items() if compute_result}
 
     def summary(self, metrics: dict[str, float]) -> str:
-        return f"A ViT and its agent CNN, {self.result(metrics)}"
-
-    def result(self, metrics: dict[str, float]) -> str:
-        """Describe how the two were trained, and how well they classify."""
-        together = f"trained together on {name_images(self.data)}"
-        if "accuracy" not in metrics:
-            return f"{together}, not evaluated."
-        return f"{together}: accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}{self.of_images}."
+        measured = ", not evaluated"
+        if "accuracy" in metrics:
+            measured = f": accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}{self.of_images}"
+        return f"A ViT and its agent CNN, trained together on {name_images(self.data)}{measured}."
 
     def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
         """As in `ImageTrainer`; also leaves the two models alone in `vit` and `agent`."""
@@ -198,8 +192,7 @@ class JointTrainer(ImageTrainer):
                 own = {"accuracy": metrics[accuracy]} if accuracy in metrics else {}
                 model.save_pretrained(folder)
                 self.processing_class.save_pretrained(folder)
-                summary = f"The {name} of the two that were {self.result(metrics)}"
-                write_card(folder, self, model, summary, metrics=own)
+                write_card(folder, self, model, f"The {name} of two models. {self.summary(metrics)}", metrics=own)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Models alone")
         return metrics
@@ -219,8 +212,7 @@ def build_twins(options: TwinArguments, names: list[str], seed: int = 0) -> Boot
     }
     config = BootstrappedViTConfig(**fields)
     blocks = config.vit_config.num_hidden_layers
-    without = {math.ceil(depth * blocks - 1e-6) - 1 for depth in options.without_hint_at}
-    if without:
+    if without := {math.ceil(depth * blocks - 1e-6) - 1 for depth in options.without_hint_at}:
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
     configure_start(config, options.initialization, options.initialization_options, seed)
@@ -231,8 +223,7 @@ def make_parser() -> ArgumentParser:
     return ArgumentParser(
         [TwinArguments, DataArguments, JointArguments],
         PROG,
-        "Train a BootstrappedViT: a ViT together with an agent CNN, from which it learns its biases (Zhang et al., "
-        "Bootstrapping ViTs).",
+        "Train a BootstrappedViT: a ViT together with an agent CNN, from which it learns its biases.",
     )
 
 

@@ -1,7 +1,7 @@
 """Losses of bootstrapping, as modules."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +22,14 @@ ATTENDING_SHARE = 1 / 3
 
 @dataclass
 class Targets:
-    """A teacher's outputs for a batch of images, with which a student is aligned.
-
-    Args:
-        embedding (`torch.Tensor`): `(batch, embedding_size)` float32.
-        attention (`torch.Tensor`, *optional*): Shares of its attention that fall on patches, `(batch, rows, columns)`.
-        tokens (`list[torch.Tensor]`, *optional*):
-            Tokens before the first block and after each, `(batch, prefix + patches, hidden_size)`.
-        maps (`list[torch.Tensor]`, *optional*):
-            Feature maps of the layers that the loss compares, `(batch, hidden_size, rows, columns)`.
-    """
+    """A teacher's outputs for a batch of images: the embedding, `(batch, embedding_size)` float32, and, where the loss
+    reads them, shares of attention, `(batch, rows, columns)`, tokens before the first block and after each, `(batch,
+    prefix + patches, hidden_size)`, and feature maps, `(batch, hidden_size, rows, columns)`."""
 
     embedding: torch.Tensor
     attention: torch.Tensor | None = None
-    tokens: list[torch.Tensor] = field(default_factory=list)
-    maps: list[torch.Tensor] = field(default_factory=list)
+    tokens: list[torch.Tensor] | None = None
+    maps: list[torch.Tensor] | None = None
 
 
 class AlignmentLoss(nn.Module):
@@ -73,13 +66,7 @@ class AlignmentLoss(nn.Module):
             self.options["output_attention_forecast"] = True
 
     def forward(self, outputs, targets: Targets, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the loss, a scalar.
-
-        Args:
-            outputs (`SparseFormerModelOutput`): Outputs of the student's base model for `options`.
-            targets (`Targets`): The teacher's, for the same images.
-            labels (`torch.Tensor`, *optional*): `(batch,)` int64, for `args.label_loss_weight`.
-        """
+        """Return the loss, a scalar, of the outputs of the student's base model for `options`."""
         args, (classify, classify_teacher) = self.args, self.heads
         embedding = self.project(outputs.pooler_output).float()
         if args.loss == "cosine":
@@ -99,14 +86,11 @@ class AlignmentLoss(nn.Module):
 
 
 class MapAlignmentLoss(nn.Module):
-    """Distance of feature maps from a teacher's, averaged over cells and layers: of what distinguishes an image's
-    cells, 1 minus the cosine of two vectors, and the squared log of the ratio of their lengths.
+    """Distance of feature maps from a teacher's, averaged over cells and layers: 1 minus the cosine of two vectors,
+    and `scale_weight` times the squared log of the ratio of their lengths.
 
     The mean of the teacher's map over an image's cells is subtracted from both maps, as what all cells have in common
     is no help in telling them apart.
-
-    Args:
-        scale_weight (`float`, *optional*, defaults to 0.1): Weight of the term about lengths.
     """
 
     def __init__(self, scale_weight: float = 0.1):
@@ -114,15 +98,8 @@ class MapAlignmentLoss(nn.Module):
         self.scale_weight = scale_weight
 
     def forward(self, maps: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the loss, a scalar in float32.
-
-        Args:
-            maps (sequence of `torch.Tensor`):
-                Feature maps of a `SparseFormerBackbone`, one for each layer, `(batch, channels, rows, columns)`.
-            targets (sequence of `torch.Tensor`):
-                The teacher's, of the same layers and images, see `Anatomy.feature_maps`. If they have more cells, as
-                those of larger images do, the student's are interpolated.
-        """
+        """Return the loss, a scalar in float32, of feature maps `(batch, channels, rows, columns)`, one for each
+        layer, beside the teacher's (`Anatomy.feature_maps`), to whose cells they are interpolated."""
         losses = []
         for found, target in zip(maps, targets, strict=True):
             found, target = found.float(), target.float()
@@ -144,14 +121,7 @@ class MapAlignment:
     The maps of a `SparseFormerBackbone` are its outputs, which its upsamplers refine. Any other student's map has in
     each cell the state of the tokens whose RoIs cover it.
 
-    Args:
-        student (`SparseFormerPreTrainedModel`): The student, whose final norm is read.
-        teacher (`Anatomy`): The teacher's anatomy.
-        layers (`list[int]`, *optional*): Layers, numbered from the last, -1, backwards; -1 alone by default, or the
-            `out_indices` of a backbone.
-
-    Raises:
-        ValueError: if student or teacher has no such layer, or a backbone's maps are not normalized or in rows.
+    `layers` are numbered from the last, -1, backwards: -1 alone by default, or the `out_indices` of a backbone.
     """
 
     def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
@@ -191,15 +161,11 @@ class TokenAlignment:
     [CLS] and registers take no part, and RoIs get no gradient.
 
     Args:
-        student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
+        student (`SparseFormerPreTrainedModel`): Has the teacher's blocks but the leading ones.
         teacher (`Anatomy`): The teacher's anatomy.
-        layers (`list[int]`, *optional*): Depths, as indices of the student's hidden states, -1 for the last; all by
-            default. A LLaVA reads -2.
+        layers (`list[int]`, *optional*): Indices of the student's hidden states; all by default. A LLaVA reads -2.
         distance (`str`, *optional*, defaults to `"normalized"`): `"normalized"`, between LayerNorm-ed tokens, or
             `"raw"`, which a projector behind the student needs.
-
-    Raises:
-        ValueError: if the student has more blocks than the teacher, or not such a layer.
     """
 
     # What the student is called with.
@@ -245,12 +211,8 @@ class TokenAlignment:
 
 
 def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """Kullback-Leibler divergence of a predicted attention from a teacher's, a scalar, the mean over images.
-
-    Args:
-        logits (`torch.Tensor`): The prediction, `(batch, rows, columns)` float32.
-        attention (`torch.Tensor`): The teacher's shares, `(batch, rows, columns)`, of any number of rows and columns.
-    """
+    """Kullback-Leibler divergence of a predicted attention, `(batch, rows, columns)`, from a teacher's shares, of any
+    number of rows and columns; a scalar, the mean over images."""
     if attention.shape != logits.shape:
         attention = F.adaptive_avg_pool2d(attention, logits.shape[1:])
         attention = attention / attention.sum((1, 2), keepdim=True)
@@ -258,16 +220,9 @@ def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor
 
 
 def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
-    """A teacher's attention to patches: that of its class tokens or, where there are none, of all patches, averaged
-    over heads and over the last third of its blocks.
-
-    Args:
-        teacher (`Anatomy`): The teacher's anatomy.
-        states (`list[torch.Tensor]`): Its tokens before the first block and after each (`Anatomy.watch`).
-
-    Returns:
-        `torch.Tensor`: `(batch, rows, columns)` float32, sums to 1.
-    """
+    """A teacher's attention to patches, `(batch, rows, columns)`, sums to 1: that of its class tokens or, where there
+    are none, of all patches, averaged over heads and the last third of its blocks. `states` are its tokens before the
+    first block and after each (`Anatomy.watch`)."""
     count = max(round(ATTENDING_SHARE * len(teacher.blocks)), 1)
     pairs = list(zip(teacher.blocks, states, strict=False))[-count:]
     attention = torch.stack([attention_to_patches(teacher, block, tokens) for block, tokens in pairs]).mean(0)

@@ -1,4 +1,4 @@
-"""Optimizers: groups of parameters with rates of their own, and what `TrainingArguments.optim` does not name."""
+"""Optimizers: groups of parameters with rates of their own, and sharpness-aware minimization."""
 
 import torch
 from transformers import Trainer
@@ -16,11 +16,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
         if parameter.requires_grad:
             spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
             (kept if spare else decayed).append(parameter)
-    # timm's Muon leaves the second group to AdamW, with what is no matrix of the first.
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": kept, "weight_decay": 0.0, "use_fallback": True},
-    ]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
 def learning_rate_factors(
@@ -72,17 +68,9 @@ def with_rates(groups: list[dict], rates: dict[torch.nn.Parameter, float], learn
 
 
 def make_optimizer(args, groups: list[dict]) -> torch.optim.Optimizer:
-    """Return the optimizer of training arguments for groups of parameters: that of `optim`, alone or within SAM
-    (`sam_rho`), or timm's (`timm_optimizer`)."""
+    """Return the optimizer of training arguments for groups of parameters, that of `optim`, with `sam_rho` in SAM."""
     # DeepSpeed would drop empty groups.
     groups = [group for group in groups if group["params"]]
-    if args.timm_optimizer:
-        from timm.optim import get_optimizer_class
-
-        kind = get_optimizer_class(args.timm_optimizer)
-        return kind(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
-    for group in groups:
-        group.pop("use_fallback", None)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
     if not args.sam_rho:
         return kind(groups, **options)

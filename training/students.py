@@ -27,14 +27,13 @@ class StudentArguments:
     """Teacher and student."""
 
     teacher: str = argument(
-        help="Folder or hub id (@revision, too) of a vision transformer, CLIP, SigLIP, LLaVA, PaliGemma, Gemma 3 or "
-        "LLaVA-OneVision, or open_clip:MODEL:PRETRAINED."
+        help="Folder or hub id (@revision, too) of a vision transformer, CLIP, SigLIP or LLaVA, PaliGemma, Gemma 3, or "
+        "open_clip:MODEL:PRETRAINED."
     )
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     focusing: str = argument(
         "paper",
-        "paper: a focusing stage learned from random weights. inherited: the teacher's patch embedding at the cells of "
-        "a grid; the student starts as its teacher at a lower resolution.",
+        "paper: a new focusing stage. inherited: the teacher's patch embedding at the cells of a grid.",
         choices=FOCUSINGS,
     )
     placement: str = argument(
@@ -46,8 +45,7 @@ class StudentArguments:
     placement_rule: str = argument("detail", "With placement content, which cells are small.", choices=PLACEMENT_RULES)
     num_tokens: list[int] | None = argument(
         None,
-        "Latent tokens, [CLS] not counted; of several counts, one student serves each. Default: a quarter of the "
-        "teacher's with [CLS], or the student's.",
+        "Latent tokens, of several counts each. Default: a quarter of the teacher's with [CLS], or the student's.",
     )
     image_size: int | None = argument(None, "Pixels of the student's images. Default: the teacher's or student's.")
     config_overrides: str = argument("", "The student's configuration, for example stem_channels=32.")
@@ -146,11 +144,7 @@ def continued_student(options: StudentArguments, teacher: Anatomy) -> SparseForm
 
 
 def parse_overrides(model_type: str, text: str) -> dict:
-    """Read `config_overrides`, fields of a configuration, as a dict.
-
-    Raises:
-        ValueError: if the configuration has no such field.
-    """
+    """Read `config_overrides`, fields of a configuration, as a dict."""
     defaults, overrides = AutoConfig.for_model(model_type), read_values("config_overrides", text)
     for name in overrides:
         if not hasattr(defaults, name):
@@ -178,19 +172,9 @@ def format_of(config) -> ImageFormat:
 
 
 def freeze(student: SparseFormerPreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]:
-    """Freeze a student but for its focusing stage and the blocks to tune.
-
-    Without inherited blocks, the whole transformer stays trainable, and only the inherited classifier, projection or
-    pooling head is frozen.
-
-    Args:
-        student (`SparseFormerPreTrainedModel`): Changed in place.
-        args (`BootstrapArguments`): Names the blocks to tune.
-        num_blocks (`int`): Blocks of the teacher, of which `args.tune` may be a share.
-
-    Returns:
-        `set[nn.Parameter]`: The inherited parameters that are tuned.
-    """
+    """Freeze a student, in place, but for its focusing stage and the blocks that `args` tunes, a count or a share of
+    the teacher's `num_blocks`. Without inherited blocks, only classifier, projection and pooling head are frozen.
+    Return the inherited parameters that are tuned."""
     base = student.base_model
     for owner in (student, base):
         for name in ("classifier", "visual_projection", "pooling_head"):

@@ -47,9 +47,7 @@ class ModelArguments:
     """The classifier to train."""
 
     model: str | None = argument(None, "Folder or hub id (@revision, too) of an image classifier to go on from.")
-    model_type: str | None = argument(
-        None, "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit."
-    )
+    model_type: str | None = argument(None, "Architecture to train from scratch, a model_type. Default: vit.")
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
         "default",
@@ -57,12 +55,8 @@ class ModelArguments:
         choices=["default", *INITIALIZATIONS, REFERENCE],
     )
     initialization_options: str = argument("", "Arguments of initialize_attention_, for example kernel_size=5.")
-    context_broadcast: str | None = argument(
-        None, "Context Broadcasting to insert into every block.", choices=[*CONTEXT_BROADCASTS]
-    )
-    context_broadcast_position: list[str] = argument(
-        ["mlp_end"], "Where to insert it.", choices=[*CONTEXT_BROADCAST_POSITIONS]
-    )
+    context_broadcast: str | None = argument(None, "Kind to insert into every block.", choices=[*CONTEXT_BROADCASTS])
+    context_broadcast_position: list[str] = argument(["mlp_end"], "Where.", choices=[*CONTEXT_BROADCAST_POSITIONS])
     context_broadcast_scale_init: float = argument(0.0, "Initial scale of cb_s.")
     context_broadcast_blend: bool = argument(False, "Insert it with a learned blend that begins at 0.")
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
@@ -85,16 +79,11 @@ class SmallDataArguments(ImageTrainingArguments):
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
     lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
     attn_implementation: str | None = argument(None, "Attention in training. Default: eager on CPUs.")
-    crop: str = argument(
-        "padded",
-        "padded: a crop from the padded image, for small images. resized: a random part, resized.",
-        choices=["padded", "resized"],
-    )
+    crop: str = argument("padded", "Crop of the padded image, or a random part.", choices=["padded", "resized"])
     crop_padding: int = argument(4, "Pixels of padding on each side for crop padded.")
     padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
     crop_size: int | None = argument(None, "Pixels of the images for crop padded. Default: the model's.")
     crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
-    crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio for crop resized.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
 
 
@@ -113,9 +102,7 @@ class ImageClassificationArguments(SmallDataArguments):
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
     distill_from: str | None = argument(None, "Folder or hub id (@revision, too) of a classifier to learn from.")
     distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
-    distill_kind: str = argument(
-        "soft", "soft: divergence from its distribution. hard: its best class is a label.", choices=["soft", "hard"]
-    )
+    distill_kind: str = argument("soft", "Divergence from it, or its best class.", choices=["soft", "hard"])
     distill_temperature: float = argument(1.0, "Temperature of both distributions in the divergence.")
     head_multiplier: float = argument(1.0, "Factor of the classifier's learning rate.")
     layer_decay: float = argument(1.0, "Factor of the learning rate from a block to the one before it.")
@@ -145,11 +132,9 @@ class ImageClassificationTrainer(ImageTrainer):
     Args:
         model (`PreTrainedModel`): An image classifier.
         args (`ImageClassificationArguments`): Its arguments.
-        train_dataset: Images with labels, see `BootstrapTrainer`.
-        eval_dataset (*optional*): The same, to choose the best epoch on.
+        train_dataset, eval_dataset (*optional*): Images with labels, see `BootstrapTrainer`.
         processing_class: The model's image processor.
-        callbacks (*optional*): As in Transformers.
-        base_model (`str`, *optional*): The model from which training starts, for the card.
+        kwargs (*optional*): `callbacks`, as in Transformers, and `base_model`, the name of the model to go on from.
     """
 
     def __init__(
@@ -159,8 +144,7 @@ class ImageClassificationTrainer(ImageTrainer):
         train_dataset,
         eval_dataset=None,
         processing_class=None,
-        callbacks=None,
-        base_model: str | None = None,
+        **kwargs,
     ):
         config = model.config
         if config.problem_type not in (None, "single_label_classification"):
@@ -176,31 +160,28 @@ class ImageClassificationTrainer(ImageTrainer):
                 self.interpolation["interpolate_pos_encoding"] = True
             check_takes(model, pixels, "train_image_size", **self.interpolation)
             self.view_format = replace(image_format, size=(pixels, pixels))
-        augmentation = (args.randaugment_layers, args.randaugment_magnitude, args.erasing)
         super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train,
-            eval_dataset=evaluation,
-            train_view=SmallDataView(self.view_format, args, *augmentation),
-            eval_view=EvalView(image_format),
-            mix=mixing(config.num_labels, args.mixup, args.cutmix),
+            model,
+            args,
+            train,
+            evaluation,
+            SmallDataView(self.view_format, args, args.randaugment_layers, args.randaugment_magnitude, args.erasing),
+            EvalView(image_format),
+            mixing(config.num_labels, args.mixup, args.cutmix),
             classes=None if names == own else match_labels(names, config.id2label),
             processing_class=processing_class,
-            callbacks=callbacks,
-            base_model=base_model,
+            **kwargs,
         )
         # Models that do not compute a loss themselves have labels, too.
         self.label_names, self.accuracies, self.teacher = ["labels"], accuracies(), None
         choose_attention(model, args)
-        if name := args.distill_from:
-            self.teacher, processor = load_image_classifier(name, args.device, args.trust_remote_code)
+        if args.distill_from:
+            self.teacher, processor = load_image_classifier(args.distill_from, args.device, args.trust_remote_code)
             hold_teacher(self.accelerator, self.teacher)
             self.teacher_format = ImageFormat.from_processor(processor)
-            if self.teacher.config.num_labels != config.num_labels:
+            if (count := self.teacher.config.num_labels) != config.num_labels:
                 raise ValueError(
-                    f"distill_from {name} has {self.teacher.config.num_labels} classes, the data set "
-                    f"{config.num_labels}."
+                    f"distill_from {args.distill_from} has {count} classes, the data set {config.num_labels}."
                 )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -268,9 +249,7 @@ def make_trainer(
     start(args)
     train, evaluation, test = load_splits(data, learns_labels=True)
     model, processor = build_model(options, args, class_names(train))
-    trainer = ImageClassificationTrainer(
-        model, args, train, evaluation, processing_class=processor, base_model=options.model
-    )
+    trainer = ImageClassificationTrainer(model, args, train, evaluation, processor, base_model=options.model)
     trainer.test_images = test
     return trainer
 

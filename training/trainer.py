@@ -17,7 +17,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..common.files import permit_as_usual
@@ -30,12 +29,11 @@ from .optimizers import make_optimizer, parameter_groups
 
 
 class ImageTrainer(Trainer):
-    """Transformers' `Trainer` with what trainings here have in common. A subclass defines `compute_loss`, `measure`,
-    the metrics of an evaluation, and `summary`, the card's first sentence.
+    """Transformers' `Trainer` with what trainings here have in common. A subclass defines `compute_loss`,
+    `measure(prediction)`, the metrics of an evaluation, and `summary(metrics)`, the card's first sentence.
 
     Args:
-        model (`PreTrainedModel`): The model that learns.
-        args (`ImageTrainingArguments`): Its arguments.
+        model (`PreTrainedModel`), args (`ImageTrainingArguments`): The model that learns, and how.
         train_dataset, eval_dataset: Images of `as_images`; without an `eval_dataset`, nothing is evaluated.
         train_view, eval_view (`View`): Make their views.
         mix (`Callable`, *optional*): See `Collator`.
@@ -77,10 +75,8 @@ class ImageTrainer(Trainer):
         )
         # The loss is a mean over a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
-        # The command's images and line, for the card.
-        self.data, self.command = None, f"frugalvit.{type(self).__name__}"
-        # To measure the model on that was chosen on others.
-        self.test_images = None
+        # For the card: names of the images, and the command. Images to measure on the model that was chosen on others.
+        self.data, self.command, self.test_images = None, f"frugalvit.{type(self).__name__}", None
         # Step and time from which images per second are counted.
         self.since = None
 
@@ -93,14 +89,6 @@ class ImageTrainer(Trainer):
     def take_images(self, images):
         """Return images of any form in the one that views are made of."""
         return as_images(images)
-
-    def measure(self, prediction) -> dict[str, float]:
-        """Metrics of an evaluation, from an `EvalPrediction`."""
-        raise NotImplementedError
-
-    def summary(self, metrics: dict[str, float]) -> str:
-        """Describe the trained model in a sentence or two, with its measured `metrics`."""
-        raise NotImplementedError
 
     @property
     def of_images(self) -> str:
@@ -168,9 +156,10 @@ class ImageTrainer(Trainer):
             return super().train(*args, **kwargs)
         finally:
             self.interruption.restore()
-            shown = [each for each in self.callback_handler.callbacks if isinstance(each, ProgressCallback)]
-            for bar in (bar for each in shown for bar in (each.prediction_bar, each.training_bar) if bar is not None):
-                bar.close()
+            for each in self.callback_handler.callbacks:
+                for name in ("prediction_bar", "training_bar"):
+                    if bar := getattr(each, name, None):
+                        bar.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         """Write a complete repository: the trained model, its processor and its card; or a checkpoint's weights."""
@@ -208,16 +197,9 @@ class ImageTrainer(Trainer):
         write_card(folder, self)
 
     def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
-        """Train to the end, from the last checkpoint in `output_dir` on if there is one, measure the best model, and
-        leave it in `output_dir` as a complete repository.
-
-        Args:
-            data (`DataArguments`, *optional*): The names of the images, for the card.
-            test_dataset (*optional*): Images to measure the model on that was chosen on others.
-
-        Returns:
-            `dict[str, float]`: The metrics by name, of the test images where there are any.
-        """
+        """Train to the end, from the last checkpoint in `output_dir` on if there is one, measure the best model, on
+        `test_dataset` if given, and leave it in `output_dir` as a complete repository. `data` names the images for the
+        card. Return the metrics by name."""
         self.data = data
         checkpoint = self.args.resume_from_checkpoint or last_checkpoint(self.args.output_dir)
         result = self.train(resume_from_checkpoint=checkpoint)
@@ -253,8 +235,8 @@ class ImageTrainer(Trainer):
 class SaveWhenInterrupted(TrainerCallback):
     """Ends a run after Ctrl-C with a checkpoint of the step under way. A second Ctrl-C ends it at once."""
 
-    def __init__(self):
-        self.received, self.ends, self.before = False, False, None
+    received = ends = False
+    before = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.received = self.ends = False
@@ -279,12 +261,12 @@ class SaveWhenInterrupted(TrainerCallback):
             received = torch.tensor(float(self.received), device=args.device)
             torch.distributed.all_reduce(received)
             self.ends = bool(received)
-        control.should_save = control.should_save or self.ends
+        control.should_save |= self.ends
         # A loss that is not finite ends the run before its weights are saved.
-        control.should_log = control.should_log or control.should_save
+        control.should_log |= control.should_save
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        control.should_log = control.should_log or control.should_save
+        control.should_log |= control.should_save
 
     def on_save(self, args, state, control, **kwargs):
         if self.ends:
@@ -326,18 +308,10 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
 
 
 def start(args: ImageTrainingArguments):
-    """Begin a command: check its output folder, and seed the draws of new weights.
-
-    Raises:
-        ValueError: if the folder has something else in it than a run, unless `args.overwrite_output_dir`; or if
-            several processes were started and each would train alone.
-    """
+    """Begin a command: check its output folder, and seed the draws of new weights."""
     started, folder = int(os.environ.get("WORLD_SIZE") or 1), Path(args.output_dir)
     if started > args.world_size and "RANK" in os.environ:
-        raise ValueError(
-            f"{started} processes were started and Accelerate sees {args.world_size}, so that each would train alone. "
-            "On CPUs, give use_cpu."
-        )
+        raise ValueError(f"{started} processes were started, of which each would train alone; on CPUs, give use_cpu.")
     if folder.exists() and args.process_index == 0:
         if not folder.is_dir():
             raise ValueError(f"output_dir {folder} is a file; expected a folder, or a name that is free.")
