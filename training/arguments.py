@@ -84,7 +84,6 @@ class ImageTrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         check_choices(self)
-        check_from(self, 0, "sam_rho")
         if self.sam_rho and (self.gradient_accumulation_steps > 1 or self.fp16):
             raise ValueError("sam_rho needs gradient_accumulation_steps 1, and no fp16.")
         if self.device.type == "cpu":

@@ -23,12 +23,7 @@ class SmallDataView(View):
     """
 
     def __init__(
-        self,
-        image_format: ImageFormat,
-        args,
-        randaugment_layers: int = 0,
-        randaugment_magnitude: int = 9,
-        erasing: float = 0.0,
+        self, image_format: ImageFormat, args, randaugment_layers=0, randaugment_magnitude=9, erasing: float = 0.0
     ):
         self.formats = {"pixel_values": image_format}
         size, interpolation, fill = list(image_format.size), image_format.interpolation, image_format.fill
@@ -54,15 +49,12 @@ class SmallDataView(View):
 
 
 class BootstrapView(View):
-    """Views for bootstrapping (Gao et al. 2024): a random part of the image, flipped or not, for student and teacher.
-
-    Crop and flip are drawn once; each model gets the part at its own size and normalization. The teacher's pixels are
-    called `teacher_pixel_values`, and left out where both models take the same.
+    """Views for bootstrapping (Gao et al. 2024): a random part of the image, flipped or not, for student and teacher,
+    each at its own size. The teacher's `teacher_pixel_values` are left out where both models take the same.
 
     Args:
         student, teacher (`ImageFormat`): The images that the models take.
-        scale, ratio (`tuple[float, float]`): Lowest and highest area, as a share of the image's, and aspect ratio of
-            the part.
+        scale, ratio (`tuple[float, float]`): Lowest and highest share of the area, and aspect ratio, of the part.
         flip (`float`): Probability of a horizontal flip.
         zoom_out (`float`): Largest ratio of the sides of a canvas to the image's. Half of the images are put on such a
             canvas first, at a random place; 1 puts none.
@@ -83,7 +75,7 @@ class BootstrapView(View):
         if teacher is not None and replace(teacher, **any_crop) != replace(student, **any_crop):
             self.formats["teacher_pixel_values"] = teacher
         self.crop = v2.RandomResizedCrop(student.size, list(scale), list(ratio))
-        self.zoom_out = v2.RandomZoomOut(student.fill, (1.0, zoom_out)) if zoom_out > 1 else None
+        self.zoom_out = v2.RandomZoomOut(student.fill, (1.0, zoom_out)) if zoom_out != 1 else None
 
     def __call__(self, image):
         if self.zoom_out:

@@ -4,9 +4,8 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
 the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
-rest frozen, and aligns its final embedding with the teacher's. For teachers of more than 96 pixels the defaults are
-the paper's; it names no optimizer, AdamW is our choice. Continued bootstrapping starts from `--student`, with more
-tokens or pixels. `recipes/` has a file for each student of the paper, of ablations with an argument that it names.
+rest frozen, and aligns its final embedding with the teacher's. The paper names no optimizer; AdamW is our choice.
+Continued bootstrapping starts from `--student`, with more tokens or pixels.
 """
 
 import copy
@@ -34,7 +33,6 @@ from .arguments import (
     ImageTrainingArguments,
     argument,
     check,
-    check_from,
     check_ranges,
     run_as_program,
 )
@@ -135,16 +133,13 @@ class BootstrapArguments(ImageTrainingArguments):
         self.warmup_steps = given
         fits = lambda value: 0 <= value < 1 or (value >= 1 and float(value).is_integer())  # noqa: E731
         check(self, fits, "a share from 0 to below 1, or a count", "tune")
-        check(self, lambda value: value > 0, "a positive number", "temperature", "learning_rate")
-        check_from(self, 0, "label_loss_weight", "token_loss_weight", "dense_loss_weight", "inherited_lr_factor")
         check_ranges(self, "crop_scale", "crop_ratio")
 
     def complete(self, recipe: str, continues: bool):
         """Fill in what was not given, by a recipe; one that `continues` is shorter and starts with smaller steps."""
         self.recipe, values = recipe, RECIPES[recipe] | {"num_train_epochs": 20.0}
         if continues:
-            shorter = {"learning_rate": values["learning_rate"] / 4, "warmup_steps": 0.0, "num_train_epochs": 5.0}
-            values |= shorter
+            values |= {"learning_rate": values["learning_rate"] / 4, "warmup_steps": 0.0, "num_train_epochs": 5.0}
         for name, value in values.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

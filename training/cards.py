@@ -14,19 +14,14 @@ from .arguments import DataArguments
 
 # The data set that the shipped subset is from.
 SUBSET_OF = "uoft-cs/cifar10"
-# Code that uses a loaded model, by the hub's name of its task.
-EMBEDDING = """
-tokens = {model}(**inputs).last_hidden_state  # (1, tokens, channels)
-embedding = {model}(**inputs).pooler_output  # (1, channels)"""
-INPUTS = """
+# Code that uses a loaded model.
+USE = """
 
-inputs = processor(image, return_tensors="pt")"""
+inputs = processor(image, return_tensors="pt")
+outputs = model.base_model(**inputs)
+tokens, embedding = outputs.last_hidden_state, outputs.pooler_output"""
 LABEL = """
 label = model.config.id2label[model(**inputs).logits.argmax(-1).item()]"""
-USES = {
-    "image-classification": INPUTS + LABEL + EMBEDDING.format(model="model.base_model"),
-    "image-feature-extraction": INPUTS + EMBEDDING.format(model="model"),
-}
 
 
 def write_card(
@@ -50,8 +45,9 @@ def write_card(
     metrics = trainer.metrics if metrics is None else metrics
     base = trainer.base_model and split_revision(trainer.base_model)[0]
     # Projections of embeddings have no pipeline of their own.
-    tag = pipeline_tag(model)
-    task = tag or "image-feature-extraction"
+    task = pipeline_tag(model) or "image-feature-extraction"
+    if use is None:
+        use = {"image-classification": USE + LABEL, "image-feature-extraction": USE}.get(task, "")
     trained_on, measured_on = named(data, "dataset"), named(data, "eval_dataset") or named(data, "dataset")
     metric, name, results = args.metric_for_best_model, Path(args.output_dir).name, None
     if metric in metrics:
@@ -65,7 +61,7 @@ def write_card(
         )
         results = [result]
     data_sets = [*data.dataset, *(data.eval_dataset or ())] if data else []
-    example = loading_example(model) + (USES.get(tag, "") if use is None else use)
+    example = loading_example(model) + use
     about = f"{sum(each.numel() for each in model.parameters()):,} parameters; {chosen(trainer)}; seed {args.seed}."
     make_card(
         model,

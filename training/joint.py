@@ -23,7 +23,7 @@ from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .arguments import ArgumentParser, DataArguments, argument, check, check_from, read_values, run_as_program
+from .arguments import ArgumentParser, DataArguments, argument, check, read_values, run_as_program
 from .augmentation import SmallDataView
 from .cards import name_images, write_card
 from .data import labeled_images
@@ -73,10 +73,6 @@ class JointArguments(SmallDataArguments):
     padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
     crop_size: int | None = argument(32, "Pixels of the images for crop padded, before they are resized.")
     crop_scale: list[float] = argument([0.6, 1.0], "Lowest and highest share of the area for crop resized.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_from(self, 0, "vit_max_grad_norm")
 
 
 class HintDecayCallback(TrainerCallback):

@@ -27,8 +27,8 @@ class StudentArguments:
     """Teacher and student."""
 
     teacher: str = argument(
-        help="Folder or hub id (@revision, too) of a vision transformer, CLIP, SigLIP or LLaVA, PaliGemma, Gemma 3, or "
-        "open_clip:MODEL:PRETRAINED."
+        help="Folder or hub id (@revision, too) of a vision transformer, CLIP, SigLIP, LLaVA, PaliGemma or Gemma 3, "
+        "or open_clip:MODEL:PRETRAINED."
     )
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     focusing: str = argument(

@@ -21,16 +21,7 @@ from ..common.precision import hold_teacher
 from ..common.splits import load_splits
 from ..common.views import EvalView, ImageFormat
 from ..modeling.layers import divergence
-from .arguments import (
-    ArgumentParser,
-    DataArguments,
-    ImageTrainingArguments,
-    argument,
-    check,
-    check_from,
-    check_shares,
-    run_as_program,
-)
+from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
 from .augmentation import SmallDataView
 from .cards import name_images
 from .data import labeled_images, mixing
@@ -108,13 +99,6 @@ class ImageClassificationArguments(SmallDataArguments):
     layer_decay: float = argument(1.0, "Factor of the learning rate from a block to the one before it.")
     train_image_size: int | None = argument(None, "Pixels of training images, if other than the model's.")
     trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_shares(self, "label_smoothing_factor", "distill_weight")
-        check_from(self, 0, "mixup", "cutmix", "head_multiplier")
-        check(self, lambda value: 0 <= value <= 30, "0 to 30", "randaugment_magnitude")
-        check(self, lambda value: 0 < value <= 1, "a number above 0, up to 1", "layer_decay")
 
 
 class ImageClassificationTrainer(ImageTrainer):

@@ -38,8 +38,8 @@ class ImageTrainer(Trainer):
         train_view, eval_view (`View`): Make their views.
         mix (`Callable`, *optional*): See `Collator`.
         classes (sequence of `int`, *optional*): See `Views`.
-        processing_class, callbacks (*optional*): As in Transformers.
         base_model (`str`, *optional*): The model from which training starts, for the card.
+        callbacks, kwargs (*optional*): As in Transformers.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class ImageTrainer(Trainer):
         eval_view: View,
         mix=None,
         classes=None,
-        processing_class=None,
         callbacks=None,
         base_model: str | None = None,
+        **kwargs,
     ):
         args = copy.copy(args)
         if eval_dataset is None:
@@ -69,9 +69,9 @@ class ImageTrainer(Trainer):
             data_collator=Collator(train_view.formats | eval_view.formats, mix, args.seed),
             train_dataset=views,
             eval_dataset=None if eval_dataset is None else self.evaluation_views(eval_dataset),
-            processing_class=processing_class,
             compute_metrics=self.measure,
             callbacks=[SetEpoch(views), self.interruption, *(callbacks or ())],
+            **kwargs,
         )
         # The loss is a mean over a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
