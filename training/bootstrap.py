@@ -135,9 +135,11 @@ class BootstrapArguments(ImageTrainingArguments):
         check(self, fits, "a share from 0 to below 1, or a count", "tune")
         check_ranges(self, "crop_scale", "crop_ratio")
 
-    def complete(self, recipe: str, continues: bool):
+    def complete(self, inherits_patches: bool, pixels: int, continues: bool = False):
         """Fill in what was not given, by a recipe; one that `continues` is shorter and starts with smaller steps."""
-        self.recipe, values = recipe, RECIPES[recipe] | {"num_train_epochs": 20.0}
+        small = pixels <= LARGEST_SMALL and not continues
+        self.recipe = self.recipe or ("inherited" if inherits_patches else "small" if small else "paper")
+        values = RECIPES[self.recipe] | {"num_train_epochs": 20.0}
         if continues:
             values |= {"learning_rate": values["learning_rate"] / 4, "warmup_steps": 0.0, "num_train_epochs": 5.0}
         for name, value in values.items():
@@ -148,14 +150,6 @@ class BootstrapArguments(ImageTrainingArguments):
 class BootstrapTrainer(ImageTrainer):
     """Transformers' `Trainer` that bootstraps a SparseFormer from a vision transformer, without labels (Gao et al.
     2024, section 3.2).
-
-    ```python
-    student = SparseFormerForImageClassification.from_teacher(teacher, num_latent_tokens=49)
-    args = BootstrapArguments(output_dir="student")
-    trainer = BootstrapTrainer(teacher, student, args, train_dataset=images, processing_class=processor)
-    trainer.train()
-    trainer.save_model()
-    ```
 
     The teacher is frozen, and so are the student's blocks that `args.tune` does not choose. Labels measure accuracy
     and no more, unless `args.label_loss_weight` is given.
@@ -195,7 +189,7 @@ class BootstrapTrainer(ImageTrainer):
                 f"The student inherits its teacher's patches and normalizes otherwise: mean and std are {own}, the "
                 f"teacher's {teachers}. Give them to from_teacher: image_mean, image_std."
             )
-        args.complete(args.recipe or recipe_of(config.embeds_patches, teacher_format, False), False)
+        args.complete(config.embeds_patches, max(teacher_format.size))
         self.anatomy, self.student, self.classify = teacher, model, getattr(model, "classifier", None)
         self.labels = self.classify and config.id2label
         if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
@@ -294,12 +288,8 @@ class BootstrapTrainer(ImageTrainer):
         return None, found, found.new_zeros(len(found))
 
     def measure(self, prediction) -> dict[str, float]:
-        """`alignment`, the mean cosine of student's and teacher's embeddings, and, of classifiers where there are
-        labels, `accuracy` and `teacher_accuracy`.
-
-        If a student is for several counts of tokens, `alignment` is the mean over them and `accuracy` that of the
-        largest; `alignment_COUNT` and `accuracy_COUNT` are those of each.
-        """
+        """`alignment`, the mean cosine of student's and teacher's embeddings, over several counts of tokens, and, of
+        classifiers, `accuracy`, that of the largest count, and `teacher_accuracy`; `…_COUNT` are those of each."""
         counts, means = self.student.config.trained_token_counts, prediction.predictions.mean(0).tolist()
         alignments, accuracies = means[: len(counts)], means[len(counts) :]
         results = {"alignment": statistics.mean(alignments)}
@@ -341,13 +331,6 @@ class BootstrapTrainer(ImageTrainer):
         return f"{text}.\n\n{format_markdown(rows)}" if len(counts) > 1 else f"{text}."
 
 
-def recipe_of(inherits_patches: bool, teacher_format: ImageFormat, continues: bool) -> str:
-    """The recipe for a student, new or continued, of a teacher of such images."""
-    if inherits_patches:
-        return "inherited"
-    return "paper" if continues or max(teacher_format.size) > LARGEST_SMALL else "small"
-
-
 def bootstrap(
     teacher: str | PreTrainedModel,
     images,
@@ -357,22 +340,17 @@ def bootstrap(
     processing_class=None,
     **options,
 ) -> SparseFormerPreTrainedModel:
-    """Bootstrap a SparseFormer, without labels, that embeds images as a vision transformer does.
-
-    ```python
-    student = bootstrap("path/to/teacher", images="path/to/images", num_tokens=[16, 36, 64], output="student")
-    ```
-
-    A call that was interrupted goes on when it is made again.
+    """Bootstrap a SparseFormer, without labels, that embeds images as a vision transformer does. A call that was
+    interrupted goes on when it is made again.
 
     Args:
         teacher (`str` or `PreTrainedModel`): A vision transformer, CLIP or SigLIP: its folder or hub id, or the model.
         images: See `BootstrapTrainer`'s `train_dataset`.
         num_tokens (`int` or `list[int]`, *optional*): Latent tokens, or the counts that one student is to serve; a
-            quarter of the teacher's if not given.
+            quarter of the teacher's by default.
         output (`str`, *optional*, defaults to `"student"`): Folder of the student, its card and its checkpoints.
-        eval_images (*optional*): Images to choose the best epoch on. If not given, those that a folder or data set has
-            for that, or else a tenth of `images`, which is held back.
+        eval_images (*optional*): Images to choose the best epoch on; by default those that a folder or data set has
+            for that, or else a tenth of `images`.
         processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
         options: Arguments of `frugalvit bootstrap`, for example `num_train_epochs=5`, `focusing="inherited"`.
 
@@ -429,11 +407,10 @@ def make_trainer(
         raise ValueError("upsampler_hidden_size needs dense_loss_weight, for example 1.")
     train, evaluation, test = (*parts, None) if parts else load_splits(data, args.label_loss_weight > 0)
     model, processor = teacher or load_vision_model(options.teacher, "cpu", options.trust_remote_code)
-    teacher_format, continues = ImageFormat.from_processor(processor), options.student is not None
-    recipe = args.recipe or recipe_of(options.focusing == "inherited", teacher_format, continues)
-    args.complete(recipe, continues)
+    teacher_format = ImageFormat.from_processor(processor)
+    args.complete(options.focusing == "inherited", max(teacher_format.size), options.student is not None)
     anatomy = read_anatomy(model.requires_grad_(False), teacher_format.size)
-    student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **NEW_STUDENTS[recipe])
+    student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **NEW_STUDENTS[args.recipe])
     trainer = BootstrapTrainer(anatomy, student, args, train, evaluation, processor, options.teacher)
     trainer.test_images = test
     return trainer

@@ -85,32 +85,15 @@ class HintDecayCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         # Within what others, such as PEFT, may have wrapped around it.
-        self.pairs = [module for module in model.modules() if "hint_share" in vars(module)]
-        if not self.pairs:
-            raise ValueError(
-                f"A {type(model).__name__} has no hints to decay; expected a BootstrappedViTForImageClassification."
-            )
+        [self.pair] = [module for module in model.modules() if "hint_share" in vars(module)]
         # A tensor, as a compiled model would be compiled anew for each number.
-        share = torch.ones((), device=args.device)
-        for pair in self.pairs:
-            pair.hint_share = share
+        self.pair.hint_share = torch.ones((), device=args.device)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.pairs[0].hint_share.fill_(1 - state.global_step / state.max_steps)
+        self.pair.hint_share.fill_(1 - state.global_step / state.max_steps)
 
     def on_train_end(self, args, state, control, **kwargs):
-        for pair in self.pairs:
-            pair.hint_share = 1.0
-
-
-class ClipViTCallback(TrainerCallback):
-    """Clip the gradient of a trainer's ViT to `args.vit_max_grad_norm`."""
-
-    def __init__(self, trainer: "JointTrainer"):
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.trainer.accelerator.clip_grad_norm_(self.trainer.trained.vit.parameters(), args.vit_max_grad_norm)
+        self.pair.hint_share = 1.0
 
 
 class JointTrainer(ImageTrainer):
@@ -135,9 +118,7 @@ class JointTrainer(ImageTrainer):
         callbacks=None,
     ):
         train, evaluation = labeled_images(train_dataset, eval_dataset)
-        values = image_processor_config(model.config)
-        values.pop("image_processor_type")
-        processor = ViTImageProcessor(**values)
+        processor = ViTImageProcessor(**image_processor_config(model.config))
         image_format = ImageFormat.from_processor(processor)
         super().__init__(
             model,
@@ -149,13 +130,23 @@ class JointTrainer(ImageTrainer):
             processing_class=processor,
             callbacks=[HintDecayCallback(), *(callbacks or ())],
         )
-        if args.vit_max_grad_norm:
-            if self.is_deepspeed_enabled:
-                raise ValueError(f"vit_max_grad_norm is {args.vit_max_grad_norm}, expected 0 with DeepSpeed.")
-            self.add_callback(ClipViTCallback(self))
         # An agent has no attention.
         choose_attention(model.vit, args)
         self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """As in Transformers; clips the ViT's gradient before each step."""
+        optimizer, norm = super().create_optimizer(model), self.args.vit_max_grad_norm
+        if norm and self.is_deepspeed_enabled:
+            raise ValueError(f"vit_max_grad_norm is {norm}, expected 0 with DeepSpeed.")
+        parameters = list(self.trained.vit.parameters())
+
+        def clip(*_):
+            torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+        if norm:
+            optimizer.register_step_pre_hook(clip)
+        return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss of both models; in evaluation, without hints."""

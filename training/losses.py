@@ -37,9 +37,7 @@ class AlignmentLoss(nn.Module):
     terms that `args` adds.
 
     Args:
-        student (`SparseFormerPreTrainedModel`): The student, whose classifier or projection is read. The outputs of
-            its base model are compared.
-        teacher (`Anatomy`): The teacher's anatomy.
+        student (`SparseFormerPreTrainedModel`), teacher (`Anatomy`): The two, whose heads are read.
         args (`BootstrapArguments`): Names the loss and the weights of the terms.
     """
 

@@ -153,10 +153,8 @@ def parse_overrides(model_type: str, text: str) -> dict:
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """The counts of tokens to train in a step: the largest, two of the others, chosen by the seed, and the smallest.
-
-    It is the sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*.
-    """
+    """The counts of tokens to train in a step: the largest, two of the others, chosen by the seed, and the smallest
+    (the sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*)."""
     smallest, *between = config.trained_token_counts
     if not between:
         return [smallest]

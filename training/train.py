@@ -105,14 +105,6 @@ class ImageClassificationTrainer(ImageTrainer):
     """Transformers' `Trainer` with the recipe for little data: RandAugment, mixup, CutMix, label smoothing, learning
     rates that fall from block to block, and distillation.
 
-    ```python
-    model = AutoModelForImageClassification.from_config(config)
-    args = ImageClassificationArguments(output_dir="trained", num_train_epochs=100)
-    trainer = ImageClassificationTrainer(model, args, images, held_back, processing_class=processor)
-    trainer.train()
-    trainer.save_model()
-    ```
-
     Args:
         model (`PreTrainedModel`): An image classifier.
         args (`ImageClassificationArguments`): Its arguments.

@@ -1,7 +1,6 @@
 """Bootstrapping on a few embedded images: by the command, in one call, and by a trainer."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from frugalvit import BootstrapArguments, BootstrapTrainer, SparseFormerForImage
 from frugalvit.common.data import load_images
 from frugalvit.common.views import EvalView
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.training.bootstrap import make_parser, make_trainer, recipe_of
+from frugalvit.training.bootstrap import make_parser, make_trainer
 from frugalvit.training.data import as_images
 from frugalvit.training.losses import attended_cells, forecast_loss
 from frugalvit.training.students import format_of, freeze, token_counts_to_train
@@ -177,8 +176,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
 )
 def test_the_recipe_fits_the_images_and_what_is_given_goes_before(size, options, expected):
     student, _, args = make_parser().parse(command_words(teacher="t", output_dir="o", use_cpu=True, **options))
-    image_format, continues = SimpleNamespace(size=(size, size)), student.student is not None
-    args.complete(args.recipe or recipe_of(student.focusing == "inherited", image_format, continues), continues)
+    args.complete(student.focusing == "inherited", size, student.student is not None)
     assert {name: getattr(args, name) for name in expected} == expected
 
 
