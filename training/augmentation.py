@@ -1,4 +1,4 @@
-"""Views of images in training: for little data, for bootstrapping and for segmentation."""
+"""Views of images in training, for bootstrapping and for segmentation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,42 +10,6 @@ from torchvision.transforms import InterpolationMode, v2
 
 from ..common.choices import IGNORED
 from ..common.views import LONGEST, EvalView, ImageFormat, View
-
-
-class SmallDataView(View):
-    """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision.
-
-    Args:
-        image_format (`ImageFormat`): The images that the model takes.
-        args (`SmallDataArguments`): Crop and flip.
-        randaugment_layers, randaugment_magnitude (`int`): Operations for an image, and their strength of 0 to 30.
-        erasing (`float`): Probability of erasing a rectangle, which then shows the mean.
-    """
-
-    def __init__(
-        self, image_format: ImageFormat, args, randaugment_layers=0, randaugment_magnitude=9, erasing: float = 0.0
-    ):
-        self.formats = {"pixel_values": image_format}
-        size, interpolation, fill = list(image_format.size), image_format.interpolation, image_format.fill
-        before, padding = 2 * [args.crop_size] if args.crop_size else size, args.crop_padding
-        flip = v2.RandomHorizontalFlip(args.flip)
-        if args.crop == "resized":
-            steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
-        else:
-            if padding >= min(before):
-                raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")
-            crop = v2.RandomCrop(before, padding or None, padding_mode=args.padding_mode)
-            steps = [v2.Resize(before, interpolation), flip, crop, v2.Resize(size, interpolation)]
-        if randaugment_layers:
-            bilinear = InterpolationMode.BILINEAR
-            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, fill))
-        steps.append(v2.PILToTensor())
-        if erasing:
-            steps.append(v2.RandomErasing(erasing, value=fill))
-        self.transform = v2.Compose(steps)
-
-    def __call__(self, image):
-        return {"pixel_values": self.transform(image)}
 
 
 class BootstrapView(View):

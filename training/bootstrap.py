@@ -37,7 +37,6 @@ from .arguments import (
     run_as_program,
 )
 from .augmentation import BootstrapView, PairedEvalView
-from .cards import write_card
 from .data import Views, as_images, split_off
 from .losses import AlignmentLoss, Targets, attended_cells
 from .optimizers import parameter_groups, with_rates
@@ -309,10 +308,6 @@ class BootstrapTrainer(ImageTrainer):
         prefix = "" if learner is self.student else f"{self.student.base_model_prefix}."
         learned = self.accelerator.get_state_dict(self.model)
         return self.student.state_dict() | {f"{prefix}{key}": value for key, value in learned.items()}
-
-    def write_card(self, folder: Path):
-        # How a backbone is loaded says how it is used, too.
-        write_card(folder, self, use="" if isinstance(self.student, SparseFormerBackbone) else None)
 
     def summary(self, metrics: dict[str, float]) -> str:
         """The result in a sentence, and a table of it if there are several counts of tokens."""

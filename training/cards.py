@@ -46,8 +46,9 @@ def write_card(
     base = trainer.base_model and split_revision(trainer.base_model)[0]
     # Projections of embeddings have no pipeline of their own.
     task = pipeline_tag(model) or "image-feature-extraction"
-    if use is None:
-        use = {"image-classification": USE + LABEL, "image-feature-extraction": USE}.get(task, "")
+    # How a backbone is loaded says how it is used, too.
+    if use is None and not type(model).__name__.endswith("Backbone"):
+        use = {"image-classification": USE + LABEL, "image-feature-extraction": USE}.get(task)
     trained_on, measured_on = named(data, "dataset"), named(data, "eval_dataset") or named(data, "dataset")
     metric, name, results = args.metric_for_best_model, Path(args.output_dir).name, None
     if metric in metrics:
@@ -61,7 +62,7 @@ def write_card(
         )
         results = [result]
     data_sets = [*data.dataset, *(data.eval_dataset or ())] if data else []
-    example = loading_example(model) + use
+    example = loading_example(model) + (use or "")
     about = f"{sum(each.numel() for each in model.parameters()):,} parameters; {chosen(trainer)}; seed {args.seed}."
     make_card(
         model,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torchvision.transforms import InterpolationMode, v2
 from transformers import PreTrainedModel
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
@@ -19,13 +20,12 @@ from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
 from ..common.splits import load_splits
-from ..common.views import EvalView, ImageFormat
+from ..common.views import EvalView, ImageFormat, View
 from ..modeling.layers import divergence
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
-from .augmentation import SmallDataView
 from .cards import name_images
 from .data import labeled_images, mixing
-from .models import build_model, check_takes
+from .models import build_model
 from .optimizers import learning_rate_factors, parameter_groups, with_rates
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
@@ -76,6 +76,40 @@ class SmallDataArguments(ImageTrainingArguments):
     crop_size: int | None = argument(None, "Pixels of the images for crop padded. Default: the model's.")
     crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
+
+
+class SmallDataView(View):
+    """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision."""
+
+    def __init__(
+        self,
+        image_format: ImageFormat,
+        args: SmallDataArguments,
+        randaugment_layers: int = 0,
+        randaugment_magnitude: int = 9,
+        erasing: float = 0.0,
+    ):
+        self.formats = {"pixel_values": image_format}
+        size, interpolation, fill = list(image_format.size), image_format.interpolation, image_format.fill
+        before, padding = 2 * [args.crop_size] if args.crop_size else size, args.crop_padding
+        flip = v2.RandomHorizontalFlip(args.flip)
+        if args.crop == "resized":
+            steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
+        else:
+            if padding >= min(before):
+                raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")
+            crop = v2.RandomCrop(before, padding or None, padding_mode=args.padding_mode)
+            steps = [v2.Resize(before, interpolation), flip, crop, v2.Resize(size, interpolation)]
+        if randaugment_layers:
+            bilinear = InterpolationMode.BILINEAR
+            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, fill))
+        steps.append(v2.PILToTensor())
+        if erasing:
+            steps.append(v2.RandomErasing(erasing, value=fill))
+        self.transform = v2.Compose(steps)
+
+    def __call__(self, image):
+        return {"pixel_values": self.transform(image)}
 
 
 @dataclass
@@ -134,7 +168,6 @@ class ImageClassificationTrainer(ImageTrainer):
         if pixels := args.train_image_size:
             if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
                 self.interpolation["interpolate_pos_encoding"] = True
-            check_takes(model, pixels, "train_image_size", **self.interpolation)
             self.view_format = replace(image_format, size=(pixels, pixels))
         super().__init__(
             model,

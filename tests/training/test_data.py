@@ -17,8 +17,9 @@ from frugalvit.common.decoding import CorruptImageError, decode_image, read_imag
 from frugalvit.common.labels import class_names
 from frugalvit.common.views import VIEW, EvalView, ImageFormat, seeded
 from frugalvit.training.arguments import ImageTrainingArguments
-from frugalvit.training.augmentation import BootstrapView, PairedEvalView, SmallDataView
+from frugalvit.training.augmentation import BootstrapView, PairedEvalView
 from frugalvit.training.data import Collator, Views, as_images, labeled_images, mixing, split_off, training_views
+from frugalvit.training.train import SmallDataView
 
 
 FORMAT = ImageFormat((8, 8))
