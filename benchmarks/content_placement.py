@@ -66,7 +66,7 @@ PLACEMENTS = {
 }
 TOKENS = [9, 16, 25, 36, 49, 64]
 # What students are trained on besides photographs.
-ZOOM_OUT, CANVAS_IMAGES = 3.0, 0.5
+ZOOM_OUT = 3.0
 STUDENT = "caltech101-sparseformer"
 # Pixels at which a teacher of 224 sees twice as much.
 LARGER = 448
@@ -214,7 +214,7 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
     argv = [
         *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval_split", "none", "--seed", str(seed)),
         *("--focusing", "inherited", "--num_tokens", *map(str, TOKENS), *PLACEMENTS[placement]),
-        *("--zoom_out", str(ZOOM_OUT), "--canvas_images", str(CANVAS_IMAGES)),
+        *("--zoom_out", str(ZOOM_OUT)),
         *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", str(arguments.batch_size)),
         *("--learning_rate", str(arguments.learning_rate)),
         *("--inherited_lr_factor", str(arguments.inherited_learning_rate), *precision_arguments(arguments)),
@@ -245,7 +245,7 @@ def make_table(arguments):
             row |= {name: statistics.mean(values), f"{name}: spread": spread(values)}
         rows.append(row)
     print_rows(rows)
-    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT, "canvas_images": CANVAS_IMAGES}
+    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT}
     write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
 
 
