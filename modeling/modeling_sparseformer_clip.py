@@ -27,7 +27,10 @@ AutoModel.register(PatchSparseFormerConfig, PatchSparseFormerModel, exist_ok=Tru
 def image_side_fields(vision_model: nn.Module) -> dict:
     """Return the configuration's fields of a SparseFormer without its projection."""
     fields = vision_model.config.to_dict()
-    return fields | {"model_type": fields["model_type"].removesuffix("_projection")}
+    fields["model_type"] = fields["model_type"].removesuffix("_projection")
+    if fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
+        raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
+    return fields
 
 
 class SparseFormerCLIPPreTrainedModel(HubModel):
