@@ -32,7 +32,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
-from frugalvit.configuration.configuration_base import INITIALIZATIONS
+from frugalvit.configuration.configuration_vit import INITIALIZATIONS
 from frugalvit.modeling.initialization import initialize_attention_
 from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train

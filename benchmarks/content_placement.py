@@ -31,7 +31,6 @@ from caltech101 import CANVAS, VIEWS, accuracy_of, outputs_for, print_accuracy, 
 from matplotlib.figure import Figure
 
 import frugalvit
-from frugalvit.common.contender import WithTokens
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
@@ -40,8 +39,8 @@ from frugalvit.common.macs import macs_of
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.configuration.configuration_base import pair
-from frugalvit.contenders import load_teacher, with_random_patches
-from frugalvit.modeling.modeling_sparseformer import SparseFormerForImageClassification
+from frugalvit.contenders import WithTokens, load_teacher
+from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from shared import (
@@ -54,7 +53,7 @@ from shared import (
     spread,
     write_table,
 )
-from token_merging import merging
+from token_merging import merging, with_random_patches
 
 
 # Arguments of `frugalvit bootstrap` by what they are called.
@@ -135,16 +134,15 @@ def untrained(arguments, placement: str):
     """A teacher's student before training, and its image processor."""
     teacher, processor = load_image_classifier(arguments.teacher, "cpu")
     image_format = ImageFormat.from_processor(processor)
-    looks = {} if placement == "grid" else {"placement": "content", "placement_rule": placement}
-    student = SparseFormerForImageClassification.from_teacher(
+    placed = {} if placement == "grid" else {"placement": "content", "placement_rule": placement}
+    student = PatchSparseFormerForImageClassification.from_teacher(
         teacher,
-        focusing="inherited",
         elastic_token_counts=TOKENS,
         image_mean=image_format.mean,
         image_std=image_format.std,
         resample=image_format.resample,
         resize_size=image_format.resize,
-        **looks,
+        **placed,
     )
     return student, processor
 

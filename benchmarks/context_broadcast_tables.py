@@ -8,7 +8,7 @@
     python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
     python benchmarks/context_broadcast_tables.py inserted       # into the shipped ViT, as it is
     python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, which trains on
-    python benchmarks/context_broadcast_tables.py sparseformer   # in the cortex of a trained one, which trains on
+    python benchmarks/context_broadcast_tables.py sparseformer   # in the encoder of a trained one, which trains on
     python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's recipe, 40 epochs
     python benchmarks/context_broadcast_tables.py speed          # what it costs a ViT-S at 224 pixels
 
@@ -47,7 +47,7 @@ from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.speed import images_per_second
-from frugalvit.configuration.configuration_base import CONTEXT_BROADCASTS
+from frugalvit.configuration.configuration_vit_context_broadcast import CONTEXT_BROADCASTS
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
 from frugalvit.training.arguments import run_as_program

@@ -15,11 +15,42 @@ from torch import nn
 from frugalvit import GeneralizedConv2d
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import format_table
-from frugalvit.modeling.generalized_convolution import generalized_convolution_in_matrix_form, shift_matrices
+from frugalvit.modeling.generalized_convolution import window_size
 from shared import add_results_argument, make_parser, peak_memory, write_table
 
 
 CHANNELS, POSITIONS = 64, 9
+
+
+def shift_matrices(height: int, width: int, num_positions: int) -> torch.Tensor:
+    """The constant matrices Φ of eqs. 4 and 6, `(positions, height * width, height * width)`: row q of Φ_i is 1 at the
+    i-th position of the window around q, and 0 where that is outside of the map."""
+    side = window_size(num_positions)
+    matrices = torch.zeros(num_positions, height, width, height, width)
+    for index in range(num_positions):
+        dy = index // side - side // 2
+        dx = index % side - side // 2
+        for y in range(max(0, -dy), min(height, height - dy)):
+            for x in range(max(0, -dx), min(width, width - dx)):
+                matrices[index, y, x, y + dy, x + dx] = 1
+    return matrices.flatten(3).flatten(1, 2)
+
+
+def generalized_convolution_in_matrix_form(
+    feature_map: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`generalized_conv2d` in the form of eq. 5, Y = Σ Φ_i X W_i, whose time and memory grow with the square of the
+    map's positions. `matrices` are the `shift_matrices`, if they are known already."""
+    height, width = feature_map.shape[-2:]
+    if matrices is None:
+        matrices = shift_matrices(height, width, weight.shape[-1]).to(feature_map)
+    projected = torch.einsum("bcp,oci->ipbo", feature_map.flatten(2), weight)
+    output = torch.einsum("iqp,ipbo->boq", matrices, projected)
+    output = output if bias is None else output + bias[:, None]
+    return output.unflatten(-1, (height, width))
 
 
 class MatrixForm(nn.Module):

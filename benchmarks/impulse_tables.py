@@ -36,7 +36,7 @@ import torch
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
 from frugalvit.common.loading import choose_device
-from frugalvit.configuration.configuration_base import VALUE_INITS
+from frugalvit.configuration.configuration_vit import VALUE_INITS
 from frugalvit.training import train
 from shared import budget_settings, last_accuracies, parse_table, print_rows, run_row, wanted_rows, write_table
 

@@ -5,9 +5,6 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import FrugalViTConfig, pair
 
 
-INITIALIZATIONS = ("default", "reference")
-
-
 @strict
 class AgentCNNConfig(FrugalViTConfig):
     r"""
@@ -21,8 +18,8 @@ class AgentCNNConfig(FrugalViTConfig):
         num_channels (`int`, *optional*, defaults to 3): Channels of the image.
         stem (`str`, *optional*, defaults to `"patch"`):
             `"patch"`, a linear map of each patch, as a vision transformer has it, or `"res"`, as in a ResNet: a 7 x 7
-            convolution, 3 x 3 max pooling and a 3 x 3 convolution, each with stride 2 (the paper prints 2 x 2 pooling,
-            its code has 3 x 3).
+            convolution, 3 x 3 max pooling (2 x 2 in the paper, 3 x 3 in its code) and a 3 x 3 convolution, each with
+            stride 2.
         patch_size (`int`, *optional*, defaults to 16): Patch size in pixels, for `stem="patch"`.
         stem_channels (`int`, *optional*, defaults to 64): Channels of the first convolution of `stem="res"`.
         hidden_size (`int`, *optional*, defaults to 288): Channels of the feature maps.
@@ -42,17 +39,8 @@ class AgentCNNConfig(FrugalViTConfig):
         batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
         initialization (`str`, *optional*, defaults to `"default"`):
             How weights of a fresh model are drawn: `"default"`, PyTorch's way, or `"reference"`, the reference
-            implementation's, which the variants have: standard normal patch projections with biases of zero, other
-            weights Xavier-uniform, biases of the MLPs and of the res-like stem standard normal.
-        image_mean, image_std (`float` or sequence of `float`, *optional*):
-            Normalization written into the image processor, for all channels or each.
-        resize_size (`int`, *optional*):
-            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
-        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
-
-    Raises:
-        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
-            if a name looks like a misspelled field; the message says what was given and what would fit.
+            implementation's, which the variants have; see `reference_initialization.py`.
+        image_mean, image_std, resize_size, resample: Fields of the image processor.
     """
 
     model_type = "agent_cnn"
@@ -91,28 +79,22 @@ class AgentCNNConfig(FrugalViTConfig):
         """Pixels of the image between neighboring positions of the last feature map, in each direction."""
         return (self.patch_size if self.stem == "patch" else 8) * 2 ** len(self.downsample_after)
 
-    def validate_counts(self):
-        """Counts and sizes are positive, and maps that are halved exist."""
+    def validate_values(self):
+        """Counts, sizes and rates are in range, and choices are known ones."""
         self._check_counts("patch_size", "num_channels", "stem_channels", "hidden_size", "num_hidden_layers")
-        self._check_counts("num_positions", "intermediate_size", "resize_size")
+        self._check_counts("num_positions", "intermediate_size")
         self._check_sizes("image_size")
-        if wrong := [layer for layer in self.downsample_after if not 0 <= layer < self.num_hidden_layers]:
-            raise ValueError(
-                f"`downsample_after` has {wrong[0]}, expected blocks from 0 to {self.num_hidden_layers - 1}."
-            )
-        if len(set(self.downsample_after)) < len(self.downsample_after):
-            raise ValueError(f"`downsample_after` is {self.downsample_after}, expected different blocks.")
-        if min(pair(self.image_size)) < self.stride:
-            raise ValueError(
-                f"Images of `image_size`={self.image_size} leave no position of a map with a stride of {self.stride} "
-                "pixels."
-            )
-
-    def validate_choices(self):
-        """Fields with a fixed set of values have one of them, and rates and epsilon are in range."""
-        self._check_choices(stem=("patch", "res"), norm_position=("before", "after"), initialization=INITIALIZATIONS)
+        self._check_choices(
+            stem=("patch", "res"),
+            norm_position=("before", "after"),
+            initialization=("default", "reference"),
+        )
         self._check_rates("dropout", "branch_dropout")
-        self._check_positive("batch_norm_eps")
+        if not {*self.downsample_after} <= {*range(self.num_hidden_layers)}:
+            last = self.num_hidden_layers - 1
+            raise ValueError(f"`downsample_after` is {self.downsample_after}, expected blocks from 0 to {last}.")
+        if min(pair(self.image_size)) < self.stride:
+            raise ValueError(f"`image_size`={self.image_size} is less than the last map's stride of {self.stride}.")
 
     @staticmethod
     def _variants() -> dict[str, dict]:

@@ -5,10 +5,10 @@ from transformers import ViTConfig
 
 from .configuration_agent_cnn import VARIANTS as AGENTS
 from .configuration_agent_cnn import AgentCNNConfig
-from .configuration_base import INITIALIZATIONS, AttentionStartConfig, pair
+from .configuration_base import pair
+from .configuration_vit import INITIALIZATIONS, AttentionStartConfig
 
 
-SHARING = ("none", "weights")
 # Weights of the terms of the loss, of the reference implementation: classification, divergence, hints.
 WEIGHTS = {"none": (1.0, 1.0, 10.0), "weights": (0.5, 0.5, 5.0)}
 
@@ -38,18 +38,9 @@ class BootstrappedViTConfig(AttentionStartConfig):
             reference implementation does.
         initialization (`str`, *optional*, defaults to `"default"`):
             How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way; `"reference"`, the
-            reference implementation's, which the variants have, see `reference_init_` and `AgentCNNConfig`; or another
-            start of the transformer's attention, see `AttentionStartConfig`, whose other fields there are, too.
-        image_mean, image_std (`float` or sequence of `float`, *optional*):
-            Normalization written into the image processor, for all channels or each.
-        resize_size (`int`, *optional*):
-            Shorter side to resize to before a center crop of the transformer's image size; `None` resizes straight to
-            it.
-        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
-
-    Raises:
-        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
-            if a name looks like a misspelled field; the message says what was given and what would fit.
+            reference implementation's, which the variants have; or another start of the transformer's attention, see
+            `AttentionStartConfig`, also for the fields `impulse_…`.
+        image_mean, image_std, resize_size, resample: Fields of the image processor.
     """
 
     model_type = "bootstrapped_vit"
@@ -101,41 +92,36 @@ class BootstrappedViTConfig(AttentionStartConfig):
 
     @property
     def num_channels(self) -> int:
-        """Channels of the images."""
         return self.vit_config.num_channels
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Rows and columns of the transformer's patches."""
+        sizes = zip(pair(self.vit_config.image_size), pair(self.vit_config.patch_size), strict=True)
+        return tuple(image // patch for image, patch in sizes)
 
     @staticmethod
     def _starts() -> tuple[str, ...]:
         return "default", "reference", *INITIALIZATIONS
 
     def validate_twins(self):
-        """The agent's blocks have the number and the sizes of the transformer's."""
-        self._check_choices(sharing=SHARING)
-        self._check_counts("resize_size")
+        """The agent's blocks have the number and the sizes of the transformer's, and rates are in range."""
+        self._check_choices(sharing=("none", "weights"))
+        self._check_rates("mlp_dropout")
         vit, agent = self.vit_config, self.agent_config
-        twins = {name: name for name in ("num_hidden_layers", "hidden_size", "num_channels")}
+        same = {"num_hidden_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_channels": "num_channels"}
         if self.sharing == "weights":
-            twins |= {"intermediate_size": "intermediate_size", "num_attention_heads": "num_positions"}
-        for of_vit, of_agent in twins.items():
-            ours, theirs = getattr(vit, of_vit), getattr(agent, of_agent)
+            same |= {"intermediate_size": "intermediate_size", "num_attention_heads": "num_positions"}
+        for vit_name, agent_name in same.items():
+            ours, theirs = getattr(vit, vit_name), getattr(agent, agent_name)
             if ours != theirs:
                 raise ValueError(
-                    f"`vit_config` has `{of_vit}`={ours}, `agent_config` `{of_agent}`={theirs}; expected the same."
+                    f"`vit_config` has `{vit_name}`={ours}, `agent_config` `{agent_name}`={theirs}; expected the same."
                 )
-        if min(pair(vit.image_size)) < agent.stride:
+        if not {*(self.hint_layers or ())} <= {*range(vit.num_hidden_layers)}:
             raise ValueError(
-                f"Images of {vit.image_size} pixels are too small for the agent, whose stride is {agent.stride}."
+                f"`hint_layers` is {self.hint_layers}, expected blocks from 0 to {vit.num_hidden_layers - 1}."
             )
-        if wrong := [layer for layer in self.hint_layers or () if not 0 <= layer < vit.num_hidden_layers]:
-            raise ValueError(f"`hint_layers` has {wrong[0]}, expected blocks from 0 to {vit.num_hidden_layers - 1}.")
-
-    def validate_weights(self):
-        """Weights are 0 or more, the temperature is positive, and dropout rates are rates."""
-        self._check_positive("temperature")
-        self._check_rates("mlp_dropout", *(["embedding_dropout"] if self.embedding_dropout is not None else []))
-        for name in ("classification_weight", "divergence_weight", "hint_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, expected 0 or more.")
 
     @staticmethod
     def _variants() -> dict[str, dict]:

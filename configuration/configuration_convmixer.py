@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import FrugalViTConfig, pair
+from .configuration_base import FrugalViTConfig
 
 
 SPATIAL_FILTERS = ("trained", "random", "impulse", "signed_impulse", "box")
@@ -21,25 +21,14 @@ class ConvMixerConfig(FrugalViTConfig):
         num_channels (`int`, *optional*, defaults to 3): Channels of the image.
         hidden_size (`int`, *optional*, defaults to 256): Channels of the feature maps.
         num_hidden_layers (`int`, *optional*, defaults to 8): Layers.
-        kernel_size (`int`, *optional*, defaults to 3): Size of the depthwise convolutions' filters; even ones, too.
+        kernel_size (`int`, *optional*, defaults to 3): Size of the depthwise convolutions' filters, odd or even.
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
             `"trained"`, or filters that keep their first values, as their biases do: `"random"`, uniform; `"impulse"`,
             a one at a random position; or `"box"`, all ones. Each is scaled to the norm of random filters.
             `"signed_impulse"`, of which half are negative, is ours.
-        spatial_activation (`bool`, *optional*, defaults to `False`):
-            Whether an activation follows the depthwise convolutions, too, as Trockman & Kolter have it; the code of
-            Zheng et al. leaves it out.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation.
         batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
-        image_mean, image_std (`float` or sequence of `float`, *optional*):
-            Normalization written into the image processor, for all channels or each.
-        resize_size (`int`, *optional*):
-            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
-        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
-
-    Raises:
-        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
-            if a name looks like a misspelled field; the message says what was given and what would fit.
+        image_mean, image_std, resize_size, resample: Fields of the image processor.
     """
 
     model_type = "convmixer"
@@ -51,7 +40,6 @@ class ConvMixerConfig(FrugalViTConfig):
     num_hidden_layers: int = 8
     kernel_size: int = 3
     spatial_filters: str = "trained"
-    spatial_activation: bool = False
     hidden_act: str = "gelu"
     batch_norm_eps: float | int = 1e-5
     image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -59,23 +47,15 @@ class ConvMixerConfig(FrugalViTConfig):
     resize_size: int | None = None
     resample: int = 2
 
-    def validate_counts(self):
-        """Counts and sizes are positive, and an image has a patch."""
-        self._check_counts(
-            "patch_size", "num_channels", "hidden_size", "num_hidden_layers", "kernel_size", "resize_size"
-        )
-        self._check_sizes("image_size")
-        if min(pair(self.image_size)) < self.patch_size:
-            raise ValueError(f"Images of `image_size`={self.image_size} hold no patch of {self.patch_size} pixels.")
-
-    def validate_choices(self):
-        """Fields with a fixed set of values have one of them, and epsilon is positive."""
-        self._check_choices(spatial_filters=SPATIAL_FILTERS)
-        self._check_positive("batch_norm_eps")
-
     @staticmethod
     def _variants() -> dict[str, dict]:
         return VARIANTS
+
+    def validate_values(self):
+        """Counts and sizes are positive, and filters are known ones."""
+        self._check_counts("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "kernel_size")
+        self._check_sizes("image_size")
+        self._check_choices(spatial_filters=SPATIAL_FILTERS)
 
 
 # Names read width and kernel size.

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer import VARIANTS, SparseFormerConfig
+from ..configuration.configuration_sparseformer import VARIANTS, SparseFormerConfig, SparseFormerProjectionConfig
 from .modeling_sparseformer import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection
 
 
@@ -175,14 +175,14 @@ def config_from_showlab(
         fields["image_size"] = height if height == width else (height, width)
         fields["resize_size"] = height * 256 // 224 if height == width else None
     same_width = [name for name in TEMPLATES[variant] if VARIANTS[name]["hidden_size"] == hidden_size]
-    return SparseFormerConfig.from_variant((same_width or TEMPLATES[variant])[0], **fields)
+    config_class = SparseFormerProjectionConfig if "projection_dim" in fields else SparseFormerConfig
+    return config_class.from_variant((same_width or TEMPLATES[variant])[0], **fields)
 
 
 def showlab_model_class(config: SparseFormerConfig) -> type:
     """Return the class for a converted model: with a projection if the configuration has one, else a classifier."""
-    if config.projection_dim is not None:
-        return SparseFormerVisionModelWithProjection
-    return SparseFormerForImageClassification
+    is_projection = isinstance(config, SparseFormerProjectionConfig)
+    return SparseFormerVisionModelWithProjection if is_projection else SparseFormerForImageClassification
 
 
 def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerConfig) -> dict[str, torch.Tensor]:
@@ -192,7 +192,7 @@ def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerCon
     Raises:
         ValueError: if names do not fit the configuration.
     """
-    projects = config.projection_dim is not None
+    projects = isinstance(config, SparseFormerProjectionConfig)
     iterates_once = config.num_focusing_iterations == 1
     names = showlab_names(config.generation, config.num_hidden_layers, projects, iterates_once)
     check_names(state_dict, names, "the configuration")

@@ -23,38 +23,37 @@ SHARP_TOLERANCE, SHARP_MASS = 1e-3, 0.985
 def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch.Tensor:
     """Sinusoidal encoding of a grid as Simple-ViT has it (Beyer et al. 2022), `(height * width, hidden_size)`.
 
-    Frequencies are 10000^(-i / (hidden_size / 4 - 1)); the order is sin x, cos x, sin y, cos y.
-
-    Raises:
-        ValueError: if `hidden_size` is no multiple of 4.
-    """
+    Frequencies are 10000^(-i / (hidden_size / 4 - 1)); the order is sin x, cos x, sin y, cos y."""
     if hidden_size % 4:
         raise ValueError(f"`hidden_size` is {hidden_size}, expected a multiple of 4 (sine and cosine of x and y).")
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     omega = torch.logspace(0, -4, hidden_size // 4)
-    x, y = x.reshape(-1, 1) * omega, y.reshape(-1, 1) * omega
+    x = x.reshape(-1, 1) * omega
+    y = y.reshape(-1, 1) * omega
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
 def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
     """The positions of a kernel relative to its center as (dy, dx), row by row; an even kernel has its center right of
-    and below the middle.
-
-    Raises:
-        ValueError: if there are no such kernels.
-    """
-    if isinstance(kernel_size, bool) or not isinstance(kernel_size, int) or kernel_size < 1:
-        raise ValueError(f"`kernel_size` is {kernel_size!r}, expected a positive integer.")
+    and below the middle."""
     reach = range(-(kernel_size // 2), kernel_size - kernel_size // 2)
     return [(dy, dx) for dy in reach for dx in reach]
 
 
 def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
     """Draw an impulse for every head: a random position of the kernel, none twice before all have been drawn."""
-    offsets, drawn = kernel_offsets(kernel_size), []
+    offsets = kernel_offsets(kernel_size)
+    drawn = []
     while len(drawn) < num_heads:
         drawn += [offsets[i] for i in torch.randperm(len(offsets), generator=generator).tolist()]
     return drawn[:num_heads]
+
+
+def pinv_offsets(num_heads: int) -> list[tuple[int, int]]:
+    """The positions of a 3 x 3 kernel in the order in which the NeurIPS 2025 code gives them to heads."""
+    offsets = kernel_offsets(3)
+    order = (4, 1, 5, 3, 7, 0, 2, 6, 8)
+    return [offsets[order[head % len(order)]] for head in range(num_heads)]
 
 
 def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Tensor:
@@ -98,16 +97,14 @@ def solve_closed_form(
     all with 12 and 92 % with 8 (3 x 3 offsets, `hidden_size` 192).
 
     Without a `mass`, the maps are those that Algorithm 1 reaches: as sharp, and even where the impulse leaves the
-    grid, as there eq. 8 wants no attention anywhere. R then sends those positions to zero
-    (`results/impulse_speed.json` has mass and error of both).
+    grid, as eq. 8 wants no attention there; R then sends those positions to zero (`results/impulse_speed.json`).
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
         target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.
         head_dim (`int`): Width of the head.
-        mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the interior,
-            above 0 and below 1; where no temperature gives that much, 95 % of the most that one gives. `None` for maps
-            as those of Algorithm 1. `impulse_init_` says where the default comes from.
+        mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the interior;
+            where no temperature reaches it, 95 % of the most that one gives.
 
     Returns:
         Two tensors `(hidden_size, head_dim)`.
@@ -118,7 +115,8 @@ def solve_closed_form(
         # which has all attention anyway.
         zeros = inputs.new_zeros(inputs.shape[1], head_dim)
         return zeros, zeros.clone()
-    solved, tolerance = (inside, RELATIVE_TOLERANCE) if mass is not None else (slice(None), SHARP_TOLERANCE)
+    solved = slice(None) if mass is None else inside
+    tolerance = SHARP_TOLERANCE if mass is None else RELATIVE_TOLERANCE
     u, s, vh = torch.linalg.svd(inputs[solved], full_matrices=False)
     kept = s > tolerance * s[0]
     shift = (u[:, kept].mT @ (target @ inputs)[solved]) / s[kept, None]
@@ -135,15 +133,18 @@ def solve_closed_form(
 def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float:
     """The smallest factor on the logits that brings this much attention to the target, or, where none does, 95 % of
     the most that any factor brings."""
-    low, high = -2.0, 3.0
-    scaled, wanted = logits / logits.std(), None
+    low = -2.0
+    high = 3.0
+    wanted = None
+    scaled = logits / logits.std()
     for _ in range(3):
         exponents = torch.linspace(low, high, 32, dtype=logits.dtype, device=logits.device)
         masses = interior_mass((scaled * 10 ** exponents[:, None, None]).softmax(-1), target)
         most = masses.max().item()
         wanted = wanted or (mass if mass <= most else 0.95 * most)
         first = int((masses >= wanted).int().argmax())
-        low, high = exponents[max(first - 1, 0)].item(), exponents[first].item()
+        low = exponents[max(first - 1, 0)].item()
+        high = exponents[first].item()
     return 10**high / logits.std().item()
 
 
@@ -162,12 +163,14 @@ def solve_pinv(
     noise = torch.nn.init.trunc_normal_(torch.empty_like(target), std=0.6, generator=generator)
     wanted = torch.where(target > 0, torch.full_like(target, 1000.0), 3 * noise)
     values, vectors = torch.linalg.eigh(inputs.mT @ inputs)
-    values, vectors = values[-head_dim:].clamp(min=1e-12), vectors[:, -head_dim:]
+    values = values[-head_dim:].clamp(min=1e-12)
+    vectors = vectors[:, -head_dim:]
     # The pseudo-inverse is V diag(1 / values) V' X', so A = V (…) V' needs an SVD of head_dim columns only.
     reduced = (vectors.mT @ inputs.mT) / values[:, None]
     u, s, vh = torch.linalg.svd(reduced @ wanted @ reduced.mT)
     root = s.sqrt()
-    query, key = (F.pad(vectors @ part, (0, head_dim - len(root))) for part in (u * root, vh.mT * root))
+    query = F.pad(vectors @ (u * root), (0, head_dim - len(root)))
+    key = F.pad(vectors @ (vh.mT * root), (0, head_dim - len(root)))
     return 7 * query / query.norm(), 7 * key / key.norm()
 
 
@@ -182,25 +185,14 @@ def solve_adam(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
 
-    Heads are solved at once and independently. The algorithm leaves the start open ("Parameters"); here it is that of
-    PyTorch's linear layers, uniform in +-1 / sqrt(hidden_size).
+    Heads are solved at once and independently, for targets `(heads, positions, positions)`, into two tensors
+    `(heads, hidden_size, head_dim)`. The algorithm leaves the start open ("Parameters"); here it is that of PyTorch's
+    linear layers, uniform in +-1 / sqrt(hidden_size).
 
     As printed, the algorithm does not stop before the softmax is saturated. The authors' code bounds the weights every
-    100 steps: each column of Q and each row of K gets the mean length that columns of Q have at the start. To them
-    both are columns, as they hold K transposed. Their start is ours where `head_dim` times the heads is `hidden_size`.
-    Their logits are multiplied by 0.1, whatever the width; ours, as a model's, are divided by sqrt(head_dim).
-
-    Args:
-        inputs (`torch.Tensor`): As in `solve_closed_form`.
-        targets (`torch.Tensor`): `(heads, positions, positions)`.
-        steps, learning_rate: The paper's by default.
-        generator (`torch.Generator`, *optional*): Source of the start, on CPU.
-        renormalize_every (`int`, *optional*):
-            Bring Q and K back to the length of the start, see above, before every so many steps, as the authors' code
-            does with 100; never if not given, as Algorithm 1 is printed.
-
-    Returns:
-        Two tensors `(heads, hidden_size, head_dim)`.
+    100 steps (`renormalize_every`): each column of Q and each row of K gets the mean length that columns of Q have at
+    the start. Their logits are multiplied by 0.1, whatever the width; ours, as a model's, are divided by
+    sqrt(head_dim).
     """
     bound = inputs.shape[1] ** -0.5
     query, key = (

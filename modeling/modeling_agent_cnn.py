@@ -8,19 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndNoAttention,
     ImageClassifierOutputWithNoAttention,
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_agent_cnn import AgentCNNConfig
 from .generalized_convolution import GeneralizedConv2d
 from .hub import HubModel
-from .layers import GenericForImageClassification, activation, check_pixel_values
+from .layers import image_classification_loss
 from .reference_initialization import REFERENCE, init_patches_, init_xavier_
 
 
@@ -29,25 +30,25 @@ class AgentCNNEmbeddings(nn.Module):
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
-        if config.stem == "patch":
-            self.projection = nn.Conv2d(
-                config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
-            )
-        else:
+        self.is_res = config.stem == "res"
+        if self.is_res:
             self.convolution = nn.Conv2d(
                 config.num_channels, config.stem_channels, kernel_size=7, stride=2, padding=3, bias=False
             )
             self.norm = nn.BatchNorm2d(config.stem_channels, eps=config.batch_norm_eps)
-            self.activation = activation(config.hidden_act)
+            self.activation = ACT2FN[config.hidden_act]
             self.projection = nn.Conv2d(config.stem_channels, config.hidden_size, kernel_size=3, stride=2, padding=1)
-        self.is_res = config.stem == "res"
+        else:
+            self.projection = nn.Conv2d(
+                config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
+            )
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        pixel_values = pixel_values.to(self.projection.weight.dtype)
+        hidden_states = pixel_values.to(self.projection.weight.dtype)
         if self.is_res:
-            pixel_values = self.activation(self.norm(self.convolution(pixel_values)))
-            pixel_values = F.max_pool2d(pixel_values, kernel_size=3, stride=2, padding=1)
-        return self.projection(pixel_values)
+            hidden_states = self.activation(self.norm(self.convolution(hidden_states)))
+            hidden_states = F.max_pool2d(hidden_states, kernel_size=3, stride=2, padding=1)
+        return self.projection(hidden_states)
 
 
 class AgentCNNMLP(nn.Module):
@@ -56,13 +57,14 @@ class AgentCNNMLP(nn.Module):
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
         self.fc1 = nn.Conv2d(config.hidden_size, config.intermediate_size, kernel_size=1)
-        self.activation = activation(config.hidden_act)
+        self.activation = ACT2FN[config.hidden_act]
         self.fc2 = nn.Conv2d(config.intermediate_size, config.hidden_size, kernel_size=1)
-        self.dropout, self.branch_dropout = nn.Dropout(config.dropout), nn.Dropout(config.branch_dropout)
+        self.dropout = nn.Dropout(config.dropout)
+        self.branch_dropout = nn.Dropout(config.branch_dropout)
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
-        hidden = self.dropout(self.activation(self.fc1(feature_map)))
-        return self.branch_dropout(self.fc2(hidden))
+        hidden_states = self.dropout(self.activation(self.fc1(feature_map)))
+        return self.branch_dropout(self.fc2(hidden_states))
 
 
 class AgentCNNLayer(nn.Module):
@@ -70,21 +72,22 @@ class AgentCNNLayer(nn.Module):
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
-        self.norms_before = config.norm_position == "before"
+        self.norm_first = config.norm_position == "before"
         self.norm1 = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
         self.convolution = GeneralizedConv2d(config.hidden_size, config.hidden_size, config.num_positions)
         self.norm2 = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
         self.mlp = AgentCNNMLP(config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        for norm, branch in ((self.norm1, self.convolution), (self.norm2, self.mlp)):
-            added = branch(norm(hidden_states)) if self.norms_before else norm(branch(hidden_states))
-            hidden_states = hidden_states + added
-        return hidden_states
+        if self.norm_first:
+            hidden_states = hidden_states + self.convolution(self.norm1(hidden_states))
+            return hidden_states + self.mlp(self.norm2(hidden_states))
+        hidden_states = hidden_states + self.norm1(self.convolution(hidden_states))
+        return hidden_states + self.norm2(self.mlp(hidden_states))
 
 
 class AgentCNNPreTrainedModel(HubModel):
-    """Base class of the family, which draws fresh weights."""
+    """Base class of the family."""
 
     config: AgentCNNConfig
     base_model_prefix = "agent"
@@ -107,17 +110,12 @@ class AgentCNNPreTrainedModel(HubModel):
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             # PyTorch's default.
             bound = module.weight[0].numel() ** -0.5
-            init.uniform_(module.weight, -bound, bound)
-            if module.bias is not None:
-                init.uniform_(module.bias, -bound, bound)
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
         elif isinstance(module, GeneralizedConv2d):
             module.reset_parameters()
-        elif isinstance(module, nn.BatchNorm2d):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-            init.zeros_(module.running_mean)
-            init.ones_(module.running_var)
-            init.zeros_(module.num_batches_tracked)
+        else:
+            super()._init_weights(module)
         if self.config.initialization == REFERENCE:
             self._init_as_reference(module)
 
@@ -145,13 +143,13 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
         self.embeddings = AgentCNNEmbeddings(config)
         self.layers = nn.ModuleList(AgentCNNLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
-        self.activation = activation(config.hidden_act)
+        self.activation = ACT2FN[config.hidden_act]
         self.post_init()
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
-        self, pixel_values: torch.Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+        self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
     ) -> BaseModelOutputWithPoolingAndNoAttention:
         """
         Args:
@@ -160,10 +158,9 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
 
         Returns:
             `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`,
-            `pooler_output`, its mean, `(batch, hidden_size)`, and, asked for, `hidden_states`: the embeddings and each
+            `pooler_output`, its mean, `(batch, hidden_size)`, and optionally `hidden_states`: the embeddings and each
             block's output, before the map is halved.
         """
-        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, self.config.stride)
         hidden_states = self.embeddings(pixel_values)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states)
@@ -176,11 +173,39 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
         )
 
 
-class AgentCNNForImageClassification(GenericForImageClassification, AgentCNNPreTrainedModel):
+class AgentCNNForImageClassification(AgentCNNPreTrainedModel):
     """The agent CNN with a linear classifier on the mean of its feature map."""
 
-    model_class = AgentCNNModel
-    output_class = ImageClassifierOutputWithNoAttention
+    # The loss divides by `num_items_in_batch` for every problem type.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: AgentCNNConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.agent = AgentCNNModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutputWithNoAttention:
+        """
+        Args:
+            labels (`torch.Tensor`, *optional*):
+                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
+            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
+        """
+        outputs = self.agent(pixel_values, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None
+        if labels is not None:
+            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
+        return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
 __all__ = [

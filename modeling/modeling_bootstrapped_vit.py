@@ -19,8 +19,8 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration.configuration_bootstrapped_vit import BootstrappedViTConfig
 from .generalized_convolution import generalized_conv2d
 from .hub import HubModel
-from .initialization import is_drawn, start_attention_
-from .layers import check_pixel_values, divergence, image_classification_loss, in_float32
+from .initialization import is_drawn, parts_of_layers, start_attention_
+from .layers import divergence, in_float32
 from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer, AgentCNNMLP
 from .reference_initialization import REFERENCE, reference_init_
 
@@ -49,9 +49,8 @@ class BootstrappedViTOutput(ModelOutput):
 
 
 def head_products(attention: nn.Module, num_heads: int) -> torch.Tensor:
-    """Return the products W_i = W_O,i W_V,i by which each head maps the tokens that it looks at, as the weight of a
-    generalized convolution: `(hidden_size, hidden_size, heads)`. The bias on values is left out, as in the reference.
-    """
+    """The products W_i = W_O,i W_V,i of each head, as the weight of a generalized convolution: `(hidden_size,
+    hidden_size, heads)`. The bias on values is left out, as in the reference."""
     value = attention.v_proj.weight.unflatten(0, (num_heads, -1))
     output = attention.o_proj.weight.unflatten(1, (num_heads, -1))
     return torch.einsum("ohd,hdi->oih", output, value)
@@ -63,7 +62,8 @@ class SharedConvolution(nn.Module):
     def __init__(self, attention: nn.Module, num_heads: int):
         super().__init__()
         # A list hides it from PyTorch, which would save the weights of a submodule twice.
-        self.attention, self.num_heads = [attention], num_heads
+        self.attention = [attention]
+        self.num_heads = num_heads
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
         [attention] = self.attention
@@ -71,12 +71,14 @@ class SharedConvolution(nn.Module):
 
 
 class SharedMLP(nn.Module):
-    """A transformer's MLP on a map, with the MLP's weights."""
+    """A transformer's MLP on a map, with the MLP's weights and the agent's activation and dropout."""
 
-    def __init__(self, mlp: nn.Module, of_agent: AgentCNNMLP):
+    def __init__(self, mlp: nn.Module, agent_mlp: AgentCNNMLP):
         super().__init__()
-        self.mlp, self.activation = [mlp], of_agent.activation
-        self.dropout, self.branch_dropout = of_agent.dropout, of_agent.branch_dropout
+        self.mlp = [mlp]
+        self.activation = agent_mlp.activation
+        self.dropout = agent_mlp.dropout
+        self.branch_dropout = agent_mlp.branch_dropout
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
         [mlp] = self.mlp
@@ -93,10 +95,12 @@ def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
         tokens (`torch.Tensor`): `(batch, patches, hidden_size)`.
         feature_map (`torch.Tensor`): `(batch, hidden_size, rows, columns)`.
     """
-    sequences = [in_float32(tokens).mT, in_float32(feature_map.detach()).flatten(2)]
-    length = min(sequence.shape[-1] for sequence in sequences)
-    sequences = [x if x.shape[-1] == length else F.adaptive_avg_pool1d(x, length) for x in sequences]
-    return F.mse_loss(*(F.layer_norm(sequence.mT, sequence.shape[1:2]) for sequence in sequences))
+    ours = in_float32(tokens).mT
+    theirs = in_float32(feature_map.detach()).flatten(2)
+    length = min(ours.shape[-1], theirs.shape[-1])
+    ours, theirs = (x if x.shape[-1] == length else F.adaptive_avg_pool1d(x, length) for x in (ours, theirs))
+    width = ours.shape[1:2]
+    return F.mse_loss(F.layer_norm(ours.mT, width), F.layer_norm(theirs.mT, width))
 
 
 def _drop_output(module: nn.Module, args, output: torch.Tensor, rate: float) -> torch.Tensor:
@@ -133,7 +137,8 @@ class BootstrappedViTForImageClassification(HubModel):
         config.validate()
         config.agree()
         super().__init__(config)
-        self.num_labels, self.hint_share = config.num_labels, 1.0
+        self.num_labels = config.num_labels
+        self.hint_share = 1.0
         self.vit = ViTForImageClassification._from_config(config.vit_config)
         self.twin = AgentCNNForImageClassification._from_config(config.agent_config)
         if config.sharing == "weights":
@@ -164,16 +169,13 @@ class BootstrappedViTForImageClassification(HubModel):
         agent = AgentCNNForImageClassification(self.config.agent_config).to(self.device, self.dtype)
         weights = self.twin.state_dict()
         for index, (block, layer) in enumerate(self.blocks()):
-            weights |= {
-                f"agent.layers.{index}.convolution.weight": head_products(
-                    block.attention, layer.convolution.num_heads
-                ),
-                f"agent.layers.{index}.convolution.bias": block.attention.o_proj.bias,
-            }
+            prefix = f"agent.layers.{index}"
+            weights[f"{prefix}.convolution.weight"] = head_products(block.attention, layer.convolution.num_heads)
+            weights[f"{prefix}.convolution.bias"] = block.attention.o_proj.bias
             for name in ("fc1", "fc2"):
                 linear = getattr(block.mlp, name)
-                weights[f"agent.layers.{index}.mlp.{name}.weight"] = linear.weight[:, :, None, None]
-                weights[f"agent.layers.{index}.mlp.{name}.bias"] = linear.bias
+                weights[f"{prefix}.mlp.{name}.weight"] = linear.weight[:, :, None, None]
+                weights[f"{prefix}.mlp.{name}.bias"] = linear.bias
         agent.load_state_dict(weights)
         return agent.train(self.training)
 
@@ -182,18 +184,18 @@ class BootstrappedViTForImageClassification(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Does nothing: the two models draw their weights themselves, before this is called with the pair."""
+        # The two models have drawn their weights themselves, before this is called with the pair.
         if module is not self or not is_drawn(self.vit.base_model):
             return
         if self.config.initialization == REFERENCE:
             reference_init_(self.vit)
         elif self.config.initialization != "default":
-            start_attention_(self.vit, self.config)
+            start_attention_(parts_of_layers(self.vit.base_model, self.config.grid), self.config)
 
     @can_return_tuple
     def forward(
         self,
-        pixel_values: torch.Tensor | None = None,
+        pixel_values: torch.Tensor,
         labels: torch.Tensor | None = None,
         hint_share: float | torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -205,43 +207,37 @@ class BootstrappedViTForImageClassification(HubModel):
             hint_share (`float`, *optional*):
                 Factor of the hints' weight; `frugalvit joint` lets it decay linearly to 0, step by step. The model's
                 own `hint_share` if not given, which is 1 unless a `HintDecayCallback` sets it.
-            kwargs: Passed to the transformer's `forward`.
 
         Returns:
-            `BootstrappedViTOutput`: The loss is the sum of the terms that `losses` has.
-
-        Raises:
-            ValueError: if pixel values are missing, no such floats, smaller than a patch, or (looked at on CPU) none
-                or not finite, or labels are no class indices of the model.
+            `BootstrappedViTOutput`: The loss is the sum of the terms in `losses`.
         """
-        config, hint_share = self.config, self.hint_share if hint_share is None else hint_share
-        check_pixel_values(pixel_values, config.vit_config.num_channels, config.vit_config.patch_size)
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
             return BootstrappedViTOutput(
                 logits=outputs.logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
             )
-        if labels.is_floating_point():
-            raise ValueError(f"Got labels of dtype {labels.dtype}, expected integers: each image has one class.")
-        wanted = kwargs.pop("output_hidden_states", None)
-        wanted = config.output_hidden_states if wanted is None else wanted
+        config = self.config
+        hint_share = self.hint_share if hint_share is None else hint_share
+        output_hidden_states = kwargs.pop("output_hidden_states", None)
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
         outputs = self.vit(pixel_values, output_hidden_states=True, **kwargs)
         agent = self.twin(pixel_values, output_hidden_states=True)
+        pairs = zip(outputs.hidden_states[1:], agent.hidden_states[1:], strict=True)
         hints = [
             # [CLS] stands for no position.
             hint(tokens[:, 1:], feature_map)
             if config.hint_layers is None or layer in config.hint_layers
             else outputs.logits.new_zeros((), dtype=torch.float32)
-            for layer, (tokens, feature_map) in enumerate(
-                zip(outputs.hidden_states[1:], agent.hidden_states[1:], strict=True)
-            )
+            for layer, (tokens, feature_map) in enumerate(pairs)
         ]
-        classification, diverging = config.classification_weight, config.divergence_weight
+        vit_logits = in_float32(outputs.logits)
+        agent_logits = in_float32(agent.logits)
         losses = {
-            "classification": classification * image_classification_loss(outputs.logits, labels, config),
-            "agent_classification": classification * image_classification_loss(agent.logits, labels, config),
-            "divergence": diverging * divergence(outputs.logits, agent.logits, config.temperature),
-            "agent_divergence": diverging * divergence(agent.logits, outputs.logits, config.temperature),
+            "classification": config.classification_weight * F.cross_entropy(vit_logits, labels),
+            "agent_classification": config.classification_weight * F.cross_entropy(agent_logits, labels),
+            "divergence": config.divergence_weight * divergence(vit_logits, agent_logits, config.temperature),
+            "agent_divergence": config.divergence_weight * divergence(agent_logits, vit_logits, config.temperature),
             "hints": hint_share * config.hint_weight * torch.stack(hints),
         }
         return BootstrappedViTOutput(
@@ -249,7 +245,7 @@ class BootstrappedViTForImageClassification(HubModel):
             logits=outputs.logits,
             agent_logits=agent.logits,
             losses=losses,
-            hidden_states=outputs.hidden_states if wanted else None,
+            hidden_states=outputs.hidden_states if output_hidden_states else None,
             attentions=outputs.attentions,
         )
 

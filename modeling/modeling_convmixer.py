@@ -8,18 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndNoAttention,
     ImageClassifierOutputWithNoAttention,
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_convmixer import ConvMixerConfig
 from .hub import HubModel
-from .layers import GenericForImageClassification, activation, check_pixel_values
+from .layers import image_classification_loss
 
 
 class ConvMixerEmbeddings(nn.Module):
@@ -30,11 +31,11 @@ class ConvMixerEmbeddings(nn.Module):
         self.projection = nn.Conv2d(
             config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
         )
-        self.activation = activation(config.hidden_act)
+        self.activation = ACT2FN[config.hidden_act]
         self.norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.activation(self.projection(pixel_values)))
+        return self.norm(self.activation(self.projection(pixel_values.to(self.projection.weight.dtype))))
 
 
 class ConvMixerSpatialMixing(nn.Conv2d):
@@ -63,19 +64,19 @@ class ConvMixerLayer(nn.Module):
     def __init__(self, config: ConvMixerConfig):
         super().__init__()
         self.spatial_mixing = ConvMixerSpatialMixing(config)
-        self.spatial_activation = activation(config.hidden_act) if config.spatial_activation else nn.Identity()
         self.spatial_norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
         self.channel_mixing = nn.Conv2d(config.hidden_size, config.hidden_size, kernel_size=1)
-        self.channel_activation = activation(config.hidden_act)
+        self.channel_activation = ACT2FN[config.hidden_act]
         self.channel_norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        branch = self.spatial_norm(self.spatial_activation(self.spatial_mixing(hidden_states)))
-        return self.channel_norm(self.channel_activation(self.channel_mixing(hidden_states + branch)))
+        # The code of Zheng et al. has no activation after the spatial filters; Trockman & Kolter's has one.
+        hidden_states = hidden_states + self.spatial_norm(self.spatial_mixing(hidden_states))
+        return self.channel_norm(self.channel_activation(self.channel_mixing(hidden_states)))
 
 
 class ConvMixerPreTrainedModel(HubModel):
-    """Base class of the family, which draws fresh weights."""
+    """Base class of the family."""
 
     config: ConvMixerConfig
     base_model_prefix = "convmixer"
@@ -98,22 +99,19 @@ class ConvMixerPreTrainedModel(HubModel):
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             # PyTorch's default, which the random filters are, too.
             bound = module.weight[0].numel() ** -0.5
-            init.uniform_(module.weight, -bound, bound)
-            init.uniform_(module.bias, -bound, bound)
-        elif isinstance(module, nn.BatchNorm2d):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-            init.zeros_(module.running_mean)
-            init.ones_(module.running_var)
-            init.zeros_(module.num_batches_tracked)
+            for parameter in (module.weight, module.bias):
+                init.uniform_(parameter, -bound, bound)
+        else:
+            super()._init_weights(module)
         if isinstance(module, ConvMixerSpatialMixing) and self.config.spatial_filters.endswith(("impulse", "box")):
             init.copy_(module.weight, self._structured_filters(module.weight))
 
     def _structured_filters(self, weight: torch.Tensor) -> torch.Tensor:
         """Impulses or boxes of the norm that random filters have on average, sqrt(1/3)."""
-        filters, size = torch.zeros_like(weight), weight[0].numel()
+        size = weight[0].numel()
         if self.config.spatial_filters == "box":
-            return filters.fill_((3 * size) ** -0.5)
+            return torch.full_like(weight, (3 * size) ** -0.5)
+        filters = torch.zeros_like(weight)
         positions = torch.randint(size, (len(weight),), device=weight.device)
         filters.view(len(weight), size)[torch.arange(len(weight), device=weight.device), positions] = 3**-0.5
         if self.config.spatial_filters == "signed_impulse":
@@ -135,19 +133,18 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
-        self, pixel_values: torch.Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+        self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
     ) -> BaseModelOutputWithPoolingAndNoAttention:
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images; pixels beyond whole patches are not looked at.
+                Normalized images; pixels beyond whole patches are ignored.
 
         Returns:
             `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`, and
             `pooler_output`, its mean, `(batch, hidden_size)`.
         """
-        pixel_values = check_pixel_values(pixel_values, self.config.num_channels, self.config.patch_size)
-        hidden_states = self.embeddings(pixel_values.to(self.embeddings.projection.weight.dtype))
+        hidden_states = self.embeddings(pixel_values)
         for layer in self.layers:
             hidden_states = layer(hidden_states)
         return BaseModelOutputWithPoolingAndNoAttention(
@@ -155,11 +152,39 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
         )
 
 
-class ConvMixerForImageClassification(GenericForImageClassification, ConvMixerPreTrainedModel):
+class ConvMixerForImageClassification(ConvMixerPreTrainedModel):
     """The ConvMixer with a linear classifier on the mean of its feature map."""
 
-    model_class = ConvMixerModel
-    output_class = ImageClassifierOutputWithNoAttention
+    # The loss divides by `num_items_in_batch` for every problem type.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: ConvMixerConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.convmixer = ConvMixerModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutputWithNoAttention:
+        """
+        Args:
+            labels (`torch.Tensor`, *optional*):
+                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
+            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
+        """
+        outputs = self.convmixer(pixel_values, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None
+        if labels is not None:
+            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
+        return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
 __all__ = [

@@ -1,8 +1,7 @@
-"""Fresh weights of a ViT as the reference implementation of *Bootstrapping ViTs* (Zhang et al., CVPR 2022) draws them.
+"""Fresh weights as the reference implementation of *Bootstrapping ViTs* (Zhang et al., CVPR 2022) draws them.
 
-The effect of the hints depends on it. They compare features that a LayerNorm has brought to one length. Tokens that
-start short, as those of patch projections drawn at 0.02 do, are brought there by a large factor, which multiplies
-their gradient.
+The effect of the hints depends on it: they compare features that a LayerNorm has brought to one length, so tokens that
+start short, as those of patch projections drawn at 0.02, have a large gradient.
 """
 
 import torch
@@ -15,48 +14,23 @@ REFERENCE = "reference"
 
 
 @torch.no_grad()
-def reference_init_(model: nn.Module):
-    """Draw all weights anew, in place, but those of norms, which stay, and those that `from_pretrained` has loaded.
+def reference_init_(vit: ViTForImageClassification):
+    """Draw all weights of a ViT anew, in place, except norms and weights that `from_pretrained` has loaded.
 
     Patch projections are standard normal with biases of zero; linear layers Xavier-uniform, queries, keys and values
     as one matrix, biases zero, those of MLPs standard normal. Positions and [CLS] are normal of 0.02, classifiers
-    PyTorch's default. An agent CNN's `initialization` says how it starts.
+    PyTorch's default.
 
     The biases were meant to be small: the code calls `normal_(bias, 1e-6)`, which sets their mean and leaves the
     standard deviation at 1. Here they are drawn as that code draws them.
 
-    Args:
-        model: A `ViTForImageClassification`, or an `AgentCNNForImageClassification`.
-
     Raises:
-        ValueError: if it is neither.
+        ValueError: if the model is no `ViTForImageClassification`.
     """
-    if isinstance(model, ViTForImageClassification):
-        _init_vit(model)
-    elif getattr(getattr(model, "config", None), "model_type", None) == "agent_cnn":
-        model.config.initialization = REFERENCE
-        model.apply(model._init_weights)
-    else:
+    if not isinstance(vit, ViTForImageClassification):
         raise ValueError(
-            f"There is no reference initialization of a {type(model).__name__}; expected a ViTForImageClassification "
-            "or an AgentCNNForImageClassification."
+            f"There is no reference initialization of a {type(vit).__name__}; expected a ViTForImageClassification."
         )
-
-
-def init_patches_(projection: nn.Conv2d):
-    """Standard normal, which makes tokens long; biases zero."""
-    init.normal_(projection.weight)
-    init.zeros_(projection.bias)
-
-
-def init_xavier_(layer: nn.Module, bias_std: float = 0.0):
-    """Xavier-uniform; biases, if there are any, zero or normal."""
-    init.xavier_uniform_(layer.weight)
-    if layer.bias is not None:
-        init.normal_(layer.bias, mean=1e-6, std=bias_std) if bias_std else init.zeros_(layer.bias)
-
-
-def _init_vit(vit: ViTForImageClassification):
     embeddings = vit.base_model.embeddings
     init.normal_(embeddings.position_embeddings, std=0.02)
     init.normal_(embeddings.cls_token, std=0.02)
@@ -70,9 +44,22 @@ def _init_vit(vit: ViTForImageClassification):
             if projection.bias is not None:
                 init.zeros_(projection.bias)
         init_xavier_(attention.o_proj)
-        for linear in (layer.mlp.fc1, layer.mlp.fc2):
-            init_xavier_(linear, bias_std=1.0)
+        init_xavier_(layer.mlp.fc1, bias_std=1.0)
+        init_xavier_(layer.mlp.fc2, bias_std=1.0)
     if isinstance(vit.classifier, nn.Linear):
         bound = vit.classifier.in_features**-0.5
         for parameter in vit.classifier.parameters():
             init.uniform_(parameter, -bound, bound)
+
+
+def init_patches_(projection: nn.Conv2d):
+    """Standard normal, which makes tokens long; biases zero."""
+    init.normal_(projection.weight)
+    init.zeros_(projection.bias)
+
+
+def init_xavier_(layer: nn.Module, bias_std: float = 0.0):
+    """Xavier-uniform; biases, if there are any, zero or normal."""
+    init.xavier_uniform_(layer.weight)
+    if layer.bias is not None:
+        init.normal_(layer.bias, mean=1e-6, std=bias_std) if bias_std else init.zeros_(layer.bias)

@@ -214,14 +214,6 @@ class TestCommand:
         assert config.id2label[0] == "tench, Tinca tinca"
         assert config.label2id["toilet tissue, toilet paper, bathroom tissue"] == 999
 
-    def test_overwrite(self, tmp_path, v1_file, capsys):
-        out = tmp_path / "out"
-        assert run(v1_file, out) == 0
-        assert run(v1_file, out) == 1
-        assert "exists and is not empty; choose another one or pass --overwrite" in capsys.readouterr().err
-        assert run(v1_file, out, "--overwrite", "--image-size", "64") == 0
-        assert AutoConfig.from_pretrained(out).image_size == 64
-
 
 def changed(variant, **tensors):
     return checkpoint_of(variant) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
@@ -277,19 +269,3 @@ class TestRefusals:
     def test_a_checkpoint_that_does_not_fit_a_configuration(self):
         with pytest.raises(ValueError, match="does not fit the configuration: missing"):
             convert_showlab(checkpoint_of("v1"), config_from_showlab(checkpoint_of("bootstrapped")))
-
-
-class TestReload:
-    def test_a_model_that_changes_when_it_is_saved_is_not_written(self, tmp_path, v1_file, monkeypatch):
-        save = SparseFormerForImageClassification.save_pretrained
-
-        def damage(model, folder):
-            save(model, folder)
-            weights = load_file(folder / "model.safetensors")
-            weights["classifier.bias"] += 1
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-        monkeypatch.setattr(SparseFormerForImageClassification, "save_pretrained", damage)
-        with pytest.raises(RuntimeError, match=r"does not load as it was saved: .*classifier\.bias"):
-            run(v1_file, tmp_path / "out")
-        assert list(tmp_path.iterdir()) == [v1_file]

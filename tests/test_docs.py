@@ -52,7 +52,7 @@ NOT_HERE = {
     "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
     "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output_dir dinov2-tower": "next",
     "frugalvit align-llava --model LLAVA --vision_model dinov2-tower": "tests/training/test_align_llava.py",
-    "frugalvit compare": "tests/test_compare.py; it measures memory in a process for each model",
+    "frugalvit compare": "tests/test_compare.py",
 }
 # What a page says, and what stands for it: tiny models, and the images that ship.
 STAND_INS = {

@@ -11,10 +11,11 @@ from transformers import AutoConfig, AutoModelForImageClassification, ViTImagePr
 
 from ..common.decoding import CorruptImageError, decode_image
 from ..common.loading import check_folder, load_image_processor, one_error, split_revision
-from ..configuration.configuration_base import AttentionStartConfig, FrugalViTConfig, pair, set_image_size
+from ..configuration.configuration_base import FrugalViTConfig, pair, set_image_size
+from ..configuration.configuration_vit import AttentionStartConfig
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from ..modeling import initialization
-from ..modeling.context_broadcast_hosts import insert_context_broadcast
+from ..modeling.context_broadcast_hosts import insert_context_broadcast, load_context_broadcast
 from ..modeling.hosts.timm import TIMM
 from ..modeling.hosts.transformers import has_positions, resize_positions_
 from ..modeling.hub import image_processor_config
@@ -248,6 +249,7 @@ def load_checkpoint(auto_class, given: str, config, kind: str, **options):
     options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with one_error(given, kind):
         model, info = auto_class.from_pretrained(name, config=config, **revision, **options)
+        load_context_broadcast(model, name, info)
     backbone, prefix, heads = model.base_model, f"{model.base_model_prefix}.", classifiers_inside(model.base_model)
     parts = set() if backbone is model else {name.partition(".")[0] for name, _ in backbone.named_parameters()}
 

@@ -1,14 +1,20 @@
 """Vision transformers of Transformers and of this package, read by structure: no model file is imported.
 
-Families name the same parts differently; the tables below have all names. Families differ in how they pool their
-tokens (`_read_pooling`).
+Families differ in how they pool and interpolate (`_FAMILIES`), and name the same parts differently (the tables below
+it).
 """
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ...configuration.configuration_base import pair, set_image_size
-from ..layers import interpolate_positions
+from ...configuration.configuration_base import is_sparseformer, pair, set_image_size
+from ..layers import interpolate_positions, pool_tokens
 from .anatomy import (
     MLP,
     Anatomy,
@@ -17,63 +23,79 @@ from .anatomy import (
     Block,
     GridPositions,
     Obstacle,
-    Outline,
     PatchEmbedding,
     Projection,
     Rotary,
-    SincosPositions,
     activation_name,
-    given,
-    multihead_attention,
-    norm_type,
-    require_all_known,
-    require_equal_width,
+    checked,
+    find,
+    labels_of,
+    outlines_of,
+    split_linear,
 )
 
+
+@dataclass(frozen=True)
+class Family:
+    """What a family does with tokens.
+
+    Args:
+        pooling (`str`, *optional*): `Anatomy.pooling` of its base model; that of its configuration by default.
+        classifier_pooling (`str`, *optional*): That of its classifier, if it is another.
+        output (`str`, *optional*): The output that is the pooled token; by default `last_hidden_state` is pooled.
+        any_size (`bool`): Whether it takes images of any size unasked.
+        interpolation (`dict`): Arguments of `GridPositions`.
+    """
+
+    pooling: str | None = "cls"
+    classifier_pooling: str | None = None
+    output: str | None = None
+    any_size: bool = False
+    interpolation: dict = field(default_factory=dict)
+
+
+_FAMILIES = {
+    "vit": Family(),
+    "vit_msn": Family(),
+    "vit_mae": Family(),
+    "deit": Family(),
+    "ijepa": Family("mean"),
+    "pixio": Family("class_mean", output="pooler_output", any_size=True),
+    "dinov2": Family(classifier_pooling="cls_and_latent_mean", any_size=True),
+    "dinov2_with_registers": Family(
+        classifier_pooling="cls_and_latent_mean", any_size=True, interpolation={"antialias": True}
+    ),
+    "dinov3_vit": Family(any_size=True),
+    "clip_vision_model": Family(classifier_pooling="latent_mean", output="pooler_output"),
+    "siglip_vision_model": Family("attention", "mean", "pooler_output"),
+    "siglip2_vision_model": Family(
+        "attention", "mean", "pooler_output", any_size=True, interpolation={"mode": "bilinear", "antialias": True}
+    ),
+    "aimv2_vision_model": Family("attention", "mean", "pooler_output"),
+    "radio": Family(output="summary", any_size=True, interpolation={"mode": "bilinear", "crops": True}),
+    "internvl_vision": Family(any_size=True),
+    "idefics3_vision": Family("mean", any_size=True, interpolation={"mode": "nearest"}),
+    "smolvlm_vision": Family("mean", any_size=True, interpolation={"mode": "nearest"}),
+    "vit_context_broadcast": Family(),
+    "vit_impulse_init": Family(None, output="pooler_output"),
+}
 
 _ATTENTION_NORMS = ("layernorm_before", "layer_norm1", "norm1", "rms_norm1")
 _MLP_NORMS = ("layernorm_after", "layer_norm2", "norm2", "rms_norm2")
 _ATTENTIONS = ("attention", "self_attn")
-_MLPS = ("mlp", "ffn")
-_UPS = ("fc1", "up_proj", "dense1")
-_DOWNS = ("fc2", "down_proj", "dense2")
-_QUERY_KEY_VALUE = (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"))
 _OUTPUTS = ("o_proj", "out_proj", "projection_layer")
-_ACTIVATIONS = ("activation", "activation_fn", "act_fn", "intermediate_act_fn")
+_MLPS = ("mlp", "ffn")
+_UPS = ("fc1", "up_proj")
+_DOWNS = ("fc2", "down_proj")
+_ACTIVATIONS = ("activation", "activation_fn", "act_fn")
 _FINAL_NORMS = ("layernorm", "post_layernorm", "norm", "rms_norm")
 _PRE_NORMS = ("pre_layrnorm", "pre_layernorm")
 _PATCHES = ("patch_embeddings", "patch_embedding", "patch_embed", "patch_projection")
+_POSITIONS = ("position_embeddings", "position_embedding")
 # In the order in which they join.
 _FRONT = ("cls_token", "class_embedding", "cls_register_token", "distillation_token", "register_tokens")
-# How families interpolate positions for other grids, if not bicubically without antialiasing.
-_INTERPOLATIONS = {
-    "dinov2_with_registers": {"antialias": True},
-    "idefics3_vision": {"mode": "nearest"},
-    "smolvlm_vision": {"mode": "nearest"},
-    "siglip2_vision_model": {"mode": "bilinear", "antialias": True},
-    "radio": {"mode": "bilinear", "crops": True},
-}
-# Blocks whose attention returns windows. What is added to the tokens is put together from them afterwards.
-_AFTER_ATTENTION = {"SwinLayer": "drop_path"}
-# Towers for images in models of several, and what wrappers call the model within.
+# Towers for images in models of several.
 _TOWERS = ("vision_model", "vision_tower", "visual")
-_HIERARCHICAL = {
-    "swin",
-    "swinv2",
-    "pvt",
-    "pvt_v2",
-    "hiera",
-    "mobilevit",
-    "mobilevitv2",
-    "segformer",
-    "convnext",
-    "focalnet",
-}
-
-
-def is_transformers(model: nn.Module) -> bool:
-    """Whether a module has the interface of Transformers' models."""
-    return hasattr(model, "config") and hasattr(model, "base_model")
 
 
 def tower_of(model: nn.Module) -> nn.Module:
@@ -88,9 +110,8 @@ def tower_of(model: nn.Module) -> nn.Module:
     return model if base is model else tower_of(base)
 
 
-def read(model: nn.Module) -> Anatomy:
-    """Read a model, or its tower for images, into an `Anatomy`. `run` returns the embedding that the classifier reads
-    or, without a classifier, the pooled token, projected if there is a projection.
+def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
+    """Read a model, or its tower for images, into an `Anatomy`.
 
     Raises:
         ValueError: if the model reads text alone.
@@ -100,326 +121,209 @@ def read(model: nn.Module) -> Anatomy:
     modalities = getattr(tower, "input_modalities", ())
     if getattr(tower, "main_input_name", None) == "input_ids" and "image" not in modalities:
         raise ValueError(f"{type(model).__name__} reads text; expected a model that sees images.")
-    numbered = [module for name, module in tower.named_modules() if name.rpartition(".")[2].isdigit()]
-    outlines = [outline for module in numbered if (outline := _outline(module))]
-    anatomy = Anatomy(tower, outlines)
-    embeddings = getattr(tower, "embeddings", None)
-    anatomy.num_class_tokens, anatomy.num_register_tokens = _count_prefix(tower, embeddings)
-    try:
-        _read_plain(model, tower, embeddings, anatomy)
-    except Obstacle as obstacle:
-        anatomy.obstacle = str(obstacle)
+    anatomy = Anatomy(tower, outlines_of(tower))
+    _read_front(tower, anatomy)
+    with anatomy.noting("obstacle"):
+        model_type = tower.config.model_type
+        if model_type not in _FAMILIES:
+            raise Obstacle(f"its model type {model_type!r} is not known")
+        if hasattr(tower, "out_features"):
+            raise Obstacle("it is a backbone, which returns maps; give its base model")
+        _read_plain(model, tower, _FAMILIES[model_type], anatomy, image_size)
     return anatomy
 
 
-def _family(tower: nn.Module) -> str:
-    """Its model type, also of one with Context Broadcasting."""
-    return tower.config.model_type.removeprefix("context_broadcast_")
+def _read_front(tower: nn.Module, anatomy: Anatomy):
+    """Read class tokens and registers, with a distillation token among them."""
+    if is_sparseformer(tower.config):
+        anatomy.num_class_tokens = tower.config.num_class_tokens
+        anatomy.num_register_tokens = tower.config.num_register_tokens
+        return
+    tokens = [getattr(getattr(tower, "embeddings", None), name, None) for name in _FRONT]
+    anatomy.front = [token for token in tokens if token is not None]
+    if anatomy.front:
+        counts = [token.numel() // token.shape[-1] for token in anatomy.front]
+        anatomy.num_class_tokens = getattr(tower.config, "num_cls_tokens", counts[0])
+        anatomy.num_register_tokens = sum(counts) - anatomy.num_class_tokens
 
 
-def _find(module: nn.Module | None, names: tuple[str, ...]) -> nn.Module | None:
-    """The first of a module's parts that has one of the names."""
-    return next((part for name in names if isinstance(part := getattr(module, name, None), nn.Module)), None)
-
-
-def _outline(module: nn.Module) -> Outline | None:
-    attention, mlp = _find(module, _ATTENTIONS), _find(module, _MLPS)
-    second = _find(mlp, _DOWNS)
-    if attention is None or not isinstance(second, nn.Linear):
-        return None
-    after = _AFTER_ATTENTION.get(type(module).__name__)
-    if after is None:
-        return Outline(module, mlp, second, attention=attention)
-    return Outline(module, mlp, second, after_attention=getattr(module, after))
-
-
-def _count_prefix(tower: nn.Module, embeddings: nn.Module | None) -> tuple[int, int]:
-    """Class tokens, and registers with a distillation token among them."""
-    if embeddings is None:
-        # PVT has a class token in its last stage alone; ours have theirs beside learned tokens.
-        latents = getattr(tower, "latents", None)
-        return (0, 0) if latents is None else (latents.num_class_tokens, latents.num_register_tokens)
-    if hasattr(embeddings, "cls_register_token"):
-        return tower.config.num_cls_tokens, tower.config.num_registers
-    token = getattr(embeddings, "cls_token", getattr(embeddings, "class_embedding", None))
-    classes = 0 if token is None else token.shape[1] if token.ndim == 3 else 1
-    extra = [getattr(embeddings, name, None) for name in ("distillation_token", "register_tokens")]
-    return classes, sum(token.shape[1] for token in extra if token is not None)
-
-
-def _read_plain(model: nn.Module, tower: nn.Module, embeddings: nn.Module | None, anatomy: Anatomy):
-    config = tower.config
-    if _family(tower) in _HIERARCHICAL:
-        raise Obstacle("it is hierarchical, with fewer tokens from stage to stage")
-    modules = _blocks(tower)
-    if not modules or embeddings is None:
-        raise Obstacle("it has no list of transformer blocks after an embedding of patches")
-    anatomy.blocks = [read_block(module) for module in modules]
-    _read_grid(config, embeddings, anatomy)
-    anatomy.pre_norm = _find(tower, _PRE_NORMS)
-    anatomy.norm = given(_find(tower, _FINAL_NORMS))
-    for norm in (anatomy.pre_norm, anatomy.norm):
-        if norm is not None:
-            norm_type(norm)
-    anatomy.rotary = _read_rotary(tower, anatomy.blocks[0].attention.head_dim)
-    _read_positions(embeddings, anatomy)
-    try:
-        _read_front(tower, embeddings, anatomy)
-    except Obstacle as obstacle:
-        anatomy.patch_obstacle = str(obstacle)
-    classifier = getattr(model, "classifier", None)
-    if isinstance(classifier, nn.Linear):
-        anatomy.classifier = classifier
-        anatomy.take_labels(model.config)
+def _read_plain(
+    model: nn.Module, tower: nn.Module, family: Family, anatomy: Anatomy, image_size: tuple[int, int] | None
+):
+    config, embeddings = tower.config, tower.embeddings
+    holders = (tower, getattr(tower, "encoder", None), getattr(tower, "model", None))
+    blocks = next(blocks for holder in holders if (blocks := find(holder, ["layers", "layer"])) is not None)
+    anatomy.blocks = [read_block(block) for block in blocks]
+    anatomy.pre_norm, anatomy.norm = find(tower, _PRE_NORMS), find(tower, _FINAL_NORMS)
+    if (rope := getattr(tower, "rope_embeddings", None)) is not None:
+        # DINOv3's: coordinates 2 center - 1, angles 2 pi times that.
+        channels = torch.arange(anatomy.blocks[0].attention.head_dim)
+        anatomy.rotary = Rotary(float(rope.base), (4 * torch.pi,) * 2, (-2 * torch.pi,) * 2, channels)
+    interpolates = _read_grid(config, embeddings, family, anatomy, image_size)
+    with anatomy.noting("patch_obstacle"):
+        anatomy.patch_embedding = _read_patches(tower)
+    if isinstance(classifier := getattr(model, "classifier", None), nn.Linear):
+        anatomy.classifier, anatomy.labels = classifier, labels_of(model.config)
     if (projection := getattr(model, "visual_projection", None)) is not None:
-        anatomy.projection = Projection.of(projection)
-    try:
-        _read_pooling(model, tower, anatomy)
-    except Obstacle as obstacle:
-        anatomy.embedding_obstacle = str(obstacle)
-    _set_runs(model, tower, anatomy)
+        anatomy.projection = projection
+    with anatomy.noting("embedding_obstacle"):
+        _read_pooling(model, tower, family, anatomy)
+    call = _caller(tower, interpolates)
+    anatomy.embed = _embedder(model, tower, family, anatomy, call)
+    if anatomy.classifier is not None:
+        anatomy.run_classifier = lambda images: call(model, images).logits
 
 
-def _blocks(tower: nn.Module) -> list[nn.Module]:
-    for holder in (tower, getattr(tower, "encoder", None), getattr(tower, "model", None)):
-        for name in ("layers", "layer"):
-            if isinstance(modules := getattr(holder, name, None), nn.ModuleList) and len(modules):
-                return list(modules)
-    return []
+def _read_grid(
+    config, embeddings: nn.Module, family: Family, anatomy: Anatomy, image_size: tuple[int, int] | None
+) -> bool:
+    """Read the size of images and positions; returns whether the model has to be told to interpolate these."""
+    rows, columns = pair(config.patch_size)
+    # NaFlex takes images of any shape; the square one is its own.
+    own = pair(config.image_size if hasattr(config, "image_size") else int(config.num_patches**0.5) * rows)
+    is_native = getattr(config, "is_native", False)
+    can_interpolate = "interpolate_pos_encoding" in inspect.signature(embeddings.forward).parameters
+    takes_size = family.any_size or is_native or can_interpolate
+    anatomy.image_size = image_size if image_size and takes_size else own
+    anatomy.grid = (anatomy.image_size[0] // rows, anatomy.image_size[1] // columns)
+    tables = [table for name in _POSITIONS if (table := getattr(embeddings, name, None)) is not None]
+    if tables:
+        table = tables[0].weight if isinstance(tables[0], nn.Embedding) else tables[0]
+        grid = (own[0] // rows, own[1] // columns)
+        if hasattr(embeddings, "max_rows"):
+            grid = (embeddings.max_rows, embeddings.max_cols)
+        anatomy.patch_positions = GridPositions(table, grid, **family.interpolation)
+    elif is_native:
+        anatomy.patch_positions = functools.partial(sincos_positions, config.hidden_size)
+    return can_interpolate and anatomy.image_size != own
 
 
 def read_block(module: nn.Module) -> Block:
-    """A block of any family.
+    """Read a block of any family.
 
     Raises:
-        Obstacle: if it has parameters that a plain pre-norm block has no place for.
+        Obstacle: if it is no plain pre-norm block.
     """
-    parts = {
-        "norm before attention": _find(module, _ATTENTION_NORMS),
-        "attention": _find(module, _ATTENTIONS),
-        "norm before its MLP": _find(module, _MLP_NORMS),
-        "MLP": _find(module, _MLPS),
-    }
-    if missing := [name for name, part in parts.items() if part is None]:
-        raise Obstacle(f"its block {type(module).__name__} is no plain pre-norm block (found no {', '.join(missing)})")
-    attention_norm, attention_module, mlp_norm, mlp_module = parts.values()
-    for norm in (attention_norm, mlp_norm):
-        norm_type(norm)
-    attention = _read_attention(attention_module)
-    mlp = _read_mlp(mlp_module)
+    attention = find(module, _ATTENTIONS)
     scales = [
         getattr(getattr(module, f"layer_scale{i}", None), "lambda1", getattr(module, f"lambda_{i}", None))
         for i in (1, 2)
     ]
-    require_all_known(module, [attention_norm, mlp_norm, attention_module, mlp_module, *scales])
-    return Block(module, attention_norm, attention, mlp_norm, mlp, *scales)
-
-
-def _read_attention(module: nn.Module) -> Attention:
-    output, linears = _find(module, _OUTPUTS), [_find(module, names) for names in _QUERY_KEY_VALUE]
-    if output is None or not all(isinstance(linear, nn.Linear) for linear in linears):
-        raise Obstacle(f"its attention is a {type(module).__name__}, which has no projections to read")
-    norms = [given(getattr(module, name, None)) for name in ("q_norm", "k_norm", "output_norm")]
-    require_all_known(module, [*linears, output, *norms])
-    projections = [Projection.of(linear) for linear in (*linears, output)]
-    if any(norm is not None and len(norm.weight) != module.head_dim for norm in norms[:2]):
+    norms = [find(attention, [name]) for name in ("q_norm", "k_norm", "output_norm")]
+    if norms[0] is not None and len(norms[0].weight) != attention.head_dim:
         raise Obstacle("it normalizes the queries and keys of all heads together")
-    attention = Attention(*projections, linears[0].out_features // module.head_dim, *norms)
-    require_equal_width(attention)
-    return attention
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, find(attention, _OUTPUTS)]
+    attention = Attention(*linears, linears[0].out_features // attention.head_dim, *norms)
+    mlp = _read_mlp(find(module, _MLPS))
+    return checked(Block(module, find(module, _ATTENTION_NORMS), attention, find(module, _MLP_NORMS), mlp, *scales))
 
 
 def _read_mlp(module: nn.Module) -> MLP:
-    up, down, gate = _find(module, _UPS), _find(module, _DOWNS), getattr(module, "gate_proj", None)
-    if up is None or down is None:
-        raise Obstacle(f"its MLP is a {type(module).__name__}, whose layers are not known")
-    norm = given(getattr(module, "norm", None))
-    require_all_known(module, [up, down, gate, norm])
-    activation = activation_name(_find(module, _ACTIVATIONS))
-    gate = None if gate is None else Projection.of(gate)
-    return MLP(Projection.of(up), Projection.of(down), activation, gate, norm)
+    activation = activation_name(find(module, _ACTIVATIONS))
+    return MLP(find(module, _UPS), find(module, _DOWNS), activation, gate=find(module, ["gate_proj"]))
 
 
-def _read_grid(config, embeddings: nn.Module, anatomy: Anatomy):
-    patch = pair(config.patch_size)
-    if hasattr(config, "num_patches") and not hasattr(config, "image_size"):
-        # Of NaFlex, whose images may have any shape, the square one.
-        side = int(config.num_patches**0.5)
-        anatomy.grid, anatomy.image_size = (side, side), (side * patch[0], side * patch[1])
-        return
-    image = pair(config.image_size)
-    anatomy.image_size = image
-    anatomy.grid = tuple(size // stride for size, stride in zip(image, patch, strict=True))
+def sincos_positions(hidden_size: int, grid: tuple[int, int], theta: float = 10000.0) -> torch.Tensor:
+    """Positions that AIMv2 computes for the patches of a grid, sines and cosines of columns, then of rows,
+    `(rows * columns, hidden_size)` in float64."""
+    quarter = hidden_size // 4
+    frequencies = theta ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
+    rows, columns = (torch.arange(count, dtype=torch.float64) for count in grid)
+    y, x = (axis.reshape(-1, 1) * frequencies for axis in torch.meshgrid(rows, columns, indexing="ij"))
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
-def _read_rotary(tower: nn.Module, head_dim: int) -> Rotary | None:
-    rope = getattr(tower, "rope_embeddings", None)
-    if rope is None:
-        return None
-    if not type(rope).__name__.startswith("DINOv3ViT"):
-        raise Obstacle(f"its rotary positions ({type(rope).__name__}) are not those of DINOv3")
-    # Coordinates 2 center - 1, angles 2 pi times that.
-    scale, shift = (4 * torch.pi,) * 2, (-2 * torch.pi,) * 2
-    return Rotary(float(rope.base), scale, shift, torch.arange(head_dim))
+def _read_patches(tower: nn.Module) -> PatchEmbedding:
+    module = find(tower.embeddings, _PATCHES)
+    projection = find(module, ["projection"]) or module
+    if not isinstance(projection, nn.Linear):
+        return PatchEmbedding.of(projection, find(tower.embeddings, ["rms_norm"]))
+    size = pair(tower.config.patch_size)
+    if not hasattr(tower, "input_conditioner"):
+        # SigLIP 2 NaFlex takes the pixels of a patch in a row, channels last.
+        return PatchEmbedding(projection.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2), projection.bias)
+    # C-RADIO has channels first, and normalizes pixels before that.
+    weight, bias = projection.weight.unflatten(1, (-1, *size)), projection.bias
+    if (conditioner := find(tower, ["input_conditioner"])) is not None:
+        weight = weight / conditioner.norm_std.to(weight)
+        shift = -torch.einsum("ochw,cij->o", weight, conditioner.norm_mean.to(weight))
+        bias = shift if bias is None else bias + shift
+    return PatchEmbedding(weight, bias)
 
 
-def _read_positions(embeddings: nn.Module, anatomy: Anatomy):
-    positions = getattr(embeddings, "position_embeddings", getattr(embeddings, "position_embedding", None))
-    if isinstance(positions, nn.Embedding):
-        anatomy.positions, anatomy.learns_positions = positions.weight, positions.weight.requires_grad
-    elif isinstance(positions, torch.Tensor) and positions.shape[1] - anatomy.num_patches in (
-        *(0, anatomy.num_class_tokens, anatomy.num_prefix_tokens),
-    ):
-        anatomy.positions, anatomy.learns_positions = positions[0], positions.requires_grad
-
-
-def _read_front(tower: nn.Module, embeddings: nn.Module, anatomy: Anatomy):
-    """Read the tokens before the first block: the embedding of patches, positions, class tokens and registers."""
-    config, module, norm = tower.config, _find(embeddings, _PATCHES), _find(embeddings, ("rms_norm",))
-    projection = _find(module, ("projection",)) or module
-    positions = getattr(embeddings, "position_embeddings", getattr(embeddings, "position_embedding", None))
-    positions = positions.weight if isinstance(positions, nn.Embedding) else positions
-    front = [token for name in _FRONT if (token := getattr(embeddings, name, None)) is not None]
-    unused = [getattr(embeddings, name, None) for name in ("mask_token", "video_patch_projection")]
-    require_all_known(embeddings, [projection, norm, positions, *front, *unused], "embedding of patches")
-    if isinstance(projection, nn.Linear):
-        patches = _patches_of_linear(projection, pair(config.patch_size), channels_last=not _is_radio(tower))
-    else:
-        patches = PatchEmbedding.of(projection, norm)
-    if positions is not None:
-        grid = (embeddings.max_rows, embeddings.max_cols) if _is_radio(tower) else anatomy.grid
-        anatomy.patch_positions = GridPositions(positions, grid, **_INTERPOLATIONS.get(_family(tower), {}))
-        if anatomy.patch_positions.num_front not in (0, anatomy.num_class_tokens, anatomy.num_prefix_tokens):
-            raise Obstacle(f"it has {positions.shape[-2]} positions for a grid of {grid[0]} x {grid[1]} patches")
-    elif getattr(config, "is_native", False):
-        anatomy.patch_positions = SincosPositions(config.hidden_size)
-    if isinstance(getattr(tower, "input_conditioner", None), nn.Module):
-        patches = _conditioned(patches, tower.input_conditioner)
-    anatomy.front, anatomy.patch_embedding = front, patches
-
-
-def _is_radio(tower: nn.Module) -> bool:
-    return _family(tower) == "radio"
-
-
-def _patches_of_linear(linear: nn.Linear, size: tuple[int, int], channels_last: bool) -> PatchEmbedding:
-    """The embedding of patches by a linear layer that takes their pixels in a row, with channels last or first."""
-    if channels_last:
-        return PatchEmbedding(linear.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2), linear.bias)
-    return PatchEmbedding(linear.weight.unflatten(1, (-1, *size)), linear.bias)
-
-
-def _conditioned(patches: PatchEmbedding, conditioner: nn.Module) -> PatchEmbedding:
-    """C-RADIO's patch embedding with the normalization of pixels before it, which is linear, too."""
-    if given(conditioner) is None:
-        return patches
-    weight = patches.weight / conditioner.norm_std.to(patches.weight)
-    bias = -torch.einsum("ochw,cij->o", weight, conditioner.norm_mean.to(weight))
-    return PatchEmbedding(weight, bias if patches.bias is None else patches.bias + bias, patches.norm)
-
-
-def _read_pooling(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
+def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, anatomy: Anatomy):
     """Read how tokens become the embedding, which the classifier reads or a model without one returns."""
     if getattr(model, "distillation_classifier", None) is not None:
         raise Obstacle("it averages two classifiers; give its base model")
-    config, family, has_cls = tower.config, _family(tower), anatomy.num_class_tokens > 0
-    head = getattr(tower, "head", None)
-    averages = "mean" if not anatomy.num_prefix_tokens else "latent_mean"
-    if hasattr(config, "pooling"):
-        anatomy.pooling = config.pooling
-    elif anatomy.classifier is not None and family.startswith("dinov2"):
-        anatomy.pooling = "cls_and_latent_mean"
-    elif anatomy.classifier is not None and _is_tower(model):
-        anatomy.pooling = averages
-        if has_cls:
+    anatomy.pooling = family.pooling or tower.config.pooling
+    if anatomy.classifier is not None and family.classifier_pooling:
+        anatomy.pooling = family.classifier_pooling
+        if anatomy.pooling == "latent_mean":
             # CLIP's classifier reads tokens that were not normalized.
             anatomy.norm = None
-    elif family == "pixio":
-        anatomy.pooling = "class_mean"
-    elif family == "radio":
-        anatomy.class_tokens = list(config.summary_idxs)
-    elif has_cls:
-        anatomy.pooling = "cls"
-    elif head is not None and anatomy.classifier is None:
-        anatomy.pooling, anatomy.pooling_head = "attention", _read_pooling_head(head)
-    else:
-        anatomy.pooling = averages
+    elif anatomy.pooling == "attention":
+        head = getattr(tower, "head", None)
+        anatomy.pooling, anatomy.pooling_head = ("mean", None) if head is None else ("attention", _read_head(head))
+    anatomy.class_tokens = list(tower.config.summary_idxs) if family.output == "summary" else None
 
 
-def _is_tower(model: nn.Module) -> bool:
-    """Whether a model keeps its tower under such a name, as classifiers on a CLIP or SigLIP do."""
-    return any(name in model._modules for name in _TOWERS)
-
-
-def _read_pooling_head(head: nn.Module) -> AttentionPooling:
+def _read_head(head: nn.Module) -> AttentionPooling:
     if hasattr(head, "probe"):
-        norm, mlp = head.layernorm, _read_mlp(head.mlp)
-        require_all_known(head, [head.probe, head.attention, norm, head.mlp])
-        return AttentionPooling(head.probe[0], multihead_attention(head.attention), norm, mlp)
-    if not hasattr(head, "cls_token"):
-        raise Obstacle(f"it pools by a {type(head).__name__}, which is neither SigLIP's nor AIMv2's")
+        attention = head.attention
+        linears = split_linear(3, attention.in_proj_weight, attention.in_proj_bias)
+        attention = Attention(*linears, attention.out_proj, attention.num_heads)
+        return AttentionPooling(head.probe[0], attention, head.layernorm, _read_mlp(head.mlp))
     # AIMv2 learns the query itself, without a projection.
-    width = head.cls_token.shape[-1]
-    query = Projection(torch.eye(width, dtype=head.cls_token.dtype, device=head.cls_token.device))
-    projections = [query, *(Projection.of(linear) for linear in (head.k_proj, head.v_proj, head.output_proj))]
-    require_all_known(head, [head.cls_token, head.k_proj, head.v_proj, head.output_proj])
-    return AttentionPooling(head.cls_token[0], Attention(*projections, head.num_heads))
+    query = Projection(torch.eye(head.cls_token.shape[-1]).to(head.cls_token))
+    attention = Attention(query, head.k_proj, head.v_proj, head.output_proj, head.num_heads)
+    return AttentionPooling(head.cls_token[0], attention)
 
 
-def _set_runs(model: nn.Module, tower: nn.Module, anatomy: Anatomy):
-    """Set the functions by which images become the model's own embedding and logits."""
-    call, family = _caller(tower), _family(tower)
-    project = anatomy.projection or (lambda pooled: pooled)
+def _embedder(model: nn.Module, tower: nn.Module, family: Family, anatomy: Anatomy, call: Callable) -> Callable:
+    """Return a function of images that returns the model's own embedding."""
+    project = getattr(model, "visual_projection", nn.Identity())
+    is_pooled = family.output and anatomy.pooling == (family.pooling or tower.config.pooling)
 
-    def run(images: torch.Tensor) -> torch.Tensor:
-        outputs = call(images)
-        if family == "radio":
-            return project(outputs.summary)
-        if anatomy.pooling in ("cls", "class_mean", "attention") or hasattr(tower.config, "pooling"):
-            # Transformers' ViT calls the output of an extra dense layer its pooler output.
-            pooled = None if hasattr(getattr(tower, "pooler", None), "dense") else outputs.get("pooler_output")
-            return project(outputs.last_hidden_state[:, 0] if pooled is None else pooled)
+    def embed(images: torch.Tensor) -> torch.Tensor:
+        outputs = call(tower, images)
+        if is_pooled:
+            return project(outputs[family.output])
         tokens = outputs.last_hidden_state
-        pooled = tokens[:, anatomy.num_prefix_tokens :].mean(1)
-        return torch.cat([tokens[:, 0], pooled], dim=1) if anatomy.pooling == "cls_and_latent_mean" else pooled
+        return project(pool_tokens(tokens, anatomy.pooling, nn.Identity(), anatomy.num_prefix_tokens, [0]))
 
-    anatomy.run = run
-    if anatomy.classifier is not None:
-        call_classifier = _caller(model, tower)
-        anatomy.run_classifier = lambda images: call_classifier(images).logits
+    return embed
 
 
-def _caller(model: nn.Module, tower: nn.Module | None = None):
-    """Return a function that calls a model, of which `tower` may be a part, with images."""
-    tower = model if tower is None else tower
-    if _family(tower) == "vit_mae":
-        return lambda images: _call_unmasked(model, images)
-    if _family(tower).startswith("siglip2") and isinstance(tower.embeddings.patch_embedding, nn.Linear):
-        return lambda images: model(**_as_patches(images, tower.config.patch_size))
-    return lambda images: model(pixel_values=images)
+def _caller(tower: nn.Module, interpolates: bool) -> Callable:
+    """Return a function that calls a model, of which `tower` is a part, with images."""
+    options = {"interpolate_pos_encoding": True} if interpolates else {}
+    if tower.config.model_type == "vit_mae":
+        return lambda model, images: _call_unmasked(model, images, options)
+    if isinstance(getattr(tower.embeddings, "patch_embedding", None), nn.Linear):
+        return lambda model, images: model(**_as_patches(images, tower.config.patch_size))
+    return lambda model, images: model(pixel_values=images, **options)
 
 
-def _call_unmasked(model: nn.Module, images: torch.Tensor):
+def _call_unmasked(model: nn.Module, images: torch.Tensor, options: dict):
     """Call a ViTMAE without a mask. It masks most patches and shuffles the rest by noise that it sorts; with noise in
     ascending order, it keeps all of them in their order."""
     config, size = model.config, model.config.patch_size
     ratio, patches = config.mask_ratio, (images.shape[2] // size) * (images.shape[3] // size)
     config.mask_ratio = 0.0
     try:
-        return model(images, noise=torch.arange(patches, device=images.device).expand(len(images), -1))
+        return model(images, noise=torch.arange(patches, device=images.device).expand(len(images), -1), **options)
     finally:
         config.mask_ratio = ratio
 
 
 def _as_patches(images: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
     """Images as the inputs of SigLIP 2 NaFlex: patches in row order, their pixels before their channels, and grids."""
-    batch, channels, height, width = images.shape
-    rows, columns = height // size, width // size
-    patches = images.reshape(batch, channels, rows, size, columns, size).permute(0, 2, 4, 3, 5, 1)
+    rows, columns = images.shape[2] // size, images.shape[3] // size
+    patches = F.unfold(images, size, stride=size).mT.unflatten(-1, (-1, size * size)).mT.flatten(2)
     return {
-        "pixel_values": patches.reshape(batch, rows * columns, -1),
-        "pixel_attention_mask": torch.ones(batch, rows * columns, dtype=torch.int32, device=images.device),
-        "spatial_shapes": torch.tensor([[rows, columns]] * batch),
+        "pixel_values": patches,
+        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int32, device=images.device),
+        "spatial_shapes": torch.tensor([[rows, columns]] * len(images)),
     }
 
 
@@ -443,12 +347,8 @@ def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
         The model; its configuration says the new size.
 
     Raises:
-        ValueError: if the model is no such transformer, or its patches do not divide `image_size`.
+        ValueError: if its patches do not divide `image_size`.
     """
-    if not has_positions(model):
-        raise ValueError(
-            f"Cannot resize the positions of {type(model).__name__}; expected a Transformers ViT or DeiT."
-        )
     embeddings = model.base_model.embeddings
     patches, positions = embeddings.patch_embeddings, embeddings.position_embeddings
     if any(image_size % patch for patch in patches.patch_size):

@@ -165,7 +165,6 @@ class Kind:
         class_token (`bool`): Whether Context Broadcasting may gate by a class token.
         patches (`bool`): Whether its patches are embedded by one linear map.
         resizes (`bool`): Whether its own library takes images of another size.
-        counts_patches (`bool`): Whether rotary angles there follow from the number of patches.
     """
 
     row: str
@@ -174,7 +173,6 @@ class Kind:
     class_token: bool = True
     patches: bool = True
     resizes: bool = True
-    counts_patches: bool = False
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -296,24 +294,18 @@ KINDS = {
         lambda: of_timm(embed_layer=conv_stem(), img_size=64, patch_size=1, no_embed_class=True)(),
         patches=False,
     ),
-    "timm-eva02": Kind(
-        "timm EVA-02", in_timm("eva02_base_patch14_224", mlp_ratio=2), impulses=False, counts_patches=True
-    ),
-    "timm-eva02-packed": Kind(
-        "timm EVA-02", in_timm("eva02_tiny_patch14_224", mlp_ratio=2), impulses=False, counts_patches=True
-    ),
-    "timm-eva02-clip": Kind(
-        "timm EVA-02", in_timm("eva02_base_patch16_clip_224", mlp_ratio=2), impulses=False, counts_patches=True
-    ),
-    "timm-pe-core": Kind("timm PE-Core", in_timm("vit_pe_core_tiny_patch16_384"), impulses=False, counts_patches=True),
+    "timm-eva02": Kind("timm EVA-02", in_timm("eva02_base_patch14_224", mlp_ratio=2), impulses=False),
+    "timm-eva02-packed": Kind("timm EVA-02", in_timm("eva02_tiny_patch14_224", mlp_ratio=2), impulses=False),
+    "timm-eva02-clip": Kind("timm EVA-02", in_timm("eva02_base_patch16_clip_224", mlp_ratio=2), impulses=False),
+    "timm-pe-core": Kind("timm PE-Core", in_timm("vit_pe_core_tiny_patch16_384"), impulses=False),
     "timm-dinov3": Kind("timm DINOv3", in_timm("vit_small_patch16_dinov3"), impulses=False),
     "timm-dinov3-gated": Kind("timm DINOv3", in_timm("vit_small_plus_patch16_dinov3", num_classes=0), impulses=False),
-    "open_clip": Kind("open_clip ViT", of_open_clip()),
-    "open_clip-layer-scale": Kind("open_clip ViT", of_open_clip(ls_init_value=0.5)),
+    "open_clip": Kind("open_clip ViT", of_open_clip(), resizes=False),
+    "open_clip-layer-scale": Kind("open_clip ViT", of_open_clip(ls_init_value=0.5), resizes=False),
     "open_clip-mean-pooled": Kind(
-        "open_clip ViT", of_open_clip(pool_type="avg", final_ln_after_pool=True, no_ln_pre=True)
+        "open_clip ViT", of_open_clip(pool_type="avg", final_ln_after_pool=True, no_ln_pre=True), resizes=False
     ),
-    "open_clip-tower": Kind("open_clip ViT", lambda: of_open_clip()().visual),
+    "open_clip-tower": Kind("open_clip ViT", lambda: of_open_clip()().visual, resizes=False),
     "open_clip-timm": Kind(
         "open_clip with a trunk of timm", of_open_clip("vit_base_patch16_224", timm_pool="", timm_proj="linear")
     ),
@@ -326,7 +318,6 @@ KINDS = {
         "open_clip with a trunk of timm",
         of_open_clip("eva02_base_patch16_clip_224", timm_pool="token", timm_proj=""),
         impulses=False,
-        counts_patches=True,
     ),
 }
 

@@ -230,7 +230,6 @@ class TestFolder:
             text = shipped.decode()
             assert text == flatten_imports(sources[name].read_text(encoding="utf-8"))
             assert flatten_imports(text) == text
-            assert "import frugalvit" not in text and "from frugalvit" not in text
 
     def test_code_needs_nothing_but_the_libraries_of_transformers(self, kind, saved):
         # On the hub, Transformers wants every import of every file; it looks into functions, but not into `try`.

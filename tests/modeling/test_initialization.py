@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, insert_context_broadcast
-from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.hosts.transformers import resize_positions_
 from frugalvit.modeling.impulse import (
     attention_map,
@@ -27,6 +26,7 @@ from frugalvit.modeling.impulse import (
     impulse_matrix,
     interior_mass,
     kernel_offsets,
+    pinv_offsets,
     rotate_head,
     sincos_position_encoding,
     solve_adam,
@@ -80,8 +80,6 @@ def test_sincos_positions_follow_the_formula():
     expected = torch.tensor([x, x * omega]), torch.tensor([y, y * omega])
     row = torch.cat([expected[0].sin(), expected[0].cos(), expected[1].sin(), expected[1].cos()])
     torch.testing.assert_close(encoding[y * 3 + x], row)
-    with pytest.raises(ValueError, match="multiple of 4"):
-        sincos_position_encoding(2, 2, 6)
 
 
 def seeded(seed=0):
@@ -114,9 +112,7 @@ def test_heads_take_all_positions_of_the_kernel_before_one_again(kernel_size, nu
 def test_offsets_of_kernels():
     assert kernel_offsets(1) == [(0, 0)] and kernel_offsets(2) == [(-1, -1), (-1, 0), (0, -1), (0, 0)]
     assert kernel_offsets(3)[0] == (-1, -1) and kernel_offsets(3)[5] == (0, 1)
-    for wrong in (0, 2.5, True):
-        with pytest.raises(ValueError, match="expected a positive integer"):
-            kernel_offsets(wrong)
+    assert pinv_offsets(10) == [kernel_offsets(3)[i] for i in (4, 1, 5, 3, 7, 0, 2, 6, 8, 4)]
 
 
 @pytest.mark.parametrize("offset", kernel_offsets(3))
@@ -381,18 +377,6 @@ def test_baselines_have_the_values_of_the_others(name):
         assert weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
-@torch.no_grad()
-def test_random_positions_are_drawn_and_solved_against():
-    model = timm_vit(num_heads=2)
-    report = impulse_init_(model, solver="pinv", positions="random", generator=seeded())
-    assert model.pos_embed.std().item() == pytest.approx(0.36, rel=0.05) and report.mean("peak_rate") > 0.5
-    trunc_normal_init_(model, positions="random", position_std=0.02, generator=seeded())
-    assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
-    fixed = own_vit()
-    with pytest.raises(ValueError, match="`positions` is 'random', but this model's are fixed"):
-        impulse_init_(fixed, positions="random")
-
-
 def test_given_positions_are_kept_and_solved_against():
     model = timm_vit(num_heads=2)
     before = model.pos_embed.clone()
@@ -428,7 +412,7 @@ def test_baselines_draw_what_they_say():
     report = kaiming_uniform_init_(model, generator=seeded())
     assert 0.9 * 96**-0.5 < weight.abs().max() <= 96**-0.5 and model.vit.layers[0].mlp.fc1.bias.any()
     assert all(head.offset == (0, 0) and head.mass < 0.1 for head in report.heads)
-    assert "1 heads in 1 layers; means: error" in str(report)
+    assert str(report).startswith("1 heads; means: error")
 
 
 @pytest.mark.parametrize(
@@ -438,13 +422,9 @@ def test_baselines_draw_what_they_say():
         ({"value_init": "zero"}, "`value_init` is 'zero', expected one of"),
         ({"pseudo_input": "noise"}, "`pseudo_input` is 'noise', expected one of"),
         ({"pseudo_input": ("pe", "pe", "pe")}, "expected one name or two"),
-        ({"positions": "learned"}, "`positions` is 'learned', expected one of 'sincos', 'random', 'keep'"),
-        ({"position_std": 0}, "`position_std` is 0, expected a positive number"),
-        ({"renormalize_every": 0}, "`renormalize_every` is 0, expected a positive number"),
-        ({"steps": 0}, "`steps` is 0, expected a positive number"),
+        ({"positions": "learned"}, "`positions` is 'learned', expected one of 'sincos', 'keep'"),
         ({"mass": 1.0}, "`mass` is 1.0, expected a number above 0 and below 1"),
-        ({"kernel_size": 99}, "`kernel_size` is 99, but the patches make a grid of"),
-        ({"kernel_size": -3}, "`kernel_size` is -3, expected a positive integer"),
+        ({"kernel_size": 99}, "`kernel_size` is 99, expected 1 to 15 on a grid of 8 x 8 patches"),
         ({"solver": "pinv", "kernel_size": 5}, "has an order for 3 x 3 kernels only"),
     ],
 )
@@ -453,30 +433,6 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_changes(argume
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=message):
         impulse_init_(model, **arguments)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("broadcasts", [False, True])
-def test_attention_that_is_more_than_products_of_queries_and_keys_is_refused(broadcasts):
-    """Relative biases in a fresh model, whose blocks hide what attention adds to the tokens."""
-    model = timm_vit()
-    bias = torch.randn(4, 65, 65, generator=seeded()) / 100
-    for block in model.blocks:
-        block.attn.proj.weight.data /= 100
-
-        def attend(tokens, attention=block.attn, **_):
-            query, key, value = attention.qkv(tokens).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-            return attention.proj(mixed.transpose(1, 2).flatten(2))
-
-        block.attn.forward = attend
-    if broadcasts:
-        insert_context_broadcast(model, "cb", "attention_end")
-    else:
-        read_anatomy(model).check()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match="its block 0 attends otherwise"):
-        impulse_init_(model)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
@@ -536,5 +492,3 @@ def test_fixed_positions_are_computed_anew_for_another_size(tmp_path):
 def test_positions_that_cannot_be_resized_are_refused():
     with pytest.raises(ValueError, match=r"30 pixels do not divide into patches of \(4, 4\)"):
         resize_positions_(vit(), 30)
-    with pytest.raises(ValueError, match="positions of ResNet"):
-        resize_positions_(timm.create_model("resnet10t"), 32)

@@ -1,9 +1,8 @@
-"""All families with numbers of 64 bits and with images that are too small."""
+"""All families with numbers of 64 bits."""
 
 import pytest
 import torch
 
-import frugalvit
 from frugalvit.modeling.focusing import SparseFormerPositionEncoding
 from kinds import KINDS
 
@@ -37,18 +36,3 @@ def test_float64_stays_float64(name, monkeypatch):
         torch.testing.assert_close(slope, (losses[0] - losses[1]) / (2 * step), rtol=1e-5, atol=1e-8)
     # A cast there and back leaves nothing behind.
     assert {parameter.dtype for parameter in model.float().parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("size", [(1, 7), (7, 1), (1, 1), (3, 32), (32, 3)])
-@pytest.mark.parametrize("name", ["bootstrapped_vit", *KINDS])
-def test_images_smaller_than_a_patch_are_said(name, size):
-    if name == "bootstrapped_vit":
-        part = {"hidden_size": 36, "num_hidden_layers": 1, "intermediate_size": 48, "patch_size": 8, "image_size": 32}
-        model = frugalvit.BootstrappedViTForImageClassification(
-            frugalvit.BootstrappedViTConfig(vit_config=part, agent_config=part)
-        )
-    else:
-        kind = KINDS[name]
-        model = kind.base(kind.config())
-    with pytest.raises(ValueError, match="Got an image of .* pixels, expected at least"):
-        model(torch.randn(2, 3, *size))

@@ -148,8 +148,8 @@ class TestInitialization:
         [
             ({"impulse_solver": "adam", "impulse_steps": 7}, {"solver": "adam", "steps": 7}),
             (
-                {"impulse_solver": "adam_bounded", "impulse_steps": 9, "impulse_renormalize_every": 2},
-                {"solver": "adam_bounded", "steps": 9, "renormalize_every": 2},
+                {"impulse_solver": "adam_bounded", "impulse_steps": 9},
+                {"solver": "adam_bounded", "steps": 9},
             ),
             ({"impulse_mass": None, "impulse_value_init": "default"}, {"mass": None, "value_init": "default"}),
             ({"impulse_kernel_size": 5, "impulse_mass": 0.6}, {"kernel_size": 5, "mass": 0.6}),

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from frugalvit.common.data import load_images
+from frugalvit.common.loading import load_image_classifier
 from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training import joint, models
 from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
@@ -154,7 +155,7 @@ def test_models_of_several_labels_are_refused(images, tmp_path):
 def test_context_broadcasting_is_inserted_learns_and_is_saved(options, tmp_path):
     broadcast = {"context_broadcast": "cb_s", "context_broadcast_position": ["mlp_end", "attention_end"]}
     own = run(tmp_path / "out", **broadcast, learning_rate=1e-2, num_train_epochs=1, **options)
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    model, _ = load_image_classifier(tmp_path / "out", "cpu")
     scales = [weight for name, weight in model.named_parameters() if "context_broadcast" in name]
     assert has_context_broadcast(model) and len(scales) == 4 and all(scale.any() for scale in scales)
     pixel_values = torch.randn(2, 3, 32, 32)

@@ -1,0 +1,164 @@
+"""The parts of a plain vision transformer that ViTImpulseInit and ViTContextBroadcast share."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.output_capturing import OutputRecorder
+
+from ..configuration.configuration_base import pair
+from .hub import HubModel
+from .impulse import sincos_position_encoding
+from .layers import MLP, SelfAttention, drop_path, interpolate_positions
+
+
+class ViTPatchEmbeddings(nn.Module):
+    """Pixels `(batch, num_channels, height, width)` to tokens `(batch, patches, hidden_size)`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.image_size = pair(config.image_size)
+        self.patch_size = pair(config.patch_size)
+        self.num_patches = config.grid[0] * config.grid[1]
+        self.projection = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        )
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.projection(pixel_values).flatten(2).mT
+
+
+class ViTEmbeddings(nn.Module):
+    """Patches and positions, learned or sinusoidal, with [CLS] and a distillation token in front if wanted."""
+
+    def __init__(
+        self,
+        config,
+        use_cls_token: bool = True,
+        use_distillation_token: bool = False,
+        fixed_positions: bool = False,
+    ):
+        super().__init__()
+        self.grid = config.grid
+        self.hidden_size = config.hidden_size
+        self.patch_embeddings = ViTPatchEmbeddings(config)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, config.hidden_size)) if use_cls_token else None
+        self.distillation_token = (
+            nn.Parameter(torch.empty(1, 1, config.hidden_size)) if use_distillation_token else None
+        )
+        self.num_prefix_tokens = use_cls_token + use_distillation_token
+        if fixed_positions:
+            self.register_buffer("position_embeddings", self.sincos_positions(), persistent=False)
+        else:
+            num_tokens = self.num_prefix_tokens + self.patch_embeddings.num_patches
+            self.position_embeddings = nn.Parameter(torch.empty(1, num_tokens, config.hidden_size))
+
+    def sincos_positions(self) -> torch.Tensor:
+        """`(1, tokens, hidden_size)`; zero for the tokens in front."""
+        encoding = sincos_position_encoding(*self.grid, self.hidden_size)
+        return F.pad(encoding, (0, 0, self.num_prefix_tokens, 0))[None]
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        """Compute fixed positions, which are not saved; a model that was made on the meta device has none yet."""
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        positions = self.position_embeddings
+        if not isinstance(positions, nn.Parameter):
+            weight = state_dict.get(f"{prefix}patch_embeddings.projection.weight", positions)
+            device = weight.device if positions.is_meta else positions.device
+            self.position_embeddings = self.sincos_positions().to(device, positions.dtype)
+
+    def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
+        """Positions for images of another size, interpolated bicubically."""
+        rows, columns = self.patch_embeddings.patch_size
+        return interpolate_positions(self.position_embeddings, self.grid, (height // rows, width // columns))
+
+    def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool = False) -> torch.Tensor:
+        height, width = pixel_values.shape[2:]
+        tokens = self.patch_embeddings(pixel_values)
+        prefix = [token for token in (self.cls_token, self.distillation_token) if token is not None]
+        tokens = torch.cat([token.expand(tokens.shape[0], -1, -1) for token in prefix] + [tokens], dim=1)
+        if interpolate_pos_encoding:
+            return tokens + self.interpolate_pos_encoding(height, width).to(tokens.dtype)
+        if (height, width) != self.patch_embeddings.image_size:
+            expected = " x ".join(map(str, self.patch_embeddings.image_size))
+            raise ValueError(
+                f"Got images of {height} x {width} pixels, expected {expected}. Resize them, or pass "
+                "`interpolate_pos_encoding=True`."
+            )
+        return tokens + self.position_embeddings.to(tokens.dtype)
+
+
+class ViTLayer(GradientCheckpointingLayer):
+    """A transformer block: attention and MLP, each of normalized tokens."""
+
+    def __init__(self, config, drop_path_rate: float):
+        super().__init__()
+        self.drop_path_rate = drop_path_rate
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads, config.qkv_bias)
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
+        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+
+
+def vit_layers(config) -> nn.ModuleList:
+    """Blocks whose drop path rate rises linearly to `drop_path_rate`."""
+    last = max(config.num_hidden_layers - 1, 1)
+    return nn.ModuleList(ViTLayer(config, config.drop_path_rate * i / last) for i in range(config.num_hidden_layers))
+
+
+class ViTPreTrainedModel(HubModel):
+    """Base class of both families' base classes."""
+
+    base_model_prefix = "vit"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    embeds = {"image": ("forward", "pooler_output")}
+    _no_split_modules = ["ViTEmbeddings", "ViTLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": ViTLayer,
+        "attentions": OutputRecorder(SelfAttention, index=1),
+    }
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model.embeddings.patch_embeddings
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Conv2d):
+            # At 0.02, small patches would drown in positions.
+            uniform_init_(module)
+        elif isinstance(module, ViTEmbeddings):
+            self._init_positions(module)
+            for token in (module.cls_token, module.distillation_token):
+                if token is not None:
+                    init.trunc_normal_(token, std=std)
+        else:
+            super()._init_weights(module)
+
+    def _init_positions(self, embeddings: ViTEmbeddings):
+        init.trunc_normal_(embeddings.position_embeddings, std=self.config.initializer_range)
+
+
+def uniform_init_(layer: nn.Module):
+    """Draw weights and biases uniformly in +-1 / sqrt(inputs of an output), PyTorch's default."""
+    bound = layer.weight[0].numel() ** -0.5
+    for parameter in layer.parameters():
+        init.uniform_(parameter, -bound, bound)
