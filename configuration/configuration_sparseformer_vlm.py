@@ -60,14 +60,8 @@ for config_class in (SparseFormerConfig, PatchSparseFormerConfig, SparseFormerGr
 
 @strict
 class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
-    r"""
-    Configuration of a LLaVA with a SparseFormer as its vision tower (Gao et al., *Bootstrapping SparseFormers from
-    Vision Foundation Models*, section 4.3): `LlavaConfig`, which explains the other arguments.
-
-    Args:
-        vision_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The vision tower.
-        image_seq_length (`int`, *optional*): Image tokens in the prompt; always computed from the other fields.
-    """
+    """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`, and whose
+    `image_seq_length` follows from it."""
 
     model_type = "sparseformer_llava"
     sub_configs_defaults = {
@@ -96,13 +90,7 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
 
 @strict
 class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
-    r"""
-    Configuration of a PaliGemma or PaliGemma 2 with a SparseFormer as its vision tower: `PaliGemmaConfig`, which
-    explains the other arguments.
-
-    Args:
-        vision_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The vision tower.
-    """
+    """`PaliGemmaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`."""
 
     model_type = "sparseformer_paligemma"
     sub_configs_defaults = {
@@ -125,13 +113,7 @@ class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
 
 @strict
 class SparseFormerGemma3Config(HubConfigMixin, Gemma3Config):
-    r"""
-    Configuration of a Gemma 3 with a SparseFormer as its vision tower: `Gemma3Config`, which explains the other
-    arguments.
-
-    Args:
-        vision_config (`SparseFormerGridConfig` or `dict`, *optional*): The vision tower.
-    """
+    """`Gemma3Config` whose `vision_config` is a `SparseFormerGridConfig`."""
 
     model_type = "sparseformer_gemma3"
     sub_configs_defaults = {
@@ -147,13 +129,7 @@ class SparseFormerGemma3Config(HubConfigMixin, Gemma3Config):
 
 @strict
 class SparseFormerLlavaOnevisionConfig(HubConfigMixin, LlavaOnevisionConfig):
-    r"""
-    Configuration of a LLaVA-OneVision with a SparseFormer as its vision tower: `LlavaOnevisionConfig`, which explains
-    the other arguments.
-
-    Args:
-        vision_config (`SparseFormerGridConfig` or `dict`, *optional*): The vision tower.
-    """
+    """`LlavaOnevisionConfig` whose `vision_config` is a `SparseFormerGridConfig`."""
 
     model_type = "sparseformer_llava_onevision"
     sub_configs_defaults = {

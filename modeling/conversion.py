@@ -85,18 +85,11 @@ OUTER_NAMES = {
 
 
 def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read a checkpoint file of the reference implementation; nothing in it is executed.
-
-    Args:
-        path (`str` or `Path`):
-            A `.safetensors` file, or one of `torch.save` (`.pth`) that holds a state dict, bare or under "model" or
-            "state_dict".
-
-    Returns:
-        `dict`: Names to tensors.
+    """Read the state dict of a checkpoint of the reference implementation, a `.safetensors` file or one of
+    `torch.save`, bare or under "model" or "state_dict"; nothing in it is executed.
 
     Raises:
-        ValueError: if there is no such file, it cannot be read, or it holds no state dict.
+        ValueError: if the file cannot be read, or holds no state dict.
     """
     path = Path(path)
     try:
@@ -141,10 +134,6 @@ def config_from_showlab(
         image_size (`int` or pair of `int`, *optional*):
             Pixels, or height and width, for preprocessing; the variant's 224 by default. Images are resized to 8/7 of
             it and cropped, or resized straight to it if it is a rectangle.
-
-    Raises:
-        ValueError: if names of the variant are missing in the checkpoint or others are there, or the numbers
-            contradict each other.
     """
     variant = variant or infer_showlab_variant(state_dict)
     if "layers.0.stage_embedding.weight" in state_dict:
@@ -197,14 +186,8 @@ def showlab_model_class(config: SparseFormerConfig) -> type:
 
 
 def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerConfig) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint of the reference implementation under our names, in float32.
-
-    Args:
-        state_dict (`dict`): A checkpoint, as `load_showlab_checkpoint` returns it.
-        config (`SparseFormerConfig`): Its configuration, as `config_from_showlab` returns it.
-
-    Returns:
-        `dict`: State dict of the model that `showlab_model_class(config)` builds.
+    """Return the weights of a checkpoint of the reference implementation under the names of the model that
+    `showlab_model_class(config)` builds, in float32.
 
     Raises:
         ValueError: if names do not fit the configuration.

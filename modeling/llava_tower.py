@@ -6,10 +6,9 @@ folder or hub id of a SparseFormer. Nothing here imports that code base.
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, CLIPImageProcessor, PreTrainedConfig
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, PreTrainedConfig
 
 from ..configuration.configuration_base import pair
-from .hub import image_processor_config
 
 
 class SparseFormerVisionTower(nn.Module):
@@ -38,7 +37,10 @@ class SparseFormerVisionTower(nn.Module):
         """Load the weights, frozen, and the image processor; nothing happens the second time."""
         if self.is_loaded:
             return
-        self.image_processor = clip_image_processor(self.cfg_only)
+        self.image_processor = AutoImageProcessor.from_pretrained(self.vision_tower_name)
+        # LLaVA reads it, whether images are cropped or not.
+        height, width = pair(self.cfg_only.image_size)
+        self.image_processor.crop_size = {"height": height, "width": width}
         self.vision_tower = AutoModel.from_pretrained(self.vision_tower_name, device_map=device_map).base_model
         self.vision_tower.requires_grad_(False)
         self.is_loaded = True
@@ -77,12 +79,3 @@ class SparseFormerVisionTower(nn.Module):
     def num_patches(self) -> int:
         """Tokens of an image, [CLS] not counted; `vision_tower.set_num_tokens` chooses them."""
         return self.config.default_num_tokens
-
-
-def clip_image_processor(config: PreTrainedConfig) -> CLIPImageProcessor:
-    """Return a SparseFormer's image processor as the class that LLaVA expects, which reads `crop_size` in any case."""
-    fields = image_processor_config(config)
-    fields.pop("image_processor_type")
-    height, width = pair(config.image_size)
-    fields |= {"crop_size": {"height": height, "width": width}, "do_center_crop": fields.get("do_center_crop", False)}
-    return CLIPImageProcessor(**fields)

@@ -27,7 +27,10 @@ AutoModel.register(PatchSparseFormerConfig, PatchSparseFormerModel, exist_ok=Tru
 def image_side_fields(vision_model: nn.Module) -> dict:
     """Return the configuration's fields of a SparseFormer without its projection."""
     fields = vision_model.config.to_dict()
-    return fields | {"model_type": fields["model_type"].removesuffix("_projection")}
+    fields["model_type"] = fields["model_type"].removesuffix("_projection")
+    if fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
+        raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
+    return fields
 
 
 class SparseFormerCLIPPreTrainedModel(HubModel):
@@ -80,8 +83,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
-        """Return the text model's output for token ids, `(batch, tokens)`, with its `pooler_output` projected,
-        `(batch, width)`."""
+        """As in `CLIPModel`."""
         outputs = self.text_model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, return_dict=True, **kwargs
         )
@@ -92,8 +94,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
     def get_image_features(
         self, pixel_values: torch.Tensor, num_tokens: int | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerModelOutput:
-        """Return the SparseFormer's output for images, `(batch, num_channels, height, width)` of any size, with its
-        `pooler_output` projected, `(batch, width)`."""
+        """As in `CLIPModel`, for images of any size; `num_tokens` as in `SparseFormerModel`."""
         outputs = self.vision_model(pixel_values, num_tokens=num_tokens, return_dict=True, **kwargs)
         outputs.pooler_output = self.visual_projection(outputs.pooler_output)
         return outputs
@@ -110,17 +111,8 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         num_tokens: int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPOutput:
-        """
-        Args:
-            input_ids (`torch.LongTensor` of shape `(texts, tokens)`): Token ids.
-            pixel_values (`torch.FloatTensor` of shape `(images, num_channels, height, width)`): Normalized images.
-            attention_mask (`torch.Tensor`, *optional*): `(texts, tokens)`, 0 where `input_ids` are padding.
-            position_ids (`torch.LongTensor`, *optional*): `(texts, tokens)`.
-            return_loss (`bool`, *optional*): Also return the contrastive loss; image i belongs to text i.
-            output_rois (`bool`, *optional*, defaults to `False`):
-                Return `rois` and `sampling_points` with `vision_model_output`.
-            num_tokens (`int`, *optional*): Latent tokens of the image side, as in `SparseFormerModel`.
-        """
+        """As `CLIPModel`, with `output_rois` and `num_tokens` of the image side as in `SparseFormerModel`. With
+        `return_loss`, image i belongs to text i."""
         images = self.get_image_features(pixel_values, num_tokens, output_rois=output_rois, return_dict=True, **kwargs)
         texts = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
         image_embeds = F.normalize(images.pooler_output, dim=-1)
@@ -168,16 +160,8 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_clip(cls, clip: nn.Module, vision_model: nn.Module) -> "SparseFormerCLIPModel":
-        """A CLIP with its image side replaced; the text side is the same to the bit.
-
-        Args:
-            clip (`CLIPModel`): Has the text side, both projections, and the scale of logits.
-            vision_model (`SparseFormerVisionModelWithProjection`, or with `Patch`):
-                Bootstrapped from the image side of `clip`.
-
-        Returns:
-            The model, in evaluation mode, in the precision and on the device of `clip`.
-        """
+        """Return a `CLIPModel` with its image side replaced by a `SparseFormerVisionModelWithProjection` (or one with
+        `Patch`) that was bootstrapped from it, in evaluation mode, in the precision and on the device of `clip`."""
         if not hasattr(clip, "text_projection") or not hasattr(vision_model, "visual_projection"):
             raise ValueError(
                 f"Got a {type(clip).__name__} and a {type(vision_model).__name__}, expected a CLIPModel and a "
@@ -241,15 +225,9 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_siglip(cls, siglip: nn.Module, vision_model: nn.Module) -> "SparseFormerSiglipModel":
-        """A SigLIP with its image side replaced; the text side is the same to the bit.
-
-        Args:
-            siglip (`SiglipModel` or `Siglip2Model`): Has the text side and the logits' scale and bias.
-            vision_model (`SparseFormerVisionModel`, or with `Patch`): Bootstrapped from the SigLIP's image side.
-
-        Returns:
-            The model, in evaluation mode, in the precision and on the device of `siglip`.
-        """
+        """Return a `SiglipModel` or `Siglip2Model` with its image side replaced by a `SparseFormerVisionModel` (or one
+        with `Patch`) that was bootstrapped from it, in evaluation mode, in the precision and on the device of
+        `siglip`."""
         # The text sides of SigLIP and SigLIP 2 compute the same, in two classes.
         text_config = siglip.config.text_config.to_dict()
         text_config.pop("model_type")

@@ -135,18 +135,8 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
         num_image_tokens: torch.LongTensor | Sequence[int] | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
-        """Return the tokens that the language model reads of each image.
-
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(images, num_channels, height, width)`): Normalized images.
-            num_image_tokens (`torch.LongTensor` of shape `(images,)`, or `int`, *optional*):
-                Latent tokens of each image or of all; by default the vision tower chooses.
-            kwargs: As in `LlavaModel`.
-
-        Returns:
-            The vision tower's output, with the projected tokens `(tokens, hidden_size)` of each image as
-            `pooler_output`; with `num_image_tokens` these alone.
-        """
+        """As in `LlavaModel`: the tokens `(tokens, hidden_size)` that the language model reads of each image, as
+        `pooler_output`. `num_image_tokens` chooses the latent tokens of each image or of all."""
         kwargs["return_dict"] = True
         if num_image_tokens is None:
             return super().get_image_features(pixel_values, **kwargs)
@@ -260,12 +250,8 @@ class SparseFormerLlavaOnevisionForConditionalGeneration(SparseFormerVLMMixin, L
 
 
 class SparseFormerLlavaImagesKwargs(ImagesKwargs, total=False):
-    """
-    num_image_tokens (`int` or sequence of `int`):
-        Latent tokens of every image, or of each in their order, [CLS] not counted; best those that the model was
-        trained for, `config.vision_config.elastic_token_counts`.
-    """
-
+    # Latent tokens of every image, or of each in their order, [CLS] not counted; best those that the model was trained
+    # for, `config.vision_config.elastic_token_counts`.
     num_image_tokens: int | list[int] | tuple[int, ...]
 
 

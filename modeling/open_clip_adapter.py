@@ -36,11 +36,18 @@ OUTER_NAMES = {
     "ln_final.bias": "final_layer_norm.bias",
 }
 BLOCK_NAMES = {
-    "attn.out_proj": "self_attn.out_proj",
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
+    "attn.in_proj_weight": "self_attn.qkv_proj.weight",
+    "attn.in_proj_bias": "self_attn.qkv_proj.bias",
+    "attn.out_proj.weight": "self_attn.out_proj.weight",
+    "attn.out_proj.bias": "self_attn.out_proj.bias",
+    "ln_1.weight": "layer_norm1.weight",
+    "ln_1.bias": "layer_norm1.bias",
+    "ln_2.weight": "layer_norm2.weight",
+    "ln_2.bias": "layer_norm2.bias",
+    "mlp.c_fc.weight": "mlp.fc1.weight",
+    "mlp.c_fc.bias": "mlp.fc1.bias",
+    "mlp.c_proj.weight": "mlp.fc2.weight",
+    "mlp.c_proj.bias": "mlp.fc2.bias",
 }
 
 
@@ -50,13 +57,9 @@ class OpenClipVisual(nn.Module):
     Args:
         model (`SparseFormerVisionModelWithProjection`, of a SigLIP `SparseFormerVisionModel`):
             Bootstrapped from the tower that it replaces.
-        output_tokens (`bool`, *optional*, defaults to `False`):
-            Return the latent tokens after the final LayerNorm beside the embedding, as open_clip's towers do.
     """
 
-    def __init__(
-        self, model: SparseFormerVisionModelWithProjection | SparseFormerVisionModel, output_tokens: bool = False
-    ):
+    def __init__(self, model: SparseFormerVisionModelWithProjection | SparseFormerVisionModel):
         super().__init__()
         config = model.config
         self.projects = hasattr(model, "visual_projection")
@@ -66,7 +69,6 @@ class OpenClipVisual(nn.Module):
                 "SparseFormerVisionModel that was bootstrapped from a SigLIP and pools by attention."
             )
         self.model = model
-        self.output_tokens = output_tokens
         self.image_size = pair(config.image_size)
         self.output_dim = config.projection_dim if self.projects else config.hidden_size
         self.image_mean = per_channel(config.image_mean, config.num_channels)
@@ -81,14 +83,10 @@ class OpenClipVisual(nn.Module):
             "fill_color": 0,
         }
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Images `(batch, 3, height, width)` to embeddings `(batch, output_dim)`, not normalized, and with
-        `output_tokens` the latent tokens `(batch, tokens, hidden_size)`."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images `(batch, 3, height, width)` to embeddings `(batch, output_dim)`, not normalized."""
         outputs = self.model(x)
-        embedding = outputs.image_embeds if self.projects else outputs.pooler_output
-        if not self.output_tokens:
-            return embedding
-        return embedding, outputs.last_hidden_state[:, self.model.config.num_prefix_tokens :]
+        return outputs.image_embeds if self.projects else outputs.pooler_output
 
     def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False):
         """Freeze the tower."""
@@ -103,22 +101,13 @@ class OpenClipVisual(nn.Module):
         else:
             self.model.activation_checkpointing_disable()
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that optimizers should not decay, besides biases and norms."""
-        return {f"model.{name}" for name in self.model.no_weight_decay()}
-
 
 def per_channel(value: float | list[float] | tuple[float, ...], channels: int) -> tuple[float, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,) * channels
 
 
 def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImageProcessor:
-    """Return the image processor of Transformers that prepares images as an open_clip model, or its visual tower,
-    takes them.
-
-    Raises:
-        ValueError: if the model resizes images to fit inside a padded square.
-    """
+    """Return the image processor of Transformers that prepares images as an open_clip model takes them."""
     wanted = getattr(model, "visual", model).preprocess_cfg
     height, width = pair(wanted["size"])
     normalization = {
@@ -140,15 +129,8 @@ def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImage
 
 @torch.no_grad()
 def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSiglipModel:
-    """Convert an open_clip model whose visual tower is an `OpenClipVisual` into a model of Transformers.
-
-    Args:
-        clip (`nn.Module`):
-            open_clip's `CLIP`, or a `CustomTextCLIP` with a text tower of the same kind, or of a SigLIP where the
-            logits have a bias.
-
-    Returns:
-        The model, in evaluation mode, with copies of the weights.
+    """Convert open_clip's `CLIP` or `CustomTextCLIP` with an `OpenClipVisual` into a model of Transformers, a SigLIP
+    where its logits have a bias. It is in evaluation mode, with copies of the weights.
 
     Raises:
         ValueError: if the visual tower is another one, or the text side computes something else than that of
@@ -183,7 +165,14 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    weights = text_weights_from_open_clip(text)
+    weights = {}
+    state_dict = text.state_dict()
+    for theirs, ours in text_names(len(text.transformer.resblocks)).items():
+        if "qkv" in ours:
+            for letter, part in zip("qkv", state_dict[theirs].chunk(3), strict=True):
+                weights[ours.replace("qkv", letter)] = part
+        else:
+            weights[ours] = state_dict[theirs]
     vision_config = image_side_fields(visual.model)
     if is_siglip:
         text_config["projection_size"] = text.text_projection.out_features
@@ -232,45 +221,20 @@ def activation_name(activation: nn.Module) -> str:
     return "gelu_pytorch_tanh" if activation.approximate == "tanh" else "gelu"
 
 
-def text_weights_from_open_clip(text: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a text side's weights, without the projection, under Transformers' names."""
-    theirs = text.state_dict()
-    weights = {ours: theirs[name] for name, ours in OUTER_NAMES.items()}
-    for index in range(len(text.transformer.resblocks)):
-        block, layer = f"transformer.resblocks.{index}.", f"encoder.layers.{index}."
-        for kind in ("weight", "bias"):
-            for letter, part in zip("qkv", theirs[f"{block}attn.in_proj_{kind}"].chunk(3), strict=True):
-                weights[f"{layer}self_attn.{letter}_proj.{kind}"] = part
-            for name, ours in BLOCK_NAMES.items():
-                weights[f"{layer}{ours}.{kind}"] = theirs[f"{block}{name}.{kind}"]
-    return weights
-
-
-def text_weights_to_open_clip(text_model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a text side's weights, without the projection, under open_clip's names."""
-    ours = text_model.state_dict()
-    weights = {name: ours[own] for name, own in OUTER_NAMES.items()}
-    for index in range(text_model.config.num_hidden_layers):
-        block, layer = f"transformer.resblocks.{index}.", f"encoder.layers.{index}."
-        for kind in ("weight", "bias"):
-            parts = [ours[f"{layer}self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
-            weights[f"{block}attn.in_proj_{kind}"] = torch.cat(parts)
-            for name, own in BLOCK_NAMES.items():
-                weights[f"{block}{name}.{kind}"] = ours[f"{layer}{own}.{kind}"]
-    return weights
+def text_names(num_layers: int) -> dict[str, str]:
+    """Return a dict from open_clip's names of a text side's weights to Transformers', with `qkv` for three
+    projections in one; without the projection of the embedding."""
+    names = dict(OUTER_NAMES)
+    for index in range(num_layers):
+        for theirs, ours in BLOCK_NAMES.items():
+            names[f"transformer.resblocks.{index}.{theirs}"] = f"encoder.layers.{index}.{ours}"
+    return names
 
 
 @torch.no_grad()
 def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.Module:
-    """Convert a CLIP or SigLIP of Transformers with a SparseFormer into a model of open_clip, which must be installed.
-
-    Args:
-        model (`SparseFormerCLIPModel` or `SparseFormerSiglipModel`): The model to convert.
-
-    Returns:
-        open_clip's `CLIP`, of a SigLIP its `CustomTextCLIP`, in evaluation mode, with copies of the weights; its
-        `visual` is an `OpenClipVisual`.
-    """
+    """Convert a CLIP with a SparseFormer into open_clip's `CLIP`, or a SigLIP into its `CustomTextCLIP`, with an
+    `OpenClipVisual`, in evaluation mode, with copies of the weights. open_clip must be installed."""
     import open_clip
 
     config = model.config.text_config
@@ -299,7 +263,13 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         init_logit_scale=math.log(1 / 0.07),
         init_logit_bias=0.0 if is_siglip else None,
     )
-    weights = text_weights_to_open_clip(model.text_model)
+    weights = {}
+    state_dict = model.text_model.state_dict()
+    for theirs, ours in text_names(config.num_hidden_layers).items():
+        if "qkv" in ours:
+            weights[theirs] = torch.cat([state_dict[ours.replace("qkv", letter)] for letter in "qkv"])
+        else:
+            weights[theirs] = state_dict[ours]
     if is_siglip:
         weights |= {f"text_projection.{kind}": value for kind, value in model.text_model.head.state_dict().items()}
         weights = {f"text.{name}": tensor for name, tensor in weights.items()}

@@ -42,10 +42,8 @@ def swap_vision_tower(
 ) -> PreTrainedModel:
     """Return a VLM with its vision tower replaced by a SparseFormer.
 
-    A LLaVA's or a PaliGemma's language model reads the SparseFormer's tokens, fewer than before. A Gemma 3 and a
-    LLaVA-OneVision have a grid of patches: few tokens compute, and what they hold goes to the cells that they look at
-    (`SparseFormerGridTower`). Layers of a tower are counted from its end, where both towers have the same blocks:
-    `vision_feature_layer=22` of a tower with 24 blocks becomes -3.
+    Layers of a tower are counted from its end, where both towers have the same blocks: `vision_feature_layer=22` of a
+    tower with 24 blocks becomes -3.
 
     Args:
         vlm (`PreTrainedModel`):
@@ -56,14 +54,11 @@ def swap_vision_tower(
             Bootstrapped from the tower that it replaces, or a CLIP or SigLIP with one that was. It is copied, in that
             one's precision, to where `vlm` takes its inputs.
         image_grid (`int`, *optional*):
-            Rows, and columns, of the grid; by default as before. Of a smaller one, the language model reads fewer
-            tokens.
+            Rows, and columns, of the grid of a Gemma 3 or a LLaVA-OneVision; by default as before. Of a smaller one,
+            the language model reads fewer tokens.
         new_first_layer (`bool`, *optional*, defaults to `False`):
             Take a tower of another width, too, of a LLaVA or a PaliGemma: the first layer of the projector is then a
             new one, which has to be trained.
-
-    Returns:
-        `SparseFormerLlavaForConditionalGeneration` and the like, in the mode, training or evaluation, of `vlm`.
 
     Raises:
         ValueError: if `vlm` or `vision_model` is another model, the widths differ, or there is no such grid.
@@ -124,10 +119,7 @@ def swapped_config(
     for name in ("model_type", "auto_map", "architectures", "quantization_config"):
         fields.pop(name, None)
     if "vision_feature_layer" in fields:
-        blocks, layers = old.vision_config.num_hidden_layers, old.vision_feature_layer
-        fields["vision_feature_layer"] = (
-            from_end(layers, blocks) if isinstance(layers, int) else [from_end(layer, blocks) for layer in layers]
-        )
+        fields["vision_feature_layer"] = count_from_end(old.vision_feature_layer, old.vision_config.num_hidden_layers)
     if old.model_type not in GRID_MODELS:
         if image_grid is not None:
             raise ValueError(
@@ -140,29 +132,27 @@ def swapped_config(
             f"The tower of this {old.model_type} has {old.vision_config.hidden_size} channels, the vision model "
             f"{tower_fields['hidden_size']}; bootstrap it from the tower that it is to replace."
         )
-    rows, size = grid_of(old), pair(old.vision_config.image_size)[0]
-    cell = pair(old.vision_config.patch_size)[0]
-    # Rows of cells that a Gemma 3 pools into one row of tokens.
-    step = 1
-    if old.model_type == "gemma3":
-        step = rows // int(old.mm_tokens_per_image**0.5)
-    if image_grid is not None:
-        fitting = [count for count in range(step, rows + 1, step) if size // (size // count) == count]
-        if image_grid not in fitting:
+    rows, size, cell = grid_of(old), pair(old.vision_config.image_size)[0], pair(old.vision_config.patch_size)[0]
+    if image_grid not in (None, rows):
+        # A Gemma 3 pools cells, of several rows and columns, into a token.
+        pooled = rows // int(old.mm_tokens_per_image**0.5) if old.model_type == "gemma3" else 1
+        cell = size // max(image_grid, 1)
+        if not pooled <= image_grid < rows or image_grid % pooled or size // cell != image_grid:
             raise ValueError(
-                f"`image_grid` is {image_grid}, expected the rows of a grid of images of {size} pixels that a "
-                f"{old.model_type} takes: {', '.join(map(str, fitting))}."
+                f"`image_grid` is {image_grid}, expected at most {rows}, in steps of {pooled}, with cells of whole "
+                f"pixels in images of {size}."
             )
-        cell = cell if image_grid == rows else size // image_grid
         if old.model_type == "gemma3":
-            fields["mm_tokens_per_image"] = (image_grid // step) ** 2
+            fields["mm_tokens_per_image"] = (image_grid // pooled) ** 2
     grid = {"tower_config": tower_fields, "image_size": size, "patch_size": cell}
     return config_class(**fields | {"vision_config": grid})
 
 
-def from_end(layer: int, blocks: int) -> int:
-    """Convert the index of a layer of a tower to a negative index."""
-    return layer if layer < 0 else layer - blocks - 1
+def count_from_end(layers: int | list[int], blocks: int) -> int | list[int]:
+    """Convert layer indices of a tower to negative indices."""
+    if isinstance(layers, int):
+        return layers if layers < 0 else layers - blocks - 1
+    return [count_from_end(layer, blocks) for layer in layers]
 
 
 def first_layer(vlm: nn.Module) -> nn.Linear:

@@ -328,6 +328,10 @@ class AlignLlavaTrainer(ImageTrainer):
         if args.num_tokens is not None:
             self.llava.set_num_tokens(args.num_tokens)
         processor = matching_processor(processing_class, self.llava)
+        if self.has_new_layer:
+            # A tower of another family than the LLaVA's own.
+            processor.image_processor.image_mean = tower.config.image_mean
+            processor.image_processor.image_std = tower.config.image_std
         learner = Learner(self.llava)
         if args.lora_rank:
             learner.add_lora(args.lora_rank)

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from drawn import encode
-from frugalvit import SparseFormerCLIPModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
+from frugalvit import SparseFormerSiglipModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.cli import main
 from frugalvit.common.prompts import SCIENCEQA_PROMPT
 from frugalvit.evaluation.retrieval import retrieval_recall
@@ -125,7 +125,7 @@ def siglip_student_folder(siglip_folder, save):
 @pytest.fixture(scope="module")
 def siglip_pair_folder(siglip_folder, siglip_student_folder, tmp_path_factory):
     student, folder = SparseFormerVisionModel.from_pretrained(siglip_student_folder), tmp_path_factory.mktemp("pair")
-    SparseFormerCLIPModel.from_clip(SiglipModel.from_pretrained(siglip_folder), student).save_pretrained(folder)
+    SparseFormerSiglipModel.from_siglip(SiglipModel.from_pretrained(siglip_folder), student).save_pretrained(folder)
     SiglipProcessor.from_pretrained(siglip_folder).save_pretrained(folder)
     return folder
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForZeroShotImageClassification,
     AutoProcessor,
     CLIPConfig,
+    CLIPImageProcessor,
     CLIPModel,
     CLIPProcessor,
     CLIPVisionConfig,
@@ -42,7 +43,6 @@ from frugalvit import (
     to_open_clip,
 )
 from frugalvit.common.loading import load_vision_model
-from frugalvit.modeling.llava_tower import clip_image_processor
 from tiny import SMALL, randomize, word_tokenizer
 
 
@@ -93,7 +93,7 @@ class Towers:
         if self.is_siglip:
             processor = SiglipProcessor(SiglipImageProcessor(size={"height": 32, "width": 32}), self.tokenizer())
         else:
-            processor = CLIPProcessor(clip_image_processor(self.model.config.vision_config), self.tokenizer())
+            processor = CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), self.tokenizer())
         processor.save_pretrained(folder)
 
     def put_into(self, teacher):
@@ -364,9 +364,6 @@ def test_a_sparseformer_is_a_visual_tower_of_open_clip(towers):
     bias = clip.logit_bias if towers.is_siglip else 0
     logits = clip.logit_scale.exp() * expected @ texts.T + bias
     torch.testing.assert_close(clip.get_logits(pixel_values, ids)[0], logits)
-    clip.visual.output_tokens = True
-    pooled, tokens = clip.visual(pixel_values)
-    assert pooled.shape == (2, texts.shape[1]) and tokens.shape == (2, 6, 64)
     preprocessing = open_clip.transform.PreprocessCfg(**clip.visual.preprocess_cfg)
     assert preprocessing.resize_mode == "squash"
     assert "Resize" in str(open_clip.transform.image_transform_v2(preprocessing, False))
@@ -379,7 +376,6 @@ def test_the_visual_tower_is_frozen_as_a_whole(towers):
     with pytest.raises(ValueError, match="unlocked_groups is 2, expected 0"):
         clip.lock_image_tower(unlocked_groups=2)
     clip.visual.requires_grad_()
-    assert any(name.endswith("latents.initial_rois") for name in clip.visual.no_weight_decay())
     clip.set_grad_checkpointing(True)
     clip.visual.train()(torch.randn(2, 3, 32, 32)).sum().backward()
     assert all(parameter.grad is not None for parameter in clip.visual.model.base_model.layers.parameters())

@@ -174,7 +174,7 @@ def test_layers_are_counted_from_the_end_of_the_tower():
 def test_what_does_not_fit_is_refused():
     vlm = VLMS["Gemma 3"]
     tower, model = vlm.make_tower(), swapped(vlm)
-    with pytest.raises(ValueError, match=r"`image_grid` is 3, .* gemma3 takes: 2, 4, 6, 8\."):
+    with pytest.raises(ValueError, match="`image_grid` is 3, expected at most 8, in steps of 2"):
         swap_vision_tower(vlm.model, tower, 3)
     with pytest.raises(ValueError, match="gemma3 has 32 channels, .* 64; bootstrap it"):
         swap_vision_tower(vlm.model, make_tower(make_llava()))

@@ -100,7 +100,7 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
     exec(code.replace("path/or/id", str(out)), {"image": Image.effect_noise((48, 40), 90).convert("RGB")})
     assert capsys.readouterr().out.strip()
     if make is make_llava:
-        assert AutoProcessor.from_pretrained(out).num_latent_tokens == 7
+        assert AutoProcessor.from_pretrained(out).num_additional_image_tokens == 7 + 1
 
 
 def test_a_run_that_was_stopped_goes_on(options, tmp_path):
