@@ -13,8 +13,8 @@ import frugalvit
 from .common.exported import ExportedModule
 from .common.loading import check_folder, load_pretrained, one_error, split_revision
 from .common.views import vision_config_of
+from .configuration.configuration_sparseformer import SparseFormerProjectionConfig
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
-from .registry import configuration_classes
 
 
 # Kinds of models that are expected, for messages.
@@ -23,8 +23,9 @@ COUNTED, SAVED = "a model to count", "a model of frugalvit or Transformers"
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
     """Return the papers' models of all families, by name, each with the class of its configuration."""
-    families = [config_class for config_class in configuration_classes() if hasattr(config_class, "variants")]
-    return {name: config_class for config_class in families for name in config_class.variants()}
+    families = [found for found in vars(frugalvit).values() if hasattr(found, "variants")]
+    plain = [found for found in families if not found.model_type.endswith("_projection")]
+    return {name: config_class for config_class in plain for name in config_class.variants()}
 
 
 def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -34,7 +35,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
     if name in known:
         config = known[name].from_variant(name)
         if getattr(config, "projection_dim", None) is not None:
-            return SparseFormerVisionModelWithProjection, config
+            return SparseFormerVisionModelWithProjection, SparseFormerProjectionConfig.from_variant(name)
         return transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)], config
     folder, revision = split_revision(name)
     if not Path(folder).is_dir() and "/" not in name:

@@ -2,6 +2,7 @@
 students. Describe any other model as a `Contender`."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,14 @@ from torch import nn
 from .common.loading import load_vision_model
 from .common.macs import macs_of
 from .common.views import size_made_by
-from .configuration.configuration_sparseformer_base import is_sparseformer
+from .configuration.configuration_base import is_sparseformer
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
+from .modeling.modeling_patch_sparseformer import (
+    PatchSparseFormerForImageClassification,
+    PatchSparseFormerVisionModel,
+    PatchSparseFormerVisionModelWithProjection,
+)
 
 
 LOWER_RESOLUTION = "teacher at lower resolution"
@@ -84,7 +90,6 @@ class WithTokens(nn.Module):
     def __init__(self, model: nn.Module, num_tokens: int):
         super().__init__()
         self.model, self.num_tokens = model, num_tokens
-        self.base_model_arguments = getattr(model, "base_model_arguments", {})
 
     def forward(self, pixel_values: torch.Tensor, **arguments):
         return self.model(pixel_values, num_tokens=self.num_tokens, **arguments)
@@ -95,7 +100,7 @@ def as_teacher(anatomy: Anatomy, **others) -> Contender:
     fields = {
         "name": "teacher",
         "method": "teacher",
-        "model": Vision(anatomy.source, anatomy.run_classifier or anatomy.run),
+        "model": Vision(anatomy.source, anatomy.run_classifier or anatomy.embed),
         "image_size": anatomy.image_size,
         "embed": anatomy.embed,
         "classifier": anatomy.classifier,
@@ -149,7 +154,7 @@ def load_teachers(
         resolutions = sorted(sides - {shorter})
     if resolutions:
         try:
-            anatomy.check_tokens("resize the images of")
+            anatomy.require_plain("resize the images of", patches=True)
         except ValueError as error:
             raise ValueError(f"{error} To compare with the teacher alone: --resolutions without numbers.") from error
     for pixels in resolutions:
@@ -164,11 +169,27 @@ def load_teachers(
 
 
 def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Contender:
-    """Describe a teacher with smaller images and resampled positions, without training."""
+    """Describe a teacher with smaller images and resampled positions: a student with all their patches, untrained."""
     height, width = image_size
-    name = f"{height if height == width else f'{height} x {width}'} pixels"
-    resized = anatomy.resized((height, width))
-    return as_teacher(resized, name=name, method=LOWER_RESOLUTION, image_processor=image_processor)
+    student_class = PatchSparseFormerVisionModel
+    if anatomy.classifier is not None:
+        student_class = PatchSparseFormerForImageClassification
+    elif anatomy.projection is not None:
+        student_class = PatchSparseFormerVisionModelWithProjection
+    patches = height * width // math.prod(anatomy.patch_size)
+    student = student_class.from_teacher(anatomy, patches, image_size=[height, width])
+    student = student.to(next(anatomy.model.parameters())).requires_grad_(False)
+    embed = image_embedder(student, image_size)
+    return as_teacher(
+        anatomy,
+        name=f"{height if height == width else f'{height} x {width}'} pixels",
+        method=LOWER_RESOLUTION,
+        model=Vision(student, embed, anatomy.classifier),
+        embed=embed,
+        image_size=(height, width),
+        tokens=anatomy.num_prefix_tokens + patches,
+        image_processor=image_processor,
+    )
 
 
 def load_students(

@@ -9,7 +9,7 @@ from .common.exported import FORMATS, OUTPUTS, openvino_precision
 from .common.loading import split_revision
 from .common.tables import format_markdown
 from .common.views import ImageFormat
-from .modeling.hub import make_card, pipeline_tag
+from .modeling.model_card import make_card, pipeline_tag
 from .training.cards import license_of
 
 

@@ -16,8 +16,7 @@ from .common.resources import shipped_checkpoints
 from .common.speed import images_per_second
 from .common.tables import format_table
 from .common.views import size_made_by
-from .configuration.configuration_base import pair
-from .configuration.configuration_sparseformer_base import is_sparseformer
+from .configuration.configuration_base import is_sparseformer, pair
 from .contenders import WithTokens
 
 

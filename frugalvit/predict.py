@@ -133,7 +133,7 @@ class Prediction:
     num_tokens: int | None = None
     # The image as the model saw it, (channels, height, width), 0 to 1.
     view: torch.Tensor | None = None
-    # (tokens, 4) after every adjustment, and (tokens, points, 2) of every sampling.
+    # (tokens, 4) after every adjustment, and, of the papers' models, (tokens, points, 2) of every sampling.
     rois: list[torch.Tensor] = field(default_factory=list)
     sampling_points: list[torch.Tensor] = field(default_factory=list)
     regression: bool = False
@@ -187,7 +187,7 @@ def predict_pixels(
         if output_rois:
             prediction.view = restore_images(image_processor, pixel_values[i : i + 1])[0]
             prediction.rois = [step[i].cpu() for step in outputs.rois]
-            prediction.sampling_points = [step[i].cpu() for step in outputs.sampling_points]
+            prediction.sampling_points = [step[i].cpu() for step in getattr(outputs, "sampling_points", None) or ()]
     return predictions
 
 
@@ -198,9 +198,9 @@ def draw_predictions(
     from .pictures import draw_rois
 
     rois = [torch.stack(step) for step in zip(*(prediction.rois for prediction in predictions), strict=True)]
-    points = torch.stack([prediction.sampling_points[-1] for prediction in predictions])
+    points = [torch.stack(step) for step in zip(*(each.sampling_points[-1:] for each in predictions), strict=True)]
     views = [prediction.view for prediction in predictions]
-    return draw_rois(views, rois, [points], captions=captions, all_steps=all_steps)
+    return draw_rois(views, rois, points, captions=captions, all_steps=all_steps)
 
 
 def format_labels(labels: Sequence[tuple[str, float]]) -> str:

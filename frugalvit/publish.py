@@ -26,7 +26,8 @@ from .common.command_line import CommandParser
 from .common.files import COMPANIONS, forget_code, is_picture_of, whole_folder
 from .common.loading import load_image_processor
 from .common.resources import locate_model
-from .modeling.hub import HubModel, auto_class, model_card
+from .modeling.hub import HubModel
+from .modeling.model_card import auto_class, model_card
 from .without_package import outputs_of
 
 

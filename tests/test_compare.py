@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from frugalvit_cli import main
 from PIL import Image
 from torch import nn
 from transformers import ViTForImageClassification, ViTImageProcessor
 from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, count_macs, read_anatomy
-from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.compare import compare, describe_score, draw_comparison

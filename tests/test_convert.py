@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from frugalvit_cli import main as frugalvit
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 from frugalvit import (
     SparseFormerConfig,
-    SparseFormerForImageClassification,
     SparseFormerVisionModelWithProjection,
 )
-from frugalvit.cli import main as frugalvit
 from frugalvit.modeling.conversion import (
     config_from_showlab,
     convert_showlab,

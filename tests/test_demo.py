@@ -16,11 +16,11 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from frugalvit_cli import main
 from PIL import Image
 
 import frugalvit
 from frugalvit import demo
-from frugalvit.cli import main
 from frugalvit.common.loading import load_image_classifier
 
 

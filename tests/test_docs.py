@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from frugalvit_cli import main
 from PIL import Image
 from transformers import (
     CLIPConfig,
@@ -31,7 +32,6 @@ from transformers import (
 )
 
 from drawn import noise
-from frugalvit.cli import main
 from tiny import word_tokenizer
 
 

@@ -17,12 +17,12 @@ import onnx
 import openvino
 import pytest
 import torch
+from frugalvit_cli import main
 from PIL import Image
 from transformers import Dinov2Config, Dinov2ForImageClassification, ViTImageProcessor
 
 import frugalvit
 from frugalvit import demo, export
-from frugalvit.cli import main
 from frugalvit.common import exported as programs
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from frugalvit_cli import main
 
-from frugalvit.cli import main
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier, load_vision_model
 from frugalvit.info import describe

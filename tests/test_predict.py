@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from frugalvit_cli import main
 from PIL import Image
 
 from drawn import noise
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.cli import main
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.predict import draw_predictions, format_prediction, predict
 from tiny import save_vit

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from frugalvit_cli import main
 from huggingface_hub import ModelCard
 from jinja2.exceptions import SecurityError
 from safetensors import safe_open
@@ -26,7 +27,6 @@ from transformers import (
 
 import frugalvit
 from frugalvit import publish
-from frugalvit.cli import main
 from frugalvit.info import describe
 from frugalvit.training.arguments import RECIPES
 from tiny import save_vit

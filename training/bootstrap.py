@@ -18,6 +18,7 @@ import datasets
 import torch
 import torch.nn.functional as F
 from transformers import HfArgumentParser, PreTrainedModel
+from transformers.backbone_utils import BackboneMixin
 
 from ..common.loading import load_vision_model
 from ..common.names import without_place
@@ -26,7 +27,6 @@ from ..common.splits import load_splits, match_classes
 from ..common.tables import format_markdown
 from ..common.views import ImageFormat
 from ..modeling.hosts import Anatomy, read_anatomy
-from ..modeling.modeling_sparseformer import SparseFormerBackbone, SparseFormerPreTrainedModel
 from .arguments import (
     ArgumentParser,
     DataArguments,
@@ -155,7 +155,7 @@ class BootstrapTrainer(ImageTrainer):
 
     Args:
         teacher (`PreTrainedModel`): A vision transformer.
-        model (`SparseFormerPreTrainedModel`): The student, of `from_teacher`, or one to go on from.
+        model (`PreTrainedModel`): The student, of `from_teacher`, or one to go on from.
         args (`BootstrapArguments`): Its arguments.
         train_dataset: Images, with or without labels: a `datasets.Dataset`, a dataset of PyTorch (of images, or pairs
             of image and label, or dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
@@ -168,7 +168,7 @@ class BootstrapTrainer(ImageTrainer):
     def __init__(
         self,
         teacher: PreTrainedModel | Anatomy,
-        model: SparseFormerPreTrainedModel,
+        model: PreTrainedModel,
         args: BootstrapArguments,
         train_dataset,
         eval_dataset=None,
@@ -198,7 +198,7 @@ class BootstrapTrainer(ImageTrainer):
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
         # A classifier or projection stays frozen, so the base model alone learns; of a backbone, upsamplers, too.
-        reads_maps = isinstance(model, SparseFormerBackbone) and args.dense_loss_weight
+        reads_maps = isinstance(model, BackboneMixin) and args.dense_loss_weight
         super().__init__(
             model if reads_maps else model.base_model,
             args,
@@ -212,8 +212,9 @@ class BootstrapTrainer(ImageTrainer):
         )
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
+        # Parts of fused layers are views, which stay where they were: it is read again.
+        self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align, self.states = AlignmentLoss(model, teacher, args), []
-        teacher.source.to(args.device)
         hold_teacher(self.accelerator, teacher.source, teacher.classifier)
         choose_attention(model, args)
         model.to(args.device)
@@ -300,7 +301,7 @@ class BootstrapTrainer(ImageTrainer):
         return results
 
     @property
-    def trained(self) -> SparseFormerPreTrainedModel:
+    def trained(self) -> PreTrainedModel:
         return self.student
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -312,7 +313,7 @@ class BootstrapTrainer(ImageTrainer):
     def summary(self, metrics: dict[str, float]) -> str:
         """The result in a sentence, and a table of it if there are several counts of tokens."""
         config, counts = self.student.config, self.student.config.trained_token_counts
-        tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.use_cls_token else ''}"
+        tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.num_class_tokens else ''}"
         choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`)"
         labels = "" if self.args.label_loss_weight else " without labels"
         text = f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(self.base_model)}{labels}"
@@ -334,7 +335,7 @@ def bootstrap(
     eval_images=None,
     processing_class=None,
     **options,
-) -> SparseFormerPreTrainedModel:
+) -> PreTrainedModel:
     """Bootstrap a SparseFormer, without labels, that embeds images as a vision transformer does. A call that was
     interrupted goes on when it is made again.
 
@@ -350,7 +351,7 @@ def bootstrap(
         options: Arguments of `frugalvit bootstrap`, for example `num_train_epochs=5`, `focusing="inherited"`.
 
     Returns:
-        `SparseFormerPreTrainedModel`: The student, on the CPU, in float32.
+        `PreTrainedModel`: The student, on the CPU, in float32.
     """
     if processing_class is None and not isinstance(teacher, str | Path):
         raise ValueError("The teacher is a model; give its image processor, processing_class.")

@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 from ..common.choices import SUBSET
 from ..common.loading import split_revision
 from ..common.names import is_hub_id, portable_command
-from ..modeling.hub import embedding_example, loading_example, make_card, pipeline_tag
+from ..modeling.model_card import embedding_example, loading_example, make_card, pipeline_tag
 from .arguments import DataArguments
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.backbone_utils import BackboneMixin
 
 from ..modeling.dense import shares_of_tokens, spread
+from ..modeling.focusing import sample_features
 from ..modeling.hosts import Anatomy
 from ..modeling.layers import divergence
-from ..modeling.modeling_sparseformer import SparseFormerBackbone
-from ..modeling.pyramid import sample_features
 
 
 # Points on each side of a token's RoI at which the teacher's tokens are read and averaged.
@@ -55,7 +55,7 @@ class AlignmentLoss(nn.Module):
         # Whether the student learns to predict where its teacher attends.
         self.forecasts = config.embeds_patches and (config.placement, config.placement_rule) == ("content", "learned")
         # Arguments of the student's base model for its embedding, and for all that the loss reads.
-        backbone = isinstance(student, SparseFormerBackbone) and self.align_maps
+        backbone = isinstance(student, BackboneMixin) and self.align_maps
         self.embedding_options = {"output_embedding": True} if backbone else {"output_tokens": False}
         self.options = dict(self.embedding_options)
         if self.align_tokens or self.align_maps:
@@ -126,7 +126,7 @@ class MapAlignment:
         config, self.layers = student.config, layers or [-1]
         self.norm, self.teacher = student.base_model.layernorm, teacher
         self.num_prefix_tokens, self.distance = config.num_prefix_tokens, MapAlignmentLoss()
-        if isinstance(student, SparseFormerBackbone):
+        if isinstance(student, BackboneMixin):
             self.layers = [index - len(student.stage_names) for index in student.out_indices]
             if layers and sorted(layers) != self.layers:
                 raise ValueError(f"dense_layers are {layers}, and the backbone has maps of {self.layers}.")
@@ -229,11 +229,10 @@ def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor
 
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:
     """A block's attention to each patch, `(batch, patches)` float32; sums to 1."""
-    attention, tokens = block.attention, block.attention_norm(tokens)
     asking = slice(0, teacher.num_class_tokens) if teacher.num_class_tokens else slice(teacher.num_prefix_tokens, None)
-    queries, keys = attention.queries_and_keys(tokens, rotate=teacher.rotation(tokens.dtype))
+    queries, keys = teacher.queries_and_keys(block, tokens)
     keys = keys[:, :, teacher.num_prefix_tokens :]
-    scores = queries[:, :, asking].float() @ keys.float().transpose(2, 3) * attention.head_dim**-0.5
+    scores = queries[:, :, asking].float() @ keys.float().transpose(2, 3) * block.attention.head_dim**-0.5
     return scores.softmax(-1).mean((1, 2))
 
 

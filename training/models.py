@@ -203,10 +203,3 @@ def set_drop_path(config, rate: float):
         raise ValueError(f"drop_path is {rate}, but {config.model_type} models have none; expected 0.")
     elif rate:
         config.drop_path_rate = rate
-
-
-def choose_attention(model, wanted: str | None, device: torch.device):
-    """Set the attention that a model trains with: the one wanted, or else eager attention on CPUs. Their fused
-    attention has a slow backward pass: in bf16, a ViT with 65 tokens trains at half the speed."""
-    if attention := wanted or ("eager" if device.type == "cpu" else None):
-        model.set_attn_implementation(attention)

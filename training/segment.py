@@ -24,7 +24,7 @@ from ..common.masks import MaskReader, load_masked_images, load_masked_splits
 from ..common.metrics import SegmentationScores
 from ..common.scores import check_scores
 from ..common.views import ImageFormat
-from ..configuration.configuration_sparseformer_base import is_sparseformer
+from ..configuration.configuration_base import is_sparseformer
 from ..modeling.segmentation import semantic_segmentation_loss
 from .arguments import (
     ArgumentParser,

@@ -5,21 +5,42 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig
+from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
 
 from ..common.choices import FOCUSINGS, PLACEMENT_RULES, PLACEMENTS
 from ..common.loading import load_vision_model, split_revision
 from ..common.views import ImageFormat
-from ..configuration.configuration_base import pair, set_image_size
+from ..configuration.configuration_base import is_sparseformer, pair, set_image_size
 from ..modeling.hosts import Anatomy
+from ..modeling.modeling_patch_sparseformer import (
+    PatchSparseFormerForImageClassification,
+    PatchSparseFormerVisionModel,
+    PatchSparseFormerVisionModelWithProjection,
+)
 from ..modeling.modeling_sparseformer import (
-    SparseFormerBackbone,
     SparseFormerForImageClassification,
-    SparseFormerPreTrainedModel,
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
 )
+from ..modeling.modeling_sparseformer_dense import PatchSparseFormerBackbone, SparseFormerBackbone
 from .arguments import argument, check, check_choices, read_values
+
+
+# Classes of students by `focusing`, and by what they inherit.
+STUDENTS = {
+    "paper": {
+        "map": SparseFormerBackbone,
+        "classifier": SparseFormerForImageClassification,
+        "projection": SparseFormerVisionModelWithProjection,
+        "tokens": SparseFormerVisionModel,
+    },
+    "inherited": {
+        "map": PatchSparseFormerBackbone,
+        "classifier": PatchSparseFormerForImageClassification,
+        "projection": PatchSparseFormerVisionModelWithProjection,
+        "tokens": PatchSparseFormerVisionModel,
+    },
+}
 
 
 @dataclass
@@ -66,22 +87,25 @@ class StudentArguments:
 
 def build_student(
     options: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat, inherit_blocks: bool = True, **recipe
-) -> SparseFormerPreTrainedModel:
+) -> PreTrainedModel:
     """Return a new student with the teacher's blocks, or that of `options.student` with other tokens and pixels.
     `recipe` gives `truncate` and fields of the configuration that `options` leaves open."""
     if options.student:
         student = continued_student(options, teacher)
     else:
+        kind = "tokens"
         if options.upsampler_hidden_size:
-            student_class = SparseFormerBackbone
+            kind = "map"
             recipe["upsampler_hidden_size"] = options.upsampler_hidden_size
         elif teacher.classifier is not None:
-            student_class = SparseFormerForImageClassification
+            kind = "classifier"
         elif teacher.projection is not None:
-            student_class = SparseFormerVisionModelWithProjection
-        else:
-            student_class = SparseFormerVisionModel
-        inherits = options.focusing == "inherited"
+            kind = "projection"
+        student_class = STUDENTS[options.focusing][kind]
+        if options.focusing == "paper":
+            recipe |= {"inherit_blocks": inherit_blocks, "break_ties": options.break_ties}
+        elif not inherit_blocks:
+            raise ValueError("inherit_blocks is False, expected True with focusing inherited.")
         if options.placement == "content":
             recipe |= {"placement": "content", "placement_rule": options.placement_rule}
         if options.truncate is not None:
@@ -91,9 +115,6 @@ def build_student(
         student = student_class.from_teacher(
             teacher,
             counts[-1] if counts else None,
-            inherit_blocks=inherit_blocks,
-            focusing=options.focusing,
-            break_ties=options.break_ties,
             **{
                 "elastic_token_counts": counts if len(counts) > 1 else None,
                 "image_size": height if height == width else [height, width],
@@ -102,7 +123,7 @@ def build_student(
                 "resample": teacher_format.resample,
                 "resize_size": teacher_format.resize,
                 **recipe,
-                **parse_overrides("patch_sparseformer" if inherits else "sparseformer", options.config_overrides),
+                **parse_overrides(student_class.config_class.model_type, options.config_overrides),
             },
         )
     if options.image_size:
@@ -110,10 +131,10 @@ def build_student(
     return student
 
 
-def continued_student(options: StudentArguments, teacher: Anatomy) -> SparseFormerPreTrainedModel:
+def continued_student(options: StudentArguments, teacher: Anatomy) -> PreTrainedModel:
     """Load `options.student`, and set its tokens and their places."""
     student, _ = load_vision_model(options.student, "cpu")
-    if not isinstance(student, SparseFormerPreTrainedModel):
+    if not is_sparseformer(getattr(student, "config", None)):
         raise ValueError(f"student {options.student} is no SparseFormer but a {type(student).__name__}.")
     upsampler = {"upsampler_hidden_size": options.upsampler_hidden_size} if options.upsampler_hidden_size else {}
     # Of a backbone, what was loaded is the base model.
@@ -122,7 +143,7 @@ def continued_student(options: StudentArguments, teacher: Anatomy) -> SparseForm
         backbone_class = MODEL_FOR_BACKBONE_MAPPING[type(student.config)]
         student = backbone_class.from_pretrained(name, dtype=torch.float32, **revision, **upsampler)
     config = student.config
-    projects = isinstance(student, SparseFormerVisionModelWithProjection)
+    projects = hasattr(student, "visual_projection")
     width = config.projection_dim if projects else config.pooled_size
     if width != teacher.embedding_size or projects != (teacher.projection is not None):
         raise ValueError(
@@ -169,13 +190,13 @@ def format_of(config) -> ImageFormat:
     )
 
 
-def freeze(student: SparseFormerPreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]:
+def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]:
     """Freeze a student, in place, but for its focusing stage and the blocks that `args` tunes, a count or a share of
     the teacher's `num_blocks`. Without inherited blocks, only classifier, projection and pooling head are frozen.
     Return the inherited parameters that are tuned."""
     base = student.base_model
     for owner in (student, base):
-        for name in ("classifier", "visual_projection", "pooling_head"):
+        for name in ("classifier", "visual_projection", "pooler"):
             if isinstance(module := getattr(owner, name, None), nn.Module):
                 module.requires_grad_(False)
     if not args.inherit_blocks:
@@ -189,9 +210,8 @@ def freeze(student: SparseFormerPreTrainedModel, args, num_blocks: int) -> set[n
         raise ValueError(f"tune asks for {count} blocks, the student has {len(layers)}; tune_all tunes them all.")
     layers[count:].requires_grad_(False)
     if inherits_patches:
-        # Cells stay where they are. All but what chooses them begins as the teacher's.
-        base.latents.initial_rois.requires_grad_(False)
-        placement = (base.placement or nn.Module()).requires_grad_(True)
+        # All but what chooses cells begins as the teacher's.
+        placement = (base.embeddings.placement or nn.Module()).requires_grad_(True)
         return {*base.parameters()} - {*placement.parameters()}
     base.layernorm.requires_grad_(False)
     return set(layers[:count].parameters())

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, exporters
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
-from ..modeling.sparse_tokens import place_among
+from ..modeling.layers import place_among
 from .files import forget_code
 from .tables import first_line
 from .views import vision_config_of

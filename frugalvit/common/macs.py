@@ -87,6 +87,13 @@ def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channe
     }
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     image = torch.empty(1, num_channels, *pair(image_size), dtype=dtype, device="meta")
-    arguments = {"output_tokens": True} if "output_tokens" in getattr(model, "base_model_arguments", {}) else {}
-    with torch.no_grad():
-        torch.func.functional_call(model, tensors, (image,), arguments)
+    # SparseFormers may leave out tokens of the last block that a classifier does not read; all are counted.
+    skipping = [module for module in model.modules() if getattr(module, "skips_unread_tokens", False)]
+    for module in skipping:
+        module.skips_unread_tokens = False
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(model, tensors, (image,))
+    finally:
+        for module in skipping:
+            module.skips_unread_tokens = True

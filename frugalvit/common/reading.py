@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer_base import is_sparseformer
+from ..configuration.configuration_base import is_sparseformer, pair
 from .exported import ExportedModule
 from .views import EvalView, ImageFormat, prepare_images, squashes_before_crop, vision_config_of
 

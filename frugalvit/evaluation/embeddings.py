@@ -8,7 +8,7 @@ from transformers import ViTImageProcessor
 
 from ..common.exported import ExportedModule
 from ..common.views import ImageFormat
-from ..configuration.configuration_sparseformer_base import is_sparseformer
+from ..configuration.configuration_base import is_sparseformer
 from ..modeling.hosts import read_anatomy
 
 

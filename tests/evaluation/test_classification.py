@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import timm.data
 import torch
+from frugalvit_cli import main
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -19,7 +20,6 @@ from transformers import (
 )
 
 from drawn import encode
-from frugalvit.cli import main
 from frugalvit.common.data import load_images
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.evaluation.imagenet import match_labels

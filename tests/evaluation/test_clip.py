@@ -10,6 +10,7 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
+from frugalvit_cli import main
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -40,7 +41,6 @@ from transformers import (
 
 from drawn import encode
 from frugalvit import SparseFormerSiglipModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
-from frugalvit.cli import main
 from frugalvit.common.prompts import SCIENCEQA_PROMPT
 from frugalvit.evaluation.retrieval import retrieval_recall
 from frugalvit.evaluation.scienceqa import format_question, read_answer

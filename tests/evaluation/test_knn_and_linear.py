@@ -9,12 +9,12 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
+from frugalvit_cli import main
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PerceiverImageProcessor
 from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, extract_features
-from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.common.views import ImageFormat

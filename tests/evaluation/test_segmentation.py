@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from frugalvit_cli import main
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import SegformerConfig, SegformerForSemanticSegmentation, SegformerImageProcessor
 
-from frugalvit.cli import main
 from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.views import ImageFormat
 from frugalvit.evaluation.segmentation import segmentation_scores, window_starts

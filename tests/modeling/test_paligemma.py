@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from frugalvit_cli import main
 from processes import compute_without_frugalvit
 from transformers import (
     AutoModel,
@@ -21,7 +22,6 @@ from frugalvit import (
     matching_processor,
     swap_vision_tower,
 )
-from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
 from tiny import IMAGE, make_paligemma, make_paligemma_processor, make_tower, save_to_swap
 

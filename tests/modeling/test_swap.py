@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from frugalvit_cli import main
 from torch import nn
 from transformers import (
     AutoModel,
@@ -20,7 +21,6 @@ from frugalvit import (
     matching_processor,
     swap_vision_tower,
 )
-from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.swap import first_layer, input_device, match_channels_, read_by_projector
 from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower, save_to_swap

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from frugalvit_cli import main
 from processes import compute_without_frugalvit
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 from vlms import IMAGE, ROWS, SIZE, VLM, VLMS
@@ -14,7 +15,6 @@ from vlms import IMAGE, ROWS, SIZE, VLM, VLMS
 import frugalvit
 from drawn import noise
 from frugalvit import SparseFormerBackbone, match_channels_, matching_processor, swap_vision_tower
-from frugalvit.cli import main
 from frugalvit.common.exported import parts_of
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.views import ImageFormat

@@ -1,13 +1,13 @@
-"""The `frugalvit` command: runs the `main(argv)` of a command's module and turns user errors into one clear line."""
+"""The `frugalvit` command: runs the `main(argv)` of a command's module and turns user errors into one clear line.
+
+A package beside `frugalvit`, so that help comes before PyTorch is imported.
+"""
 
 import difflib
 import importlib
+import importlib.metadata
 import os
 import sys
-
-from .common.interruptions import end_on_sigterm
-from .common.threads import bound_spinning
-from .version import __version__
 
 
 # Command -> module, which is imported only when the command runs; help line.
@@ -29,6 +29,10 @@ COMMANDS = {
     "demo": ("frugalvit.demo", "serve a page to look with: labels, and where tokens look"),
 }
 
+
+# How often a waiting thread of OpenMP (PyTorch's on Linux, which reads it once) looks before it gives its core away:
+# by default 300,000 times, so that on a busy machine the one that is waited for has no core.
+SPINS = "20000"
 
 USAGE = """usage: frugalvit [--version] [--debug] COMMAND ...
 
@@ -57,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         print(usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] == "--version":
-        print(f"frugalvit {__version__}")
+        print(f"frugalvit {importlib.metadata.version('frugalvit')}")
         return 0
     command, *rest = argv
     if command not in COMMANDS:
@@ -68,9 +72,10 @@ def main(argv: list[str] | None = None) -> int:
     # Labels may have letters that a terminal has not.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    bound_spinning()
-    end_on_sigterm()
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
     try:
+        importlib.import_module("frugalvit.common.interruptions").end_on_sigterm()
         code = importlib.import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()
         return code or 0
@@ -84,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        from .training.arguments import reason
+        from frugalvit.training.arguments import reason
 
         if debug or not (message := reason(error)):
             raise
