@@ -120,7 +120,7 @@ def test_refuses_a_copy_that_computes_something_else(token_merging):
         (lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZES, image_size=28)), "the peers know .CLS."),
         (
             lambda: frugalvit.ConvMixerForImageClassification(frugalvit.ConvMixerConfig(hidden_size=8)),
-            "its block ConvMixerLayer is no plain",
+            "its model type 'convmixer' is not known",
         ),
     ],
 )
