@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 import transformers
@@ -46,7 +47,7 @@ def choose_device(name: str | None = None) -> torch.device:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
-            f"The device {name!r} cannot be used here ({_one_line(error)}); expected one such as cpu, cuda or cuda:1."
+            f"The device {name!r} cannot be used here ({shorten(str(error), 300)}); expected cpu, cuda, cuda:1 or mps."
         ) from error
     return device
 
@@ -344,11 +345,11 @@ def one_error(name: str | os.PathLike, kind: str):
         yield
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
-        message = f"{type(error).__name__}: {_one_line(error)}"
+        message = f"{type(error).__name__}: {shorten(str(error), 300)}"
         if "trust_remote_code" in str(error):
             message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
         elif isinstance(error, OSError) and not Path(name).exists():
-            message = f"there is no such folder here, and of the hub: {_one_line(error)}"
+            message = f"there is no such folder here, and of the hub: {shorten(str(error), 300)}"
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -370,8 +371,3 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
     with one_error(f"{OPEN_CLIP}{name}", "an open_clip model"):
         model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
     return model.float().eval(), open_clip_image_processor(model)
-
-
-def _one_line(error: BaseException, limit: int = 300) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[:limit] + "…"
