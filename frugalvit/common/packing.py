@@ -29,7 +29,7 @@ class PackedLinear(nn.Linear):
         self.packed_from = self.state_of_weight()
 
     def state_of_weight(self) -> tuple[int, int, list[float]]:
-        """A value that changes with the weight: a version does not count changes by `.data` or NumPy, a sample does."""
+        """A value that changes with the weight; a sample shows changes by `.data` or NumPy, which have no version."""
         sample = self.weight.detach().flatten()[:: max(self.weight.numel() // SAMPLED, 1)]
         return self.weight.data_ptr(), self.weight._version, sample.tolist()
 
