@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     check_format(arguments.format, arguments.precision)
     if arguments.page:
         check_page(arguments.format)
+    if Path(arguments.output).resolve() == Path(arguments.model).resolve():
+        raise ValueError(f"--output {arguments.output} is the model's own folder; choose another.")
     report = export_model(arguments)
     if arguments.json:
         print(json.dumps(report, indent=2))

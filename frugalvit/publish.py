@@ -52,6 +52,8 @@ def make_parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
     arguments.model = locate_model(arguments.model)
+    if arguments.output and Path(arguments.output).resolve() == Path(arguments.model).resolve():
+        raise ValueError(f"--output {arguments.output} is the model's own folder; choose another.")
     if arguments.repo_id:
         validate_repo_id(arguments.repo_id)
         if "/" not in arguments.repo_id:

@@ -127,6 +127,14 @@ def test_dry_run_looks_at_everything_and_uploads_nothing(trained, tmp_path, hub,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_model_is_not_replaced_by_what_is_made_of_it(trained, capsys):
+    before = (trained / "model.safetensors").read_bytes()
+    for command in (["publish"], ["export", "--model"]):
+        assert main([*command, str(trained), "--output", str(trained), "--overwrite"]) == 1
+        assert "is the model's own folder" in capsys.readouterr().err
+    assert (trained / "model.safetensors").read_bytes() == before
+
+
 def test_nothing_private_goes_to_a_public_repository(trained, hub):
     hub.private = False
     with pytest.raises(ValueError, match="--private: someone/model exists and is public"):
