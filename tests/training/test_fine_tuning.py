@@ -141,7 +141,7 @@ def test_a_thousand_classes_become_ten(vit, broadcast, tmp_path, class_names):
     folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
     options = {"context_broadcast": "cb", "context_broadcast_blend": broadcast == "blend"} if broadcast else {}
     own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)
-    before, (model, _) = load_vision_model(folder, "cpu")[0], load(tmp_path / "out")
+    before, (model, _) = load_vision_model(folder, "cpu")[0], load_vision_model(tmp_path / "out", "cpu")
     after, names = model.state_dict(), [name for name in before.state_dict() if name.split(".")[-2] != "head"]
     names = [name for name in names if "classifier" not in name]
     assert len(names) > 30 and before.config.num_labels == 1000
