@@ -30,6 +30,10 @@ tokens = model(**inputs).last_hidden_state  # (1, tokens, channels)
 embedding = model(**inputs).pooler_output  # (1, channels)""",
 }
 
+NEEDS_CONTEXT_BROADCAST = (
+    "Context Broadcasting was inserted into it: after loading, call `frugalvit.load_context_broadcast(model, folder)`."
+)
+
 
 def write_card(
     folder: Path,
@@ -74,6 +78,7 @@ def write_card(
         Path(args.output_dir).name,
         summary or trainer.summary(metrics),
         about,
+        NEEDS_CONTEXT_BROADCAST if isinstance(getattr(model.config, "context_broadcast", None), dict) else "",
         *(f"```python\n{code}\n```" for code in (f"{loading_example(model)}{use}", embedding_example(model)) if code),
         "Made by",
         f"```\n{portable_command(trainer.command, data_sets)}\n```",
