@@ -5,6 +5,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from .context_broadcast import ContextBroadcast, broadcast_block, check_positions, has_context_broadcast
 from .hosts import read_anatomy
@@ -74,7 +76,7 @@ def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: d
 
     Args:
         model (`PreTrainedModel`): The model.
-        folder (`str` or `Path`): The folder, written by `save_pretrained(folder, save_original_format=False)`.
+        folder (`str` or `Path`): The folder.
         loading_info (`dict`, *optional*):
             What `from_pretrained` returns with `output_loading_info=True`; names that are loaded here are taken out.
 
@@ -87,12 +89,12 @@ def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: d
     insert_context_broadcast(model, **noted)
     names = [name for name in model.state_dict() if ".context_broadcast_" in name]
     if names:
+        # `save_pretrained` gives weights of some models their older names.
+        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         weights = load_file(Path(folder) / "model.safetensors")
+        weights = {apply_renamings(name, renamings): weight for name, weight in weights.items()}
         if lost := [name for name in names if name not in weights]:
-            raise ValueError(
-                f"{str(folder)!r} has no weight {lost[0]!r}; save it with `save_pretrained(folder, "
-                "save_original_format=False)`, which keeps the names of weights."
-            )
+            raise ValueError(f"{str(folder)!r} has no weight {lost[0]!r}.")
         model.load_state_dict({name: weights[name] for name in names}, strict=False)
     if loading_info is not None:
         loading_info["unexpected_keys"] = set(loading_info["unexpected_keys"]) - set(names)

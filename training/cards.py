@@ -23,6 +23,10 @@ tokens, embedding = outputs.last_hidden_state, outputs.pooler_output"""
 LABEL = """
 label = model.config.id2label[model(**inputs).logits.argmax(-1).item()]"""
 
+NEEDS_CONTEXT_BROADCAST = (
+    "Context Broadcasting was inserted into it: after loading, call `frugalvit.load_context_broadcast(model, folder)`."
+)
+
 
 def write_card(
     folder: Path,
@@ -69,6 +73,7 @@ def write_card(
         name,
         summary or trainer.summary(metrics),
         about,
+        NEEDS_CONTEXT_BROADCAST if isinstance(getattr(model.config, "context_broadcast", None), dict) else "",
         *(f"```python\n{code}\n```" for code in (example, embedding_example(model)) if code),
         "Made by",
         f"```\n{portable_command(trainer.command, data_sets)}\n```",

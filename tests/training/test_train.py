@@ -207,7 +207,10 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
         ({"config_overrides": "hidden_sizes=3"}, "config_overrides: vit configurations have no 'hidden_sizes'"),
         ({"initialization_options": "mass=0.3"}, "initialization_options: initialization default has no 'mass'"),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
-        ({"model_type": "agent_cnn", "initialization": "impulse", "config_overrides": ""}, "found no attention"),
+        (
+            {"model_type": "agent_cnn", "initialization": "impulse", "config_overrides": ""},
+            "Cannot initialize AgentCNN",
+        ),
         (
             {"model_type": "resnet", "config_overrides": OVERRIDES},
             "resnet models take images of any size; give image_size",
