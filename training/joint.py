@@ -24,10 +24,10 @@ from ..configuration.configuration_bootstrapped_vit import VARIANTS, Bootstrappe
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .arguments import ArgumentParser, DataArguments, argument, check, read_values, run_as_program
+from .augmentation import SmallDataArguments, SmallDataView
 from .cards import name_images, write_card
 from .data import labeled_images
 from .models import configure_start
-from .train import SmallDataArguments, SmallDataView
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
 

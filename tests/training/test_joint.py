@@ -138,18 +138,6 @@ def test_the_vits_gradient_alone_is_clipped(tmp_path):
     assert lengths[1e-3, "twin."] == pytest.approx(lengths[0, "twin."]) and lengths[0, "twin."] > 0.1
 
 
-def test_clipping_is_the_references(tmp_path):
-    base = {"variant": "joint-base", "agent": f"{SIZES},downsample_after=[]"}
-    for options, norm in (
-        ({"variant": "joint-small"}, None),
-        ({}, 2),
-        ({"variant": "shared-base-res"}, 0.1),
-        ({"sam_rho": 0.1}, None),
-        ({"vit_max_grad_norm": 0}, 0),
-    ):
-        assert make(tmp_path / "out", **base | options).args.vit_max_grad_norm == norm
-
-
 @VARIANTS
 def test_both_start_as_the_reference_has_it(variant):
     model, default = twins(variant), twins(variant, initialization="default")
