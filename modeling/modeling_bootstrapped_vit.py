@@ -201,7 +201,7 @@ class BootstrappedViTForImageClassification(HubModel):
         Args:
             labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without, the transformer alone runs.
             hint_share (`float`, *optional*):
-                Factor of the hints' weight; by default the model's own, which is 1 unless a `HintDecayCallback` sets it.
+                Factor of the hints' weight; by default the model's, 1 unless a `HintDecayCallback` sets it.
         """
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
