@@ -5,6 +5,7 @@ from setuptools import setup
 
 PACKAGES = {
     "frugalvit": "frugalvit",
+    "frugalvit_cli": "frugalvit/cli",
     "frugalvit.evaluation": "frugalvit/evaluation",
     "frugalvit.configuration": "configuration",
     "frugalvit.modeling": "modeling",

@@ -7,9 +7,9 @@
     python benchmarks/bootstrap_tables.py elastic --dataset TRAIN --eval-dataset TEST
     python benchmarks/bootstrap_tables.py compare --dataset TRAIN --eval-dataset TEST --tome CHECKOUT
 
-`elastic` goes on from the shipped student with the same views: students that are cut to a number of tokens, one that
-learns with all numbers, and one whose smaller numbers learn from the tokens of the largest, too. `compare` sets them
-beside smaller images, fewer patches and ToMe off the shelf. Runs are kept under --runs-dir and found again, so that a
+`elastic` goes on from the shipped student with the same views: students that are cut to a number of tokens, and one
+that learns with all numbers. `compare` sets them beside smaller images, fewer patches and ToMe off the shelf. Runs are
+kept under --runs-dir and found again, so that a
 killed command goes on, and seeds can be run side by side before all of them are put together. Writes
 bootstrap_TABLE.json, elastic_cifar10.json, and compare_cifar10.json and .png.
 """
@@ -23,7 +23,7 @@ from transformers import AutoModelForImageClassification
 import frugalvit
 from frugalvit.common.data import load_images
 from frugalvit.compare import compare
-from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
+from frugalvit.contenders import load_students, load_teacher, load_teachers
 from frugalvit.training import bootstrap, train
 from shared import (
     STUDENT,
@@ -42,7 +42,7 @@ from shared import (
     write_comparison,
     write_table,
 )
-from token_merging import merging
+from token_merging import merging, with_random_patches
 
 
 # Rows: name -> arguments of the command besides the shared ones. "{16 tokens}" is the folder of that row's run.
@@ -82,13 +82,9 @@ TABLES = {
     },
 }
 
-# Rows of "elastic": name -> numbers of tokens, and the weight of the loss from the largest.
+# Rows of "elastic": name -> numbers of tokens.
 COUNTS = [3, 7, 11, 15]
-ELASTIC = {
-    **{f"{count} tokens": ([count], 0) for count in COUNTS},
-    "all numbers": (COUNTS, 0),
-    "all numbers, and from the largest": (COUNTS, 2),
-}
+ELASTIC = {**{f"{count} tokens": [count] for count in COUNTS}, "all numbers": COUNTS}
 
 
 def main():
@@ -185,7 +181,7 @@ def scratch_arguments(arguments) -> list[str]:
 def train_elastic(arguments):
     """A row for each student and number of tokens."""
     rows = []
-    for name, (counts, _) in ELASTIC.items():
+    for name, counts in ELASTIC.items():
         results = [run_elastic(arguments, name, seed) for seed in arguments.seeds]
         for count in counts:
             metric = "eval_accuracy" if len(counts) == 1 else f"eval_accuracy_{count}"
@@ -200,11 +196,10 @@ def train_elastic(arguments):
 
 def run_elastic(arguments, name: str, seed: int) -> dict:
     """Results of a student that goes on from the one that ships, trained now or before."""
-    counts, weight = ELASTIC[name]
     argv = [
         *("--teacher", arguments.teacher, "--student", "checkpoints/cifar10-sparseformer", *data_arguments(arguments)),
         *("--eval_split", "train" if arguments.eval_dataset else "test", "--crop_scale", "0.8", "1"),
-        *("--token_loss_weight", "2", "--elastic_loss_weight", str(weight), "--num_tokens", *map(str, counts)),
+        *("--token_loss_weight", "2", "--num_tokens", *map(str, ELASTIC[name])),
         *("--per_device_train_batch_size", "64", "--warmup_steps", "0.1", "--num_train_epochs", "1"),
         *("--learning_rate", "1e-3", "--seed", str(seed)),
     ]
@@ -214,14 +209,15 @@ def run_elastic(arguments, name: str, seed: int) -> dict:
 def compare_elastic(arguments):
     """Compare the students of the first seed with their teacher, with smaller images and with fewer patches."""
     seed = arguments.seeds[0]
-    contenders = load_teachers(arguments.teacher, "ViT", BASELINES, [16, 24], seed=seed)
-    for name in [*ELASTIC][:-1]:
+    contenders = load_teachers(arguments.teacher, "ViT", [16, 24])
+    contenders += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]
+    for name in ELASTIC:
         method = "one student for all numbers" if name == "all numbers" else "one student for each number"
         contenders += load_students(str(arguments.runs_dir / folder_name(name, seed)), method, f"student, {name}")
     if arguments.tome:
         contenders += [merging(*load_teacher(arguments.teacher), arguments.tome, merged) for merged in (4, 8, 12)]
     images = load_images(arguments.eval_dataset or arguments.dataset, "train" if arguments.eval_dataset else "test")
-    rows = compare(contenders, images, rounds=arguments.rounds, memory=False)
+    rows = compare(contenders, images, rounds=arguments.rounds)
     write_comparison(arguments, "compare_cifar10", len(images), rows, "CIFAR-10, test images, 32 px")
 
 

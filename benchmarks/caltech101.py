@@ -35,7 +35,6 @@ from PIL import Image
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from frugalvit.common.contender import WithTokens
 from frugalvit.common.data import load_images, sample
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
@@ -45,8 +44,7 @@ from frugalvit.common.macs import macs_of
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare
-from frugalvit.contenders import BASELINES, load_students, load_teacher, load_teachers
-from frugalvit.evaluation.embeddings import of_classes
+from frugalvit.contenders import WithTokens, load_students, load_teacher, load_teachers
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from shared import (
@@ -61,7 +59,7 @@ from shared import (
     write_comparison,
     write_table,
 )
-from token_merging import SEARCH_RATE, MergedViT, contender, diffrate, merging, tome, tune
+from token_merging import SEARCH_RATE, MergedViT, contender, diffrate, merging, tome, tune, with_random_patches
 
 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
@@ -280,14 +278,15 @@ def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Ima
 def compare_all(arguments):
     """Compare the students that are there, of the first seed and of as many views, with the teacher and its peers."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
-    contenders = load_teachers(str(teacher), "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
+    contenders = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS)
+    original, image_processor = load_teacher(str(teacher))
+    contenders += [with_random_patches(original, image_processor, (side // 14) ** 2, seed) for side in RESOLUTIONS]
     for variant, method in METHODS.items():
         for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-{arguments.steps[0]}steps-seed{seed}")):
             tokens = folder.name.split("-")[-3].removesuffix("tokens")
             if int(tokens) in arguments.tokens:
                 name = variant if variant == "elastic" else f"{variant}, {tokens} tokens"
                 contenders += load_students(str(folder), method, name)
-    original, image_processor = load_teacher(str(teacher))
     if arguments.tome:
         contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
     if arguments.diffrate:
@@ -296,7 +295,7 @@ def compare_all(arguments):
     fast = choose_mixed_precision(torch.device("cpu")) == "bf16"
     precisions = ["float32", "bf16"] if fast else ["float32"]
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
-    rows = compare(contenders, images, batch_size=32, precisions=precisions, rounds=arguments.rounds, memory=False)
+    rows = compare(contenders, images, batch_size=32, precisions=precisions, rounds=arguments.rounds)
     data = f"{arguments.title}, test images chosen at random, 224 px"
     write_comparison(arguments, f"compare_{file_name(arguments)}", len(images), rows, data=data)
 
@@ -380,13 +379,18 @@ def compare_features(arguments):
             with whole_file(kept) as file:
                 train.select(chosen).to_parquet(file)
         left_out = [class_names(train)[label] for label in LEFT_OUT]
-        train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
+        train, test = (
+            images.select([row for row, label in enumerate(label_numbers(images)) if label in LEFT_OUT])
+            for images in (train, test)
+        )
     student = runs / f"features-elastic-seed{seed}"
     argv = shared_arguments(arguments, arguments.model, kept, seed)
     run_training(bootstrap, student, [*argv, "--num_train_epochs", str(epochs), *VARIANTS["elastic"]])
-    contenders = load_teachers(arguments.model, "ViT-S/14", BASELINES, RESOLUTIONS, seed=seed)
+    contenders = load_teachers(arguments.model, "ViT-S/14", RESOLUTIONS)
+    teacher = load_teacher(arguments.model)
+    contenders += [with_random_patches(*teacher, (side // 14) ** 2, seed) for side in RESOLUTIONS]
     contenders += load_students(str(student), METHODS["elastic"], "student")
-    rows = compare(contenders, test, train, batch_size=32, rounds=1, memory=False)
+    rows = compare(contenders, test, train, batch_size=32, rounds=1)
     # Speeds stand in what `compare` writes.
     rows = [{name: value for name, value in row.items() if name != "images_per_second"} for row in rows]
     print_rows(rows)

@@ -55,7 +55,6 @@ from frugalvit.evaluation.images import image_batches, take_first
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
-from frugalvit.modeling.swap import check_image_tokens
 from frugalvit.swap import pixel_pairs
 from frugalvit.training import align_llava, bootstrap
 from shared import (
@@ -335,7 +334,6 @@ def train_answers(
 ):
     """Train a LLaVA, all of it that is not frozen, to answer `QUESTIONS` about images, and write it and its processor
     into a new folder."""
-    check_image_tokens(processor, llava)
     tokenizer, names = processor.tokenizer, class_names(images)
     reader = Reader(processor.image_processor, exact=True)
     pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(reader, images, 256)])

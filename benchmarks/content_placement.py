@@ -31,7 +31,6 @@ from caltech101 import CANVAS, VIEWS, accuracy_of, outputs_for, print_accuracy, 
 from matplotlib.figure import Figure
 
 import frugalvit
-from frugalvit.common.contender import WithTokens
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
@@ -40,8 +39,8 @@ from frugalvit.common.macs import macs_of
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.configuration.configuration_base import pair
-from frugalvit.contenders import load_teacher, with_random_patches
-from frugalvit.modeling.modeling_sparseformer import SparseFormerForImageClassification
+from frugalvit.contenders import WithTokens, load_teacher
+from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from shared import (
@@ -54,7 +53,7 @@ from shared import (
     spread,
     write_table,
 )
-from token_merging import merging
+from token_merging import merging, with_random_patches
 
 
 # Arguments of `frugalvit bootstrap` by what they are called.
@@ -67,7 +66,7 @@ PLACEMENTS = {
 }
 TOKENS = [9, 16, 25, 36, 49, 64]
 # What students are trained on besides photographs.
-ZOOM_OUT, CANVAS_IMAGES = 3.0, 0.5
+ZOOM_OUT = 3.0
 STUDENT = "caltech101-sparseformer"
 # Pixels at which a teacher of 224 sees twice as much.
 LARGER = 448
@@ -135,16 +134,15 @@ def untrained(arguments, placement: str):
     """A teacher's student before training, and its image processor."""
     teacher, processor = load_image_classifier(arguments.teacher, "cpu")
     image_format = ImageFormat.from_processor(processor)
-    looks = {} if placement == "grid" else {"placement": "content", "placement_rule": placement}
-    student = SparseFormerForImageClassification.from_teacher(
+    placed = {} if placement == "grid" else {"placement": "content", "placement_rule": placement}
+    student = PatchSparseFormerForImageClassification.from_teacher(
         teacher,
-        focusing="inherited",
         elastic_token_counts=TOKENS,
         image_mean=image_format.mean,
         image_std=image_format.std,
         resample=image_format.resample,
         resize_size=image_format.resize,
-        **looks,
+        **placed,
     )
     return student, processor
 
@@ -216,7 +214,7 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
     argv = [
         *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval_split", "none", "--seed", str(seed)),
         *("--focusing", "inherited", "--num_tokens", *map(str, TOKENS), *PLACEMENTS[placement]),
-        *("--zoom_out", str(ZOOM_OUT), "--canvas_images", str(CANVAS_IMAGES)),
+        *("--zoom_out", str(ZOOM_OUT)),
         *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", str(arguments.batch_size)),
         *("--learning_rate", str(arguments.learning_rate)),
         *("--inherited_lr_factor", str(arguments.inherited_learning_rate), *precision_arguments(arguments)),
@@ -247,7 +245,7 @@ def make_table(arguments):
             row |= {name: statistics.mean(values), f"{name}: spread": spread(values)}
         rows.append(row)
     print_rows(rows)
-    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT, "canvas_images": CANVAS_IMAGES}
+    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT}
     write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
 
 

@@ -8,7 +8,7 @@
     python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
     python benchmarks/context_broadcast_tables.py inserted       # into the shipped ViT, as it is
     python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, which trains on
-    python benchmarks/context_broadcast_tables.py sparseformer   # in the cortex of a trained one, which trains on
+    python benchmarks/context_broadcast_tables.py sparseformer   # in the encoder of a trained one, which trains on
     python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's recipe, 40 epochs
     python benchmarks/context_broadcast_tables.py speed          # what it costs a ViT-S at 224 pixels
 

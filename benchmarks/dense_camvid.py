@@ -36,7 +36,6 @@ from tqdm import tqdm
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrapArguments, BootstrapTrainer, PatchSparseFormerBackbone, SparseFormerBackbone
-from frugalvit.common.contender import Vision
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import choose_device, load_vision_model
 from frugalvit.common.macs import macs_of
@@ -44,7 +43,7 @@ from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import ImageFormat
 from frugalvit.compare import draw_comparison
-from frugalvit.contenders import RandomPatches
+from frugalvit.contenders import Vision
 from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.pictures import save_figure
@@ -57,7 +56,7 @@ from shared import (
     spread,
     write_table,
 )
-from token_merging import PooledViT, apply_tome, as_timm
+from token_merging import PooledViT, RandomPatches, apply_tome, as_timm
 
 
 SIZE = (336, 448)
@@ -201,11 +200,11 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         yield from students(name, found, TOKENS)
 
 
-def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> SparseFormerBackbone:
+def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> PatchSparseFormerBackbone:
     """A student of a kind before training, for several counts of tokens."""
-    fields = {"focusing": "inherited", "image_size": list(SIZE), "elastic_token_counts": sorted(TOKENS)}
+    fields = {"image_size": list(SIZE), "elastic_token_counts": sorted(TOKENS)}
     fields |= {"image_mean": image_format.mean, "image_std": image_format.std, **STUDENTS[kind]}
-    return SparseFormerBackbone.from_teacher(teacher, TOKENS[0], **fields)
+    return PatchSparseFormerBackbone.from_teacher(teacher, TOKENS[0], **fields)
 
 
 def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[Path]:

@@ -30,17 +30,17 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from frugalvit.common.choices import SUBSET
-from frugalvit.common.contender import Contender, Vision
 from frugalvit.common.data import load_images
 from frugalvit.common.files import whole_file
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import macs_of
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
+from frugalvit.contenders import Contender, Vision, as_teacher
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
-from frugalvit.modeling.inheritance import block_weights
 from frugalvit.modeling.layers import divergence
+from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
 from frugalvit.training import bootstrap
 from shared import (
     Views,
@@ -331,6 +331,65 @@ def contender(name: str, method: str, model: MergedViT, teacher: Anatomy, image_
     )
 
 
+def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Contender:
+    """The teacher with few of its patches, chosen at random for each image.
+
+    Args:
+        anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
+        patches (`int`): Number of patches kept after the embedding.
+        seed (`int`): Seed of the choice.
+        draws (`int`): As in `Contender`.
+    """
+    embed = RandomPatches(anatomy, patches, seed)
+    return as_teacher(
+        anatomy,
+        name=f"{patches} random patches",
+        method="teacher with random patches",
+        model=Vision(anatomy.source, embed, anatomy.classifier),
+        embed=embed,
+        image_processor=image_processor,
+        tokens=anatomy.num_prefix_tokens + patches,
+        draws=draws,
+    )
+
+
+class RandomPatches:
+    """A vision transformer's embedding of some of an image's patches, chosen at random for each image.
+
+    Args:
+        anatomy (`Anatomy`): The vision transformer.
+        patches (`int`): Number of patches kept.
+        seed (`int`): Seed of the choice, which goes on from call to call.
+    """
+
+    def __init__(self, anatomy: Anatomy, patches: int, seed: int):
+        self.anatomy, self.patches = anatomy, patches
+        self.dtype = next(anatomy.model.parameters()).dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        tokens, _ = self.states(pixel_values)
+        return self.anatomy.pool(tokens)
+
+    def states(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens after the last block, `(batch, prefix + patches, hidden_size)`, and the indices of the
+        patches kept, `(batch, patches)` int64."""
+        if (dtype := next(self.anatomy.model.parameters()).dtype) != self.dtype:
+            # Some parts are views of weights, which a cast leaves behind.
+            self.anatomy, self.dtype = self.anatomy.read(self.anatomy.source), dtype
+        anatomy, front = self.anatomy, self.anatomy.num_prefix_tokens
+        tokens = anatomy.tokens(pixel_values)
+        # Without replacement. The order does not matter.
+        noise = torch.rand(len(tokens), anatomy.num_patches, generator=self.generator)
+        kept = noise.topk(self.patches).indices.to(tokens.device)
+        patches = tokens[:, front:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[-1]))
+        tokens = torch.cat([tokens[:, :front], patches], dim=1)
+        rotate = anatomy.rotation(tokens.dtype, kept)
+        for block in anatomy.blocks:
+            tokens = block(tokens, rotate)
+        return tokens, kept
+
+
 @torch.no_grad()
 def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     """A copy of a classifying vision transformer as timm's model, for images of the size that it is read for. Layer
@@ -349,7 +408,9 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     projection = next((module for module in anatomy.model.modules() if isinstance(module, nn.Conv2d)), None)
     if projection is None or projection.kernel_size != projection.stride or anatomy.rotary or anatomy.pre_norm:
         raise anatomy.refusal(purpose, "expected a convolution of patches and added positions before the first block")
-    blocks = [block_weights(block) for block in anatomy.blocks]
+    blocks = [layer.state_dict() for layer in PatchSparseFormerModel.from_teacher(anatomy).layers]
+    for block in blocks:
+        fold_layer_scale(block)
     first = anatomy.blocks[0]
     vit = PooledViT(
         img_size=anatomy.image_size,
@@ -359,7 +420,6 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
         depth=len(blocks),
         num_heads=first.attention.num_heads,
         mlp_ratio=len(first.mlp.up.weight) / anatomy.hidden_size,
-        qkv_bias="attention.q_proj.bias" in blocks[0],
         norm_layer=functools.partial(nn.LayerNorm, eps=norm_eps(first.attention_norm)),
         final_norm=anatomy.norm is not None,
         no_embed_class=True,
@@ -383,13 +443,20 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     for index, block in enumerate(blocks):
         for name in ("weight", "bias"):
             weights |= {f"blocks.{index}.{timm}.{name}": block[f"{ours}.{name}"] for ours, timm in PARTS.items()}
-            if f"attention.q_proj.{name}" in block:
-                qkv = torch.cat([block[f"attention.{letter}_proj.{name}"] for letter in "qkv"])
-                weights[f"blocks.{index}.attn.qkv.{name}"] = qkv
+            qkv = torch.cat([block[f"attention.{letter}_proj.{name}"] for letter in "qkv"])
+            weights[f"blocks.{index}.attn.qkv.{name}"] = qkv
     vit.load_state_dict(weights)
     vit.to(anatomy.device)
     check_copy(vit, anatomy)
     return vit
+
+
+def fold_layer_scale(block: dict[str, torch.Tensor]):
+    """Fold layer scale into the linear layers before it, in the state dict of an `EncoderLayer`."""
+    for scale, linear in (("attention_scale", "attention.o_proj"), ("mlp_scale", "mlp.fc2")):
+        if scale in block:
+            block[f"{linear}.weight"] = block[scale][:, None] * block[f"{linear}.weight"]
+            block[f"{linear}.bias"] = block[scale] * block[f"{linear}.bias"]
 
 
 def check_copy(vit: PooledViT, anatomy: Anatomy):

@@ -1,23 +1,26 @@
 """Base class of all configurations, and choices that several of them share."""
 
 import difflib
+import math
 from dataclasses import fields
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.backbone_utils import BackboneConfigMixin
 
 
 CONTEXT_BROADCASTS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
 CONTEXT_BROADCAST_POSITIONS = ("mlp_front", "mlp_mid", "mlp_end", "attention_end")
-INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
-SOLVERS = ("closed_form", "adam", "adam_bounded", "pinv")
-PSEUDO_INPUTS = ("pe", "uniform", "gaussian", "pe+uniform")
-VALUE_INITS = ("default", "mimetic")
 
 
 def pair(size) -> tuple[int, ...]:
     """Height and width of a size, which may be one number for both."""
     return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+
+
+def is_sparseformer(config) -> bool:
+    """Whether a configuration is a SparseFormer's. Told by `model_type`: remote code has classes of its own."""
+    return getattr(config, "model_type", "").removesuffix("_projection") in ("sparseformer", "patch_sparseformer")
 
 
 def set_image_size(config, image_size: int | list[int]):
@@ -136,11 +139,18 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
                         f"{list(CONTEXT_BROADCAST_POSITIONS)}."
                     )
 
-    def _check_counts(self, *names: str):
+    def _check_counts(self, *names: str, low: int = 1):
         for name in names:
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}, expected at least 1.")
+            if value is not None and value < low:
+                raise ValueError(f"`{name}` is {value}, expected at least {low}.")
+
+    def _check_heads(self, width: str, heads: str):
+        size, count = getattr(self, width), getattr(self, heads)
+        if size % count:
+            raise ValueError(
+                f"`{width}`={size} is not divisible by `{heads}`={count}; choose heads that divide the width."
+            )
 
     def _check_choices(self, **choices: tuple):
         for name, allowed in choices.items():
@@ -167,106 +177,234 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
 
 
 @strict
-class AttentionStartConfig(FrugalViTConfig):
+class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
     r"""
-    Base configuration of families whose attention may start with structure. The start of a model travels with it.
+    Base configuration of both SparseFormers: counts of tokens, the transformer encoder, whose blocks may be those of
+    any plain vision transformer, pooling, feature maps and preprocessing.
 
     Args:
-        initialization (`str`, *optional*, defaults to `"default"`):
-            How weights of a fresh model are drawn: `"default"`, as the family has them; with `"impulse"` or
-            `"mimetic"` attention; or all linear layers of the blocks `"trunc_normal"` (timm's way) or
-            `"kaiming_uniform"` (PyTorch's).
-        impulse_solver (`str`, *optional*, defaults to `"closed_form"`):
-            How impulses are found: `"closed_form"`, ours; by the paper's Algorithm 1, `"adam"` as printed or
-            `"adam_bounded"` as in its authors' code; or by `"pinv"`, from their later code. `impulse_init_` explains
-            this and the fields below.
-        impulse_kernel_size (`int`, *optional*, defaults to 3): Size of the impulse filters.
-        impulse_mass (`float`, *optional*, defaults to 0.2):
-            For the closed form, the share of the initial attention that falls on the impulse, above 0 and below 1;
-            `None` for the maps that Algorithm 1 reaches.
-        impulse_steps (`int`, *optional*, defaults to 10,000): Steps of Algorithm 1.
-        impulse_renormalize_every (`int`, *optional*, defaults to 100):
-            For `"adam_bounded"`, steps between rescalings of queries and keys.
-        impulse_pseudo_input (`str` or two of `str`, *optional*, defaults to `"pe"`):
-            Inputs in the place of tokens, for the first and for the following layers (table 6).
-        impulse_per_layer (`bool`, *optional*, defaults to `True`): Whether layers get different impulses.
-        impulse_value_init (`str`, *optional*):
-            Start of values and output projections: `"mimetic"`, the default with impulses and with mimetic attention,
-            or `"default"`, as all linear layers start and as the paper leaves them.
+        image_size (`int` or pair of `int`, *optional*, defaults to 224):
+            Image size in pixels (or height and width) for preprocessing. The model itself takes any size: RoIs are
+            relative to the image.
+        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
+        num_latent_tokens (`int`, *optional*, defaults to 48):
+            Latent tokens, [CLS] not counted (the papers count it: 49).
+        elastic_token_counts (sequence of `int`, *optional*):
+            Counts of latent tokens that the model is trained for, increasing, with `num_latent_tokens` as the last.
+            Every call may choose one (`num_tokens`).
+        num_tokens (`int`, *optional*): Latent tokens of a call that chooses none; all of them by default.
+        hidden_size (`int`, *optional*, defaults to 768): Width of the encoder.
+        num_hidden_layers (`int`, *optional*, defaults to 8): Blocks of the encoder that exist, after truncation.
+        num_attention_heads (`int`, *optional*): Attention heads; one per 64 channels by default.
+        intermediate_size (`int`, *optional*): MLP width; 4 times `hidden_size` by default.
+        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of MLPs ("quick_gelu" for CLIP).
+        gated_mlp (`bool`, *optional*, defaults to `False`): Gated MLPs (SwiGLU with "silu").
+        mlp_norm (`bool`, *optional*, defaults to `False`): Norm before the second layer of MLPs (EVA-02).
+        query_key_norm (`bool`, *optional*, defaults to `False`): Norms of each head's queries and keys.
+        attention_norm (`bool`, *optional*, defaults to `False`): Norm before attention's output projection.
+        layer_scale (`bool`, *optional*, defaults to `False`):
+            Learned factors of the output channels of attention and MLPs (DINOv2).
+        norm_type (`str`, *optional*, defaults to `"layer_norm"`): Norms of the encoder, or `"rms_norm"`.
+        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the encoder's norms.
+        final_norm (`bool`, *optional*, defaults to `True`): Whether a norm follows the encoder.
+        rope_theta (`float`, *optional*):
+            Base of the frequencies by which queries and keys of latent tokens are rotated, each according to the
+            center of its RoI (`frugalvit.modeling.layers.rotary_table`). `None` rotates none.
+        rope_scale, rope_shift (pair of `float`, *optional*):
+            Factor and offset that take centers, 0 to 1 across the image, to coordinates, y first. DINOv3's by default.
+        num_class_tokens (`int`, *optional*, defaults to 1): [CLS] tokens, which join before the encoder; 0 for none.
+        num_register_tokens (`int`, *optional*, defaults to 0): Registers, which join behind the [CLS] tokens.
+        pooling (`str`, *optional*, defaults to `"cls"`):
+            `"cls"`, class tokens, side by side if there are several; `"class_mean"`, their mean; `"mean"`, that of all
+            tokens, or `"latent_mean"`, of all but those in front; `"cls_and_latent_mean"`, both side by side (DINOv2's
+            classifiers); `"attention"` to all tokens or `"latent_attention"`, by a learned query (SigLIP, AIMv2).
+        pooled_class_tokens (sequence of `int`, *optional*): Indices of the class tokens that `"cls"` takes; all by
+            default.
+        pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final norm (v1).
+        pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the encoder's by default.
+        pooling_intermediate_size (`int`, *optional*): MLP width of attention pooling; the encoder's by default, 0 for
+            no MLP (AIMv2).
+        pooling_hidden_act (`str`, *optional*): Activation of that MLP; the encoder's by default.
+        projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
+        projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection.
+        out_features, out_indices (`list`, *optional*):
+            Layers whose feature maps a backbone returns, by name (`"stem"`, before the first block, `"stage1"`, after
+            it, and so on) or number. The last by default; with several `feature_scales`, as many, evenly spaced.
+        apply_layernorm (`bool`, *optional*, defaults to `True`): Whether the final norm is applied to feature maps.
+        reshape_hidden_states (`bool`, *optional*, defaults to `True`):
+            Whether feature maps have rows and columns. If not, their cells follow [CLS], or the mean token where there
+            is none, `(batch, 1 + cells, hidden_size)`, as DPT and Depth Anything take them.
+        feature_scales (sequence of `float`, *optional*):
+            Factor for the rows and columns of each map, for heads that want several strides, for example
+            `[4, 2, 1, 0.5]` as in ViTDet's pyramid. All are 1 by default.
+        upsampler_hidden_size (`int`, *optional*):
+            Width of the convolutions that see the image and refine feature maps; `None` for no such convolutions.
+        drop_path_rate (`float`, *optional*, defaults to 0.0):
+            Largest stochastic depth rate; rises linearly over all layer executions.
+        initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
+        image_mean, image_std (`float` or sequence of `float`, *optional*): Normalization of the image processor.
+        resize_size (`int`, *optional*):
+            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
+        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
+            if a name looks like a misspelled field; the message says what was given and what would fit.
     """
 
-    initialization: str = "default"
-    impulse_solver: str = "closed_form"
-    impulse_kernel_size: int = 3
-    impulse_mass: float | int | None = 0.2
-    impulse_steps: int = 10_000
-    impulse_renormalize_every: int = 100
-    impulse_pseudo_input: str | list[str] | tuple[str, ...] = "pe"
-    impulse_per_layer: bool = True
-    impulse_value_init: str | None = None
+    # Of a CLIP or a LLaVA with a SparseFormer, the configuration of that.
+    base_config_key = "vision_config"
+    attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
+    keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states", "stem_features", "token_maps"]
 
-    @staticmethod
-    def _starts() -> tuple[str, ...]:
-        """Values of `initialization`."""
-        return "default", *INITIALIZATIONS
-
-    def validate_start(self):
-        """The start is known, and its options are in range."""
-        self._check_choices(
-            initialization=self._starts(),
-            impulse_solver=SOLVERS,
-            impulse_value_init=(None, *VALUE_INITS),
-        )
-        self._check_counts("impulse_kernel_size", "impulse_steps", "impulse_renormalize_every")
-        if self.impulse_mass is not None and not 0 < self.impulse_mass < 1:
-            raise ValueError(f"`impulse_mass` is {self.impulse_mass}, expected a number above 0 and below 1, or None.")
-        kinds = self.impulse_pseudo_input
-        first_and_later = (kinds, kinds) if isinstance(kinds, str) else tuple(kinds)
-        if len(first_and_later) != 2 or not {*first_and_later} <= {*PSEUDO_INPUTS}:
-            raise ValueError(f"`impulse_pseudo_input` is {kinds!r}, expected one or two of {list(PSEUDO_INPUTS)}.")
-        if self.impulse_solver == "pinv" and self.impulse_kernel_size != 3:
-            raise ValueError(
-                f"`impulse_kernel_size` is {self.impulse_kernel_size}, but `impulse_solver`='pinv' has an order for "
-                "3 x 3 kernels only."
-            )
-
-
-@strict
-class PatchTransformerConfig(FrugalViTConfig):
-    """Base configuration of vision transformers whose tokens are the patches of an image of one size.
-
-    Subclasses have the fields `image_size`, `patch_size`, `num_channels`, `hidden_size`, `num_hidden_layers`,
-    `num_attention_heads`, `intermediate_size`, `layer_norm_eps`, `initializer_range`, `drop_path_rate`, `resize_size`.
-    """
+    image_size: int | list[int] | tuple[int, int] = 224
+    num_channels: int = 3
+    num_latent_tokens: int = 48
+    elastic_token_counts: list[int] | tuple[int, ...] | None = None
+    num_tokens: int | None = None
+    hidden_size: int = 768
+    num_hidden_layers: int = 8
+    num_attention_heads: int | None = None
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    gated_mlp: bool = False
+    mlp_norm: bool = False
+    query_key_norm: bool = False
+    attention_norm: bool = False
+    layer_scale: bool = False
+    norm_type: str = "layer_norm"
+    layer_norm_eps: float | int = 1e-5
+    final_norm: bool = True
+    rope_theta: float | int | None = None
+    rope_scale: list[float] | tuple[float, ...] = (4 * math.pi, 4 * math.pi)
+    rope_shift: list[float] | tuple[float, ...] = (-2 * math.pi, -2 * math.pi)
+    num_class_tokens: int = 1
+    num_register_tokens: int = 0
+    pooling: str = "cls"
+    pooled_class_tokens: list[int] | tuple[int, ...] | None = None
+    pool_before_norm: bool = False
+    pooling_num_attention_heads: int | None = None
+    pooling_intermediate_size: int | None = None
+    pooling_hidden_act: str | None = None
+    projection_dim: int | None = None
+    projection_bias: bool = False
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+    apply_layernorm: bool = True
+    reshape_hidden_states: bool = True
+    feature_scales: list[float | int] | tuple[float | int, ...] | None = None
+    upsampler_hidden_size: int | None = None
+    drop_path_rate: float | int = 0.0
+    initializer_range: float | int = 0.02
+    image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    resize_size: int | None = None
+    resample: int = 2
 
     def __post_init__(self, **kwargs):
+        if self.num_attention_heads is None:
+            self.num_attention_heads = max(self.hidden_size // 64, 1)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        self.rope_scale = tuple(self.rope_scale)
+        self.rope_shift = tuple(self.rope_shift)
+        names = kwargs.pop("out_features", None)
+        numbers = kwargs.pop("out_indices", None)
+        if names is None and numbers is None and self.feature_scales:
+            count = len(self.feature_scales)
+            numbers = [(place + 1) * self.num_hidden_layers // count for place in range(count)]
+        self.set_output_features_output_indices(names, numbers)
         super().__post_init__(**kwargs)
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
-        (height, width), (patch_height, patch_width) = pair(self.image_size), pair(self.patch_size)
-        return height // patch_height, width // patch_width
+    def stage_names(self) -> list[str]:
+        """Layers that have feature maps."""
+        return ["stem", *(f"stage{number}" for number in range(1, self.num_hidden_layers + 1))]
 
-    def validate_patches(self):
-        """Counts and sizes are positive, patches tile the image, and heads divide the width."""
-        self._check_counts("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        self._check_counts("intermediate_size", "resize_size")
-        self._check_sizes("image_size", "patch_size")
-        for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
-            if size % patch:
-                raise ValueError(
-                    f"Patches of `patch_size`={self.patch_size} do not tile images of `image_size`={self.image_size}."
-                )
-        if self.hidden_size % self.num_attention_heads:
+    @property
+    def default_num_tokens(self) -> int:
+        """Latent tokens of a call that chooses none."""
+        return self.num_latent_tokens if self.num_tokens is None else self.num_tokens
+
+    @property
+    def trained_token_counts(self) -> tuple[int, ...]:
+        """Counts of latent tokens that the model is trained for."""
+        return tuple(self.elastic_token_counts or [self.num_latent_tokens])
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Number of class and register tokens, in front of the latent ones."""
+        return self.num_class_tokens + self.num_register_tokens
+
+    @property
+    def pooled_size(self) -> int:
+        """Channels of the pooled embedding."""
+        if self.pooling == "cls":
+            return len(self.pooled_class_tokens or range(self.num_class_tokens)) * self.hidden_size
+        return 2 * self.hidden_size if self.pooling == "cls_and_latent_mean" else self.hidden_size
+
+    def validate_counts(self):
+        """Counts and sizes are positive, and heads divide widths."""
+        self._check_counts(
+            "num_channels",
+            "num_latent_tokens",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "pooling_num_attention_heads",
+            "projection_dim",
+            "upsampler_hidden_size",
+            "resize_size",
+        )
+        self._check_counts("num_class_tokens", "num_register_tokens", "pooling_intermediate_size", low=0)
+        self._check_sizes("image_size", low=4, reason=", each at least 4 (the stride of the stem)")
+        self._check_heads("hidden_size", "num_attention_heads")
+
+    def validate_tokens(self):
+        """Counts of tokens increase up to the largest."""
+        counts = list(self.trained_token_counts)
+        if counts != sorted({*counts}) or counts[0] < 1 or counts[-1] != self.num_latent_tokens:
             raise ValueError(
-                f"`hidden_size`={self.hidden_size} is not divisible by `num_attention_heads`="
-                f"{self.num_attention_heads}; choose heads that divide the width."
+                f"`elastic_token_counts` is {counts}, expected increasing counts from 1, of which the last is "
+                f"`num_latent_tokens`={self.num_latent_tokens}."
+            )
+        if self.num_tokens is not None and not 1 <= self.num_tokens <= self.num_latent_tokens:
+            raise ValueError(
+                f"`num_tokens` is {self.num_tokens}, expected 1 to `num_latent_tokens`={self.num_latent_tokens}."
             )
 
-    def validate_numbers(self):
-        """Rates are rates, and epsilons and widths of distributions are positive."""
+    def validate_encoder(self):
+        """Choices exist, numbers are in range, and what is pooled is there."""
+        self._check_choices(
+            norm_type=("layer_norm", "rms_norm"),
+            pooling=(
+                "cls",
+                "class_mean",
+                "mean",
+                "latent_mean",
+                "cls_and_latent_mean",
+                "attention",
+                "latent_attention",
+            ),
+        )
         self._check_rates("drop_path_rate")
         self._check_positive("layer_norm_eps", "initializer_range")
+        if self.rope_theta is not None and self.hidden_size // self.num_attention_heads % 4:
+            raise ValueError(
+                f"Attention heads have {self.hidden_size // self.num_attention_heads} channels, expected a multiple "
+                "of 4 where `rope_theta` rotates them."
+            )
+        if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.num_class_tokens:
+            raise ValueError(f"`pooling={self.pooling!r}` needs `num_class_tokens`; without, choose 'mean'.")
+        if any(not 0 <= index < self.num_class_tokens for index in self.pooled_class_tokens or ()):
+            raise ValueError(
+                f"`pooled_class_tokens` is {self.pooled_class_tokens}, expected numbers below `num_class_tokens`="
+                f"{self.num_class_tokens}."
+            )
+        scales = self.feature_scales
+        if scales is not None and (len(scales) != len(self.out_features) or any(scale <= 0 for scale in scales)):
+            raise ValueError(
+                f"`feature_scales` is {list(scales)}, expected a positive number for each of the "
+                f"{len(self.out_features)} layers of `out_features`, {', '.join(self.out_features)}."
+            )

@@ -1,27 +1,24 @@
 """Configuration of a SparseFormer whose tokens embed patches, as its teacher does."""
 
-import contextlib
 import math
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import pair
-from .configuration_sparseformer_base import SparseFormerBaseConfig, one_or_pair
+from .configuration_base import SparseFormerBaseConfig, pair
 
 
-# Where tokens look, and what says which cells of a tree are split.
-PLACEMENTS = ("grid", "content")
 PLACEMENT_RULES = ("detail", "contrast", "entropy", "learned")
 
 
-def stretch_of_cells(grid: tuple[int, int], image_size: tuple[int, int]) -> float:
-    """Return how far the cells of a grid are from squares: the absolute log of their aspect ratio.
-
-    Args:
-        grid (pair of `int`): Rows and columns.
-        image_size (pair of `int`): Height and width in pixels.
-    """
+def cell_stretch(grid: tuple[int, int], image_size: tuple[int, int]) -> float:
+    """Absolute log of the aspect ratio of a grid's cells; 0 for squares."""
     return abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0])))
+
+
+def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns, of those with `num_cells` cells, whose cells are most nearly square."""
+    grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
+    return min(grids, key=lambda grid: cell_stretch(grid, image_size))
 
 
 def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
@@ -34,20 +31,16 @@ def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: if cells would be more than twice as long one way as the other; the message names counts that fit.
     """
-
-    def length(count: int) -> tuple[float, tuple[int, int]]:
-        grids = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
-        ratios = {grid: stretch_of_cells(grid, image_size) for grid in grids}
-        best = min(grids, key=ratios.get)
-        return ratios[best], best
-
-    ratio, grid = length(num_cells)
-    if ratio > math.log(2) + 1e-6:
-        fitting = [n for n in range(1, 4 * num_cells + 8) if length(n)[0] <= math.log(2) + 1e-6]
-        nearest = sorted(sorted(fitting, key=lambda n: abs(n - num_cells))[:3])
+    if num_cells < 1:
+        raise ValueError(f"`num_latent_tokens` is {num_cells}, expected at least 1.")
+    most = math.log(2) + 1e-6
+    grid = nearest_grid(num_cells, image_size)
+    if cell_stretch(grid, image_size) > most:
+        counts = sorted(range(1, 4 * num_cells + 8), key=lambda count: abs(count - num_cells))
+        fitting = [count for count in counts if cell_stretch(nearest_grid(count, image_size), image_size) <= most]
         raise ValueError(
-            f"{num_cells} tokens make no grid of cells that are nearly square in images of "
-            f"{image_size[0]} x {image_size[1]} pixels; {', '.join(map(str, nearest))} do."
+            f"{num_cells} tokens make no grid of cells that are nearly square in images of {image_size[0]} x "
+            f"{image_size[1]} pixels; {', '.join(map(str, sorted(fitting[:3])))} do."
         )
     return grid
 
@@ -59,31 +52,26 @@ def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]
         image_size (pair of `int`): Height and width in pixels.
         most (`int`, *optional*, defaults to 4): Most cells of the grid, which has at least half as many.
     """
-    grids = [
-        (rows, columns)
-        for rows in range(1, most + 1)
-        for columns in range(1, most // rows + 1)
-        if 2 * rows * columns >= most
-    ]
+    sides = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most + 1)]
+    grids = [grid for grid in sides if most <= 2 * math.prod(grid) <= 2 * most]
     # Of equally square ones that with more cells.
-    return min(grids, key=lambda grid: (round(stretch_of_cells(grid, image_size), 6), -math.prod(grid)))
+    return min(grids, key=lambda grid: (round(cell_stretch(grid, image_size), 6), -math.prod(grid)))
 
 
 @strict
 class PatchSparseFormerConfig(SparseFormerBaseConfig):
     r"""
-    Configuration of a SparseFormer that inherits its teacher's patch embedding: each token embeds the pixels at a grid
-    of points in its RoI as the teacher embeds a patch, so that a new student is its teacher at a lower resolution.
-    Fields of the cortex are `SparseFormerBaseConfig`'s.
+    Configuration of a SparseFormer that inherits its teacher's patch embedding: each token embeds a cell of the image
+    as the teacher embeds a patch, so that a new student is its teacher at a lower resolution. Further fields are
+    `SparseFormerBaseConfig`'s.
 
     Args:
-        patch_size (`int` or pair of `int`, *optional*, defaults to 16):
-            Rows and columns of points whose pixels a token embeds by a linear layer.
-        patch_norm (`bool`, *optional*, defaults to `False`): A norm follows that layer, before positions are added.
-        embedding_norm (`bool`, *optional*, defaults to `False`): A norm of all tokens before the cortex (CLIP).
+        patch_size (`int` or pair of `int`, *optional*, defaults to 16): Height and width of a cell in pixels.
+        patch_norm (`bool`, *optional*, defaults to `False`): Norm of embedded cells, before positions are added.
+        embedding_norm (`bool`, *optional*, defaults to `False`): Norm of all tokens before the encoder (CLIP).
         token_grid (`int` or pair of `int`, *optional*):
-            Rows and columns of the cells that are the tokens' first RoIs, in row order. By default, those with
-            `num_latent_tokens` cells that are most nearly square in an image of `image_size`.
+            Rows and columns of the cells of `placement="grid"`. By default those with `num_latent_tokens` cells that
+            are most nearly square in an image of `image_size`.
         placement (`str`, *optional*, defaults to `"grid"`):
             Where tokens look: in the cells of a `"grid"`, or, by `"content"`, in those of a quadtree that is chosen
             for each image, see `frugalvit.modeling.placement`. Trees have the coarsest grid's cells and three more for
@@ -97,11 +85,9 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             The coarsest grid of trees in images of `image_size`; up to four nearly square cells by default.
         num_placement_levels (`int`, *optional*):
             Number of sizes of a tree's cells, at least two, each half of the one before. By default, as many as it
-            takes until the smallest cells have no more pixels than a patch has points.
+            takes until the smallest cells have no more pixels than a patch.
         placement_random_share (`float`, *optional*, defaults to 0.0):
             Share of images that have a random tree while training.
-        sampling_padding_mode (`str`, *optional*, defaults to `"border"`):
-            Values that a point outside the image reads: "border" or "zeros".
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
@@ -110,6 +96,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     """
 
     model_type = "patch_sparseformer"
+    embeds_patches = True
 
     patch_size: int | list[int] | tuple[int, int] = 16
     patch_norm: bool = False
@@ -120,33 +107,26 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     placement_grid: int | list[int] | tuple[int, int] | None = None
     num_placement_levels: int | None = None
     placement_random_share: float | int = 0.0
-    sampling_padding_mode: str = "border"
 
     def __post_init__(self, **kwargs):
-        self.patch_size = one_or_pair(self.patch_size)
-        if self.feature_stride is None:
-            self.feature_stride = self.patch_size
-        # `validate` refuses values that make no sense.
-        with contextlib.suppress(TypeError, ValueError, IndexError, ZeroDivisionError):
-            if self.placement == "content":
-                self._round_token_counts()
-            else:
-                grid = self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size))
-                self.token_grid = pair(grid)
+        height, width = pair(self.patch_size)
+        # One number where both are alike: heads of Transformers divide by a backbone's `patch_size`.
+        self.patch_size = height if height == width else (height, width)
+        if self.placement == "content":
+            self.placement_grid = pair(self.placement_grid or coarsest_grid(pair(self.image_size)))
+            self.num_latent_tokens = self.tokens_of_tree(self.num_latent_tokens)
+            if self.elastic_token_counts:
+                self.elastic_token_counts = sorted({*map(self.tokens_of_tree, self.elastic_token_counts)})
+            if self.num_tokens is not None:
+                self.num_tokens = self.tokens_of_tree(self.num_tokens)
+        else:
+            self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
         super().__post_init__(**kwargs)
 
     @property
-    def map_channels(self) -> int:
-        """Channels of the map that the paper's segmentation head reads: 4 x 4 pixels, see `pixels_as_features`."""
-        return 16 * self.num_channels
-
-    def _round_token_counts(self):
-        self.placement_grid = pair(self.placement_grid or coarsest_grid(pair(self.image_size)))
-        self.num_latent_tokens = self.tokens_of_tree(self.num_latent_tokens)
-        if self.elastic_token_counts:
-            self.elastic_token_counts = sorted({*map(self.tokens_of_tree, self.elastic_token_counts)})
-        if self.num_tokens is not None:
-            self.num_tokens = self.tokens_of_tree(self.num_tokens)
+    def feature_stride(self) -> tuple[int, int]:
+        """Height and width in pixels of a cell of feature maps."""
+        return pair(self.patch_size)
 
     def cell_grids(self, image_size: tuple[int, int] | None = None) -> list[tuple[int, int]]:
         """Return the grids of a tree's cells, coarsest first, each as rows and columns.
@@ -154,15 +134,17 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         Args:
             image_size (pair of `int`, *optional*): Height and width in pixels; the configuration's if not given.
         """
-        own, (rows, columns) = pair(self.image_size), self.placement_grid
+        own = pair(self.image_size)
+        rows, columns = self.placement_grid
         height, width = image_size or own
         if own[0] * width != own[1] * height:
             # An image of another shape has cells of about the same shape.
             rows, columns = coarsest_grid((height, width), rows * columns)
-        levels, points = self.num_placement_levels, pair(self.patch_size)
+        levels = self.num_placement_levels
         if levels is None:
+            patch_height, patch_width = pair(self.patch_size)
             # Two at least, as there is nothing to choose in one.
-            finer = max(height / (rows * points[0]), width / (columns * points[1]), 2)
+            finer = max(height / (rows * patch_height), width / (columns * patch_width), 2)
             levels = 1 + math.ceil(math.log2(finer) - 1e-9)
         return [(rows << level, columns << level) for level in range(levels)]
 
@@ -186,12 +168,17 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         return min(base + (num_tokens - base) // 3 * 3, most)
 
     def round_tokens(self, num_tokens: int) -> int:
-        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for: that of
-        `tokens_of_tree`, with its errors, if tokens are placed by content, else `num_tokens`."""
-        return self.tokens_of_tree(num_tokens) if self.placement == "content" else num_tokens
+        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for.
+
+        Raises:
+            ValueError: if so many tokens make no grid, or fewer than a tree has.
+        """
+        if self.placement == "content":
+            return self.tokens_of_tree(num_tokens)
+        return math.prod(self.grid_of(num_tokens))
 
     def grid_of(self, num_tokens: int) -> tuple[int, int]:
-        """Return the rows and columns of the grid of `num_tokens` tokens that embed patches.
+        """Return the rows and columns of the grid of `num_tokens` tokens.
 
         Raises:
             ValueError: if so many tokens make no grid.
@@ -200,39 +187,30 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             return self.token_grid
         return choose_grid(num_tokens, pair(self.image_size))
 
-    def validate_patch_sizes(self):
-        """Sizes of patches, grids and trees are positive."""
-        self._check_counts("num_placement_levels")
-        for name in ("patch_size", "token_grid", "placement_grid"):
-            if getattr(self, name) is not None:
-                self._check_sizes(name)
-
     def validate_placement(self):
-        """Tokens fill their grid, and fields of trees are those of trees."""
-        self._check_choices(
-            placement=PLACEMENTS, placement_rule=PLACEMENT_RULES, sampling_padding_mode=("border", "zeros")
-        )
+        """Sizes are positive, tokens fill their grid, and fields of trees are those of trees."""
+        self._check_choices(placement=("grid", "content"), placement_rule=PLACEMENT_RULES)
         self._check_rates("placement_random_share")
+        self._check_sizes("patch_size")
         if self.placement == "content":
             if self.token_grid is not None:
                 raise ValueError(f"`token_grid` is {self.token_grid} with `placement='content'`; leave it out.")
-            if self.num_placement_levels == 1:
-                raise ValueError("`num_placement_levels` is 1, expected 2 or more; `placement='grid'` has one.")
-            return
-        # Raises where there is none.
-        grid = self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size))
-        if math.prod(grid) != self.num_latent_tokens:
+            self._check_counts("num_placement_levels", low=2)
+            self._check_sizes("placement_grid")
+        elif math.prod(self.token_grid) != self.num_latent_tokens:
             raise ValueError(
-                f"`token_grid`={self.token_grid} has {math.prod(grid)} cells, expected "
+                f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "
                 f"`num_latent_tokens`={self.num_latent_tokens}."
             )
-
-    def validate_token_counts(self):
-        """Counts of tokens increase up to the largest, and each makes a grid or a tree."""
-        super().validate_token_counts()
-        # Raises where there is none.
-        for count in (*(self.elastic_token_counts or ()), self.default_num_tokens):
-            self.grid_of(count) if self.placement == "grid" else self.tokens_of_tree(count)
+        for count in (*self.trained_token_counts, self.default_num_tokens):
+            self.round_tokens(count)
 
 
-__all__ = ["PatchSparseFormerConfig"]
+@strict
+class PatchSparseFormerProjectionConfig(PatchSparseFormerConfig):
+    """Configuration of `PatchSparseFormerVisionModelWithProjection`, which `AutoModel` tells by its `model_type`."""
+
+    model_type = "patch_sparseformer_projection"
+
+
+__all__ = ["PatchSparseFormerConfig", "PatchSparseFormerProjectionConfig"]

@@ -1,10 +1,19 @@
-"""Gemma 3 and LLaVA-OneVision whose vision tower is a SparseFormer with a grid of patches: configurations."""
+"""LLaVA, PaliGemma, Gemma 3 and LLaVA-OneVision whose vision tower is a SparseFormer: configurations."""
 
 from huggingface_hub.dataclasses import strict
-from transformers import Gemma3Config, LlavaOnevisionConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    Gemma3Config,
+    LlavaConfig,
+    LlavaOnevisionConfig,
+    PaliGemmaConfig,
+    PreTrainedConfig,
+)
+from transformers.configuration_utils import SubConfigSpec
 
 from .configuration_base import HubConfigMixin, pair
-from .configuration_sparseformer import SparseFormerConfig, check_feature_layers, read_vision_config
+from .configuration_patch_sparseformer import PatchSparseFormerConfig
+from .configuration_sparseformer import SparseFormerConfig
 
 
 def image_grid(config: PreTrainedConfig) -> int:
@@ -14,63 +23,129 @@ def image_grid(config: PreTrainedConfig) -> int:
 
 
 @strict
-class SparseFormerGemma3Config(HubConfigMixin, Gemma3Config):
+class SparseFormerGridConfig(PreTrainedConfig):
     r"""
-    Configuration of a Gemma 3 with a SparseFormer as its vision tower.
-
-    It is `Gemma3Config`; the arguments that are not listed are explained there.
+    Configuration of a SparseFormer whose states lie on a grid, as those of the vision transformer that it replaces.
 
     Args:
-        vision_config (`SiglipVisionConfig` or `dict`, *optional*):
-            The tower that was replaced. Its `patch_size` is the size of a cell of the SparseFormer's grid.
-        tower_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The vision tower.
+        tower_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The SparseFormer.
+        image_size (`int`, *optional*, defaults to 224): Height and width of images in pixels.
+        patch_size (`int`, *optional*, defaults to 16): Height and width of a cell of the grid in pixels.
     """
 
-    model_type = "sparseformer_gemma3"
-    sub_configs = {**Gemma3Config.sub_configs, "tower_config": SparseFormerConfig}
+    model_type = "sparseformer_grid"
+    base_config_key = "vision_config"
+    sub_configs_defaults = {"tower_config": SubConfigSpec(AutoConfig, "sparseformer")}
 
     tower_config: dict | PreTrainedConfig | None = None
-
-    def __post_init__(self, **kwargs):
-        self.tower_config = read_vision_config(self.tower_config or {})
-        super().__post_init__(**kwargs)
+    image_size: int = 224
+    patch_size: int = 16
 
     @property
-    def tokens_per_grid(self) -> int:
-        """Tokens that the language model reads of a grid."""
+    def num_channels(self) -> int:
+        return self.tower_config.num_channels
+
+    @property
+    def hidden_size(self) -> int:
+        return self.tower_config.hidden_size
+
+    @property
+    def layer_norm_eps(self) -> float:
+        return self.tower_config.layer_norm_eps
+
+
+for config_class in (SparseFormerConfig, PatchSparseFormerConfig, SparseFormerGridConfig):
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
+@strict
+class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
+    """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`, and whose
+    `image_seq_length` follows from it."""
+
+    model_type = "sparseformer_llava"
+    sub_configs_defaults = {
+        **LlavaConfig.sub_configs_defaults,
+        "vision_config": SubConfigSpec(AutoConfig, "sparseformer"),
+    }
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.count_image_tokens()
+
+    def count_image_tokens(self):
+        """Set `image_seq_length`."""
+        vision = self.vision_config
+        drops_cls = self.vision_feature_select_strategy == "default"
+        self.image_seq_length = vision.default_num_tokens + vision.num_prefix_tokens - drops_cls
+
+    def validate_select_strategy(self):
+        """The strategy "default" leaves out the first token, which has to be [CLS]."""
+        if self.vision_feature_select_strategy == "default" and self.vision_config.num_prefix_tokens == 0:
+            raise ValueError(
+                '`vision_feature_select_strategy="default"` leaves out [CLS], and this SparseFormer has none; choose '
+                '"full".'
+            )
+
+
+@strict
+class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
+    """`PaliGemmaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`."""
+
+    model_type = "sparseformer_paligemma"
+    sub_configs_defaults = {
+        **PaliGemmaConfig.sub_configs_defaults,
+        "vision_config": SubConfigSpec(AutoConfig, "sparseformer"),
+    }
+
+    def __post_init__(self, **kwargs):
+        # `PaliGemmaConfig` would count patches.
+        super(PaliGemmaConfig, self).__post_init__(**kwargs)
+        if self.text_config.use_bidirectional_attention is None:
+            self.text_config.use_bidirectional_attention = True
+        self.vision_config.projection_dim = self.projection_dim
+
+    @property
+    def image_seq_length(self) -> int:
+        """Image tokens in the prompt."""
+        return self.vision_config.default_num_tokens + self.vision_config.num_prefix_tokens
+
+
+@strict
+class SparseFormerGemma3Config(HubConfigMixin, Gemma3Config):
+    """`Gemma3Config` whose `vision_config` is a `SparseFormerGridConfig`."""
+
+    model_type = "sparseformer_gemma3"
+    sub_configs_defaults = {
+        **Gemma3Config.sub_configs_defaults,
+        "vision_config": SubConfigSpec(SparseFormerGridConfig),
+    }
+
+    @property
+    def image_seq_length(self) -> int:
+        """Image tokens in the prompt."""
         return self.mm_tokens_per_image
 
 
 @strict
 class SparseFormerLlavaOnevisionConfig(HubConfigMixin, LlavaOnevisionConfig):
-    r"""
-    Configuration of a LLaVA-OneVision with a SparseFormer as its vision tower.
-
-    It is `LlavaOnevisionConfig`; the arguments that are not listed are explained there.
-
-    Args:
-        vision_config (`SiglipVisionConfig` or `dict`, *optional*):
-            The tower that was replaced. Its `patch_size` is the size of a cell of the SparseFormer's grid.
-        tower_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The vision tower.
-    """
+    """`LlavaOnevisionConfig` whose `vision_config` is a `SparseFormerGridConfig`."""
 
     model_type = "sparseformer_llava_onevision"
-    sub_configs = {**LlavaOnevisionConfig.sub_configs, "tower_config": SparseFormerConfig}
-
-    tower_config: dict | PreTrainedConfig | None = None
-
-    def __post_init__(self, **kwargs):
-        self.tower_config = read_vision_config(self.tower_config or {})
-        super().__post_init__(**kwargs)
+    sub_configs_defaults = {
+        **LlavaOnevisionConfig.sub_configs_defaults,
+        "vision_config": SubConfigSpec(SparseFormerGridConfig),
+    }
 
     @property
-    def tokens_per_grid(self) -> int:
-        """Tokens that the language model reads of a grid; a new line is one more."""
+    def image_seq_length(self) -> int:
+        """Image tokens of a tile in the prompt, without those that end its rows."""
         return image_grid(self) ** 2
 
-    def validate_feature_layer(self):
-        """The tower has the layers that are read of it."""
-        check_feature_layers(self.vision_feature_layer, self.tower_config)
 
-
-__all__ = ["SparseFormerGemma3Config", "SparseFormerLlavaOnevisionConfig"]
+__all__ = [
+    "SparseFormerGemma3Config",
+    "SparseFormerLlavaConfig",
+    "SparseFormerLlavaOnevisionConfig",
+    "SparseFormerPaliGemmaConfig",
+]

@@ -13,8 +13,8 @@ import frugalvit
 from .common.exported import ExportedModule
 from .common.loading import check_folder, load_pretrained, one_error, split_revision
 from .common.views import vision_config_of
+from .configuration.configuration_sparseformer import SparseFormerProjectionConfig
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
-from .registry import configuration_classes
 
 
 # Kinds of models that are expected, for messages.
@@ -22,26 +22,21 @@ COUNTED, SAVED = "a model to count", "a model of frugalvit or Transformers"
 
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
-    """The papers' models of all families, by name, each with the class of its configuration."""
-    families = [config_class for config_class in configuration_classes() if hasattr(config_class, "variants")]
-    return {name: config_class for config_class in families for name in config_class.variants()}
+    """Return the papers' models of all families, by name, each with the class of its configuration."""
+    families = [found for found in vars(frugalvit).values() if hasattr(found, "variants")]
+    plain = [found for found in families if not found.model_type.endswith("_projection")]
+    return {name: config_class for config_class in plain for name in config_class.variants()}
 
 
 def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class and the configuration of a vision model.
-
-    Args:
-        name (`str`): One of `variants()`, a model that ships, a model folder or a hub id.
-
-    Raises:
-        ValueError: if there is no such variant or model, or its architecture is unknown.
-    """
+    """Return the class and the configuration of a vision model: one of `variants()`, a model that ships, a model
+    folder or a hub id."""
     known = variants()
     if name in known:
         config = known[name].from_variant(name)
-        projects = getattr(config, "projection_dim", None) is not None
-        classifier = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
-        return SparseFormerVisionModelWithProjection if projects else classifier, config
+        if getattr(config, "projection_dim", None) is not None:
+            return SparseFormerVisionModelWithProjection, SparseFormerProjectionConfig.from_variant(name)
+        return transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)], config
     folder, revision = split_revision(name)
     if not Path(folder).is_dir() and "/" not in name:
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
@@ -56,27 +51,22 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         raise ValueError(f"{name!r} cannot be counted: {error}.") from error
     vision = vision_config_of(config)
     if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
-        raise ValueError(
-            f"{name!r} is a {found.__name__}, expected a vision model with `image_size` and `num_channels`."
-        )
+        raise ValueError(f"{name!r} is a {found.__name__}, expected a vision model with images of one size.")
     return found, config
 
 
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
-    """The image side of a CLIP or a LLaVA; other models as they are."""
+    """Return the image side of a CLIP or a LLaVA; other models as they are."""
     if vision_config_of(model.config) is not model.config:
-        return model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
+        side = model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
+        # Of a `SparseFormerGridTower`, the SparseFormer.
+        return getattr(side, "tower", side)
     return model
 
 
-def model_class(config) -> type[PreTrainedModel]:
-    """The class that a model was saved from, this package's or Transformers'.
-
-    Raises:
-        ValueError: if neither has it.
-    """
-    architecture = next(iter(config.architectures or ()), None) if isinstance(config.architectures, list) else None
-    architecture = architecture if isinstance(architecture, str) else "none"
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class that a model was saved from, this package's or Transformers'."""
+    architecture = str((getattr(config, "architectures", None) or ["none"])[0])
     # Ours first: the newest Transformers may have a class of the same name.
     found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):

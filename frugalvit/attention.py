@@ -1,11 +1,13 @@
 """Measurements of a vision transformer's attention: entropy, favorite neighbors and stable ranks."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
+from .common.scores import check_scores
 from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 
@@ -52,19 +54,13 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
         model (`PreTrainedModel`): A vision transformer of Transformers or of this package. For a convolutional model,
             only the stable rank is measured.
         batches (iterable of `torch.Tensor`): Pixel values `(batch, channels, height, width)`.
-
-    Returns:
-        `list[LayerStatistics]`: One a layer.
-
-    Raises:
-        ValueError: if there are no images, the model returns no hidden states, or some are not finite.
     """
     implementation = getattr(model.config, "_attn_implementation", None)
     attends = hasattr(model.config, "num_attention_heads")
     if attends:
         model.set_attn_implementation("eager")
     wanted = {"output_attentions": True} if attends else {}
-    count, sums = 0, {}
+    count, sums = 0, defaultdict(float)
     try:
         for pixel_values in batches:
             count += len(pixel_values)
@@ -72,34 +68,27 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
             for layer, states in enumerate(outputs.hidden_states[1:]):
                 # A feature map's positions are its tokens.
                 tokens = states.flatten(2).mT if states.ndim == 4 else states
-                if not tokens.isfinite().all():
-                    raise ValueError(
-                        f"Layer {layer} of this {type(model).__name__} returns NaN or infinite values: it diverged, "
-                        "or its weights are damaged."
-                    )
-                _add(sums, (layer, "rank"), stable_rank(tokens).sum())
+                check_scores(tokens, f"hidden states of layer {layer}")
+                sums["rank", layer] += stable_rank(tokens).sum()
             for layer, weights in enumerate((attends and outputs.attentions) or ()):
                 # Windows of an image count as one.
                 weights, share = weights.float(), len(pixel_values) / len(weights)
-                _add(sums, (layer, "maps"), share * weights.sum(0))
-                _add(sums, (layer, "entropy"), share * torch.special.entr(weights).sum(-1).mean(-1).sum(0))
+                sums["maps", layer] += share * weights.sum(0)
+                sums["entropy", layer] += share * torch.special.entr(weights).sum(-1).mean(-1).sum(0)
     finally:
         if attends:
             model.set_attn_implementation(implementation)
     if not count:
         raise ValueError("Got no images, expected at least one.")
-    if not sums:
-        raise ValueError(
-            f"{type(model).__name__} returns no hidden states of layers; expected a vision model that does."
-        )
-    grid = patch_grid(model.config)
-    means = {key: value.cpu() / count for key, value in sums.items()}
-    layers = 1 + max(layer for layer, _ in means)
-    return [_statistics(layer, means, grid) for layer in range(layers)]
-
-
-def _add(sums: dict, key, value: torch.Tensor):
-    sums[key] = sums[key] + value if key in sums else value
+    means, grid = {key: value.cpu() / count for key, value in sums.items()}, patch_grid(model.config)
+    statistics = []
+    for layer in range(sum(name == "rank" for name, _ in means)):
+        statistics.append(LayerStatistics(layer + 1, means["rank", layer].item()))
+        if ("maps", layer) in means:
+            statistics[-1].maps = means["maps", layer]
+            statistics[-1].entropy = means["entropy", layer].tolist()
+            statistics[-1].offset, statistics[-1].mass = favorite_neighbors(means["maps", layer], grid)
+    return statistics
 
 
 def patch_grid(config) -> tuple[int, int] | None:
@@ -110,19 +99,14 @@ def patch_grid(config) -> tuple[int, int] | None:
     return tuple(size // patch for size, patch in zip(pair(config.image_size), pair(patch), strict=True))
 
 
-def _statistics(layer: int, means: dict, grid: tuple[int, int] | None) -> LayerStatistics:
-    statistics = LayerStatistics(layer + 1, means[layer, "rank"].item())
-    if (layer, "maps") in means:
-        statistics.maps = means[layer, "maps"]
-        statistics.entropy = means[layer, "entropy"].tolist()
-        positions = grid[0] * grid[1] if grid else 0
-        if 0 < positions <= statistics.maps.shape[-1]:
-            among_patches = statistics.maps[:, -positions:, -positions:]
-            offsets = [offset for offset in kernel_offsets(2 * REACH + 1) if impulse_matrix(*grid, offset).any()]
-            masses = torch.stack(
-                [interior_mass(among_patches, impulse_matrix(*grid, offset)) for offset in offsets], dim=1
-            )
-            best = masses.max(dim=1)
-            statistics.mass = best.values.tolist()
-            statistics.offset = [offsets[index] for index in best.indices.tolist()]
-    return statistics
+def favorite_neighbors(maps: torch.Tensor, grid: tuple[int, int] | None) -> tuple[list[tuple[int, int]], list[float]]:
+    """The `offset` and `mass` of `LayerStatistics`, given its `maps` and the grid of patches."""
+    positions = grid[0] * grid[1] if grid else 0
+    if not 0 < positions <= maps.shape[-1]:
+        return [], []
+    impulses = {offset: impulse_matrix(*grid, offset) for offset in kernel_offsets(2 * REACH + 1)}
+    impulses = {offset: matrix for offset, matrix in impulses.items() if matrix.any()}
+    among_patches = maps[:, -positions:, -positions:]
+    masses = torch.stack([interior_mass(among_patches, matrix) for matrix in impulses.values()], dim=1)
+    best = masses.max(dim=1)
+    return [list(impulses)[index] for index in best.indices.tolist()], best.values.tolist()

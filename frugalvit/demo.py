@@ -20,7 +20,6 @@ from .predict import draw_predictions, predict
 
 
 TITLE = "frugalvit: vision transformers that need less"
-INTRODUCTION = "Choose a model and an image, or drop in your own. SparseFormers show where their tokens look."
 MAX_PIXELS, CACHE_SECONDS = 50_000_000, 3_600
 
 
@@ -30,10 +29,7 @@ def make_parser() -> CommandParser:
         description="Serve a page: choose a model, an image and a number of tokens, see labels and where tokens look.",
     )
     parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="folders or hub ids (@revision, too) of image classifiers (default: those that ship)",
+        "models", nargs="*", metavar="MODEL", help="folders or hub ids of classifiers (default: those that ship)"
     )
     parser.add_argument("--host", help="address to serve on (default: this machine alone)")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
@@ -45,8 +41,6 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    if arguments.port is not None and not 1 <= arguments.port <= 65_535:
-        raise ValueError(f"--port is {arguments.port}, expected a number from 1 to 65535.")
     models = arguments.models or shipped_classifiers()
     folders = {Path(model).name: model for model in models}
     if len(folders) < len(models):
@@ -76,7 +70,6 @@ def shipped_classifiers() -> list[Path]:
 def write_examples(folder: Path) -> list[str]:
     """Write embedded test images into a folder and return their paths."""
     paths = [str(folder / f"{index}.png") for index in range(8)]
-    # One file, as a Space does not bring the training images.
     images = str(shipped_images("cifar10") / "test.parquet")
     for index, record in enumerate(load_images(images, f"train[:{len(paths)}]")):
         decode_image(record["image"], index).save(paths[index])
@@ -92,48 +85,43 @@ def import_gradio():
 
 
 def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_code: bool, examples: list[str]):
-    """Build a `gradio.Blocks` for models by their names, with images to try."""
+    """Build a `gradio.Interface` for models by their names, with images to try."""
     gr = import_gradio()
 
     @functools.lru_cache(maxsize=4)
     def load(name: str):
         return load_image_classifier(folders[name], device, trust_remote_code)
 
-    def update_slider(name: str):
-        counts = token_counts(load(name)[0])
-        if not counts:
-            return gr.update(visible=False)
-        label = f"Tokens: {', '.join(map(str, counts))}"
-        return gr.update(value=counts[-1], minimum=counts[0], maximum=counts[-1], label=label, visible=True)
-
-    def show(name: str, file: str | None, num_tokens: int):
+    def show(file: str | None, name: str, num_tokens: int):
         if file is None:
-            return None, gr.update(visible=False)
+            return None, None
         model, image_processor = load(name)
         nearest = min(token_counts(model), key=lambda count: abs(count - num_tokens), default=None)
         try:
-            labels, figure = look(model, image_processor, read_image(file, MAX_PIXELS), nearest)
+            return look(model, image_processor, read_image(file, MAX_PIXELS), nearest)
         # Decoders of broken files raise more than OSError.
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise gr.Error(f"Cannot show the image: {error}") from error
-        return labels, gr.update(value=figure, visible=figure is not None)
 
-    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(CACHE_SECONDS, CACHE_SECONDS)) as page:
-        gr.Markdown(f"# {TITLE}\n\n{INTRODUCTION}")
-        with gr.Row():
-            with gr.Column():
-                model = gr.Dropdown(list(folders), value=next(iter(folders)), label="Model")
-                # As a file, so that its size is checked before it is decoded.
-                image = gr.Image(type="filepath", image_mode=None, label="Image", height=300)
-                tokens = gr.Slider(1, 1_024, 1_024, step=1, visible=False)
-            labels = gr.Label(num_top_classes=5, label="Labels")
-        gr.Examples(examples, image, label="Images to try")
-        figure = gr.Plot(label="Where the tokens look", visible=False)
-        gr.on([page.load, model.change], update_slider, model, tokens, api_visibility="private")
-        # `tokens.release`, not `tokens.change`: a new model would be drawn twice.
-        shown = [model.change, image.change, tokens.release]
-        gr.on(shown, show, [model, image, tokens], [labels, figure], api_name="look")
-    return page
+    return gr.Interface(
+        show,
+        [
+            # As a file, so that its size is checked before it is decoded.
+            gr.Image(type="filepath", image_mode=None, label="Image", height=300),
+            gr.Dropdown(list(folders), value=next(iter(folders)), label="Model"),
+            gr.Slider(1, 256, 256, step=1, label="Tokens, the nearest number that the model is made for"),
+        ],
+        [gr.Label(num_top_classes=5, label="Labels"), gr.Plot(label="Where the tokens look")],
+        examples=[[path] for path in examples],
+        title=TITLE,
+        description="Choose a model and an image, or drop in your own. SparseFormers show where their tokens look.",
+        api_name="look",
+        live=True,
+        flagging_mode="never",
+        cache_examples=False,
+        analytics_enabled=False,
+        delete_cache=(CACHE_SECONDS, CACHE_SECONDS),
+    )
 
 
 def token_counts(model: PreTrainedModel) -> list[int]:

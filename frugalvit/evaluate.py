@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import math
-from fractions import Fraction
 from pathlib import Path
 
 from .common.choices import DTYPES, OPEN_CLIP, QUANTIZATIONS
@@ -27,131 +26,44 @@ from .common.prompts import SCIENCEQA_PROMPT
 from .common.tables import format_table
 
 
-# How answers about ImageNet's relatives are judged, see `evaluation.imagenet`.
+# How answers on ImageNet's relatives are judged, see `evaluation.imagenet`.
 PROTOCOLS = {
     "labels": "the data set's labels",
-    "imagenet-v2": "ImageNet-V2, whose folders are named 0 to 999",
-    "imagenet-real": "ImageNet's validation images with the ReaL labels; images without any do not count",
-    "imagenet-a": "ImageNet-A, whose 200 classes alone are compared",
+    "imagenet-v2": "ImageNet-V2, with folders named 0 to 999",
+    "imagenet-real": "ImageNet's validation images with the ReaL labels",
+    "imagenet-a": "ImageNet-A, comparing its 200 classes alone",
 }
 
 
-def make_parser() -> CommandParser:
-    parser = CommandParser(prog="frugalvit evaluate", description="How good a model is on a task.")
-    tasks = parser.add_subparsers(title="tasks", dest="task", required=True, metavar="TASK")
-    for add in (
-        add_classification,
-        add_knn,
-        add_linear,
-        add_segmentation,
-        add_zero_shot,
-        add_retrieval,
-        add_scienceqa,
-    ):
-        add(tasks)
-    return parser
-
-
-def add_classification(tasks) -> None:
-    parser = tasks.add_parser(
-        "classification",
-        help="top-1 and top-5 accuracy of an image classifier",
-        description="Top-1 and top-5 accuracy of an image classifier, with the model's own image processor.",
-    )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id (@revision, too)")
+def add_classification_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--protocol",
         choices=list(PROTOCOLS),
         default="labels",
         help="; ".join(f"{name}: {text}" for name, text in PROTOCOLS.items()) + " (default: %(default)s)",
     )
-    parser.add_argument("--attack", choices=["fgsm"], help="attack the images by the fast gradient sign method")
-    parser.add_argument(
-        "--eps", type=share, default=1 / 255, help="step of the attack, of colors in 0..1 (default: 1/255)"
-    )
-    parser.add_argument("--occlude", choices=["center"], help="hide the middle of the images")
-    parser.add_argument("--ratio", type=share, default=0.25, help="hidden share of the area (default: %(default)s)")
+    parser.add_argument("--attack", choices=["fgsm"], help="fast gradient sign method, step 1/255 of the color range")
+    parser.add_argument("--occlude", choices=["center"], help="hide the middle quarter of each image")
     add_token_arguments(parser)
     add_image_arguments(parser)
     parser.add_argument(
-        "--class-names",
-        nargs="+",
-        metavar="NAME",
-        help="names of the labels 0, 1, …, as the model has them, or its numbers, where the data set has others",
+        "--class-names", nargs="+", metavar="NAME", help="names or numbers in the model of the labels 0, 1, …"
     )
 
 
-def share(text: str) -> float:
-    """A number above 0 and up to 1, also as a fraction, for argparse."""
-    try:
-        value = float(Fraction(text))
-    except (ValueError, ZeroDivisionError) as error:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number or a fraction such as 1/255") from error
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected more than 0 and at most 1")
-    return value
-
-
-def add_feature_arguments(parser: argparse.ArgumentParser):
-    """Add options for the model, the images to learn from and those to judge by."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="FOLDER",
-        help="folder or hub id (@revision, too) of a SparseFormer, a vision transformer with or without classifier or "
-        "a CLIP, or open_clip:MODEL:PRETRAINED",
-    )
+def add_knn_arguments(parser: argparse.ArgumentParser) -> None:
     add_image_arguments(parser)
     add_training_images_arguments(parser)
+    parser.add_argument("--neighbors", type=positive, default=20, help="number of voters (default: %(default)s)")
 
 
-def add_two_towers_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options for a CLIP and for the model that may take the place of its image side."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="FOLDER",
-        help=f"folder or hub id (@revision, too) of a CLIP or SigLIP, {OPEN_CLIP}MODEL:PRETRAINED, or exported CLIP",
-    )
-    parser.add_argument(
-        "--vision-model",
-        metavar="FOLDER",
-        help="SparseFormer to take the place of its image side, as `frugalvit bootstrap` wrote it",
-    )
+def add_linear_arguments(parser: argparse.ArgumentParser) -> None:
+    add_image_arguments(parser)
+    add_training_images_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0, help="chooses the held-back images (default: %(default)s)")
 
 
-def add_knn(tasks) -> None:
-    parser = tasks.add_parser(
-        "knn",
-        help="accuracy of the nearest neighbors of a model's features",
-        description="Top-1 and top-5 accuracy of nearest neighbors: an image is of the class for which the most "
-        "similar labeled images vote, by cosine, with weights exp(cosine / 0.07) (DINO, Caron et al. 2021). Nothing "
-        "is trained. Features are what the model's classifier reads, or its pooled token.",
-    )
-    add_feature_arguments(parser)
-    parser.add_argument("--neighbors", type=positive, default=20, help="that vote (default: %(default)s)")
-
-
-def add_linear(tasks) -> None:
-    parser = tasks.add_parser(
-        "linear",
-        help="accuracy of a linear classifier on a model's frozen features",
-        description="Top-1 and top-5 accuracy of a linear probe: logistic regression on standardized features of the "
-        "frozen model, whose penalty a fifth of the training images chooses. Features are what the model's classifier "
-        "reads, or its pooled token.",
-    )
-    add_feature_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of what is held back (default: %(default)s)")
-
-
-def add_segmentation(tasks) -> None:
-    parser = tasks.add_parser(
-        "segmentation",
-        help="mean IoU, mean accuracy and pixel accuracy of a semantic segmentation model",
-        description="Mean IoU, mean accuracy and pixel accuracy at the resolution of the masks, of images resized to "
-        "the model's size as a whole or, with --window, seen through a window that slides over them.",
-    )
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="model folder or hub id (@revision, too)")
+def add_segmentation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset",
         nargs="+",
@@ -160,111 +72,107 @@ def add_segmentation(tasks) -> None:
     )
     add_part_arguments(parser)
     parser.add_argument("--mask-column", help="where there are several")
-    parser.add_argument("--ignored-labels", type=int, nargs="+", default=[], help="that do not count, besides 255")
-    parser.add_argument(
-        "--reduce-labels",
-        action="store_true",
-        help="0 does not count, 1 is first (default: as the model's image processor says)",
-    )
-    parser.add_argument(
-        "--window", type=positive, nargs="+", help="pixels of a window, one number or height and width, that slides"
-    )
-    parser.add_argument("--stride", type=positive, help="of the window (default: two thirds of its shorter side)")
-    parser.add_argument("--shorter-side", type=positive, help="of images under the window (default: the window's)")
-    parser.add_argument("--flip", action="store_true", help="average with what the mirrored image gives")
+    parser.add_argument("--ignored-labels", type=int, nargs="+", default=[], help="labels to ignore besides 255")
+    parser.add_argument("--reduce-labels", action="store_true", help="ignore 0 and count from 1")
+    parser.add_argument("--window", type=positive, nargs="+", help="side, or height and width, of a sliding window")
     add_limit_argument(parser)
-    parser.add_argument(
-        "--picture",
-        metavar="FILE",
-        help="draw images, true and predicted classes, and what the tokens of a SparseFormer do, into this .png, .pdf "
-        "or .svg",
-    )
-    parser.add_argument("--drawn", type=positive, nargs="+", default=[1, 2, 3], help="which, from 1 (default: 1 2 3)")
     add_skip_argument(parser)
     add_loop_arguments(parser, batch_size=16)
 
 
-def add_zero_shot(tasks) -> None:
-    parser = tasks.add_parser(
-        "zero-shot",
-        help="accuracy of a CLIP that has only read the names of the classes",
-        description="Top-1 and top-5 accuracy of a CLIP that compares images with sentences about each class, with "
-        "the mean of their embeddings (Radford et al. 2021).",
-    )
-    add_two_towers_arguments(parser)
-    parser.add_argument(
-        "--classes",
-        metavar="FILE",
-        help="names of the labels 0, 1, …, one a line, or `imagenet` for the 1,000 names that open_clip ships "
-        "(default: the data set's own)",
-    )
+def add_vision_model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--vision-model", metavar="FOLDER", help="SparseFormer in the place of the CLIP's image side")
+
+
+def add_zero_shot_arguments(parser: argparse.ArgumentParser) -> None:
+    add_vision_model_argument(parser)
+    parser.add_argument("--classes", metavar="FILE", help="class names, one a line, or `imagenet`")
     parser.add_argument(
         "--templates",
         metavar="FILE",
         default="imagenet",
-        help="sentences with {} for the name, one a line, or `imagenet` for the 80 that open_clip ships (default), or "
-        "`simple` for its 7",
+        help="sentences with {} for the name, one a line, or open_clip's `imagenet` (80, default) or `simple` (7)",
     )
     add_image_arguments(parser)
 
 
-def add_retrieval(tasks) -> None:
-    parser = tasks.add_parser(
-        "retrieval",
-        help="recall of images by text and of text by images",
-        description="Recall at 1, 5 and 10, in percent, of the captions of each image among all captions (one of an "
-        "image's captions suffices), and of the image of each caption among all images.",
-    )
-    add_two_towers_arguments(parser)
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        required=True,
-        help="Karpathy's .json of COCO or Flickr30k, or parquet files with a column of images and one of captions, a "
-        "list of texts",
-    )
-    parser.add_argument("--image-folder", type=Path, help="where the images of a .json lie")
-    parser.add_argument("--split", default="test", help="of a .json (default: test)")
-    parser.add_argument("--caption-column", default="captions", help="default: captions")
+def add_retrieval_arguments(parser: argparse.ArgumentParser) -> None:
+    add_vision_model_argument(parser)
+    parser.add_argument("--dataset", required=True, metavar="FILE", help="Karpathy's .json of COCO or Flickr30k")
+    parser.add_argument("--image-folder", type=Path, required=True, help="folder of the images")
+    parser.add_argument("--split", default="test", help="default: test")
     add_limit_argument(parser)
     add_worker_argument(parser)
     add_exact_argument(parser)
     add_loop_arguments(parser)
 
 
-def add_scienceqa(tasks) -> None:
-    parser = tasks.add_parser(
-        "scienceqa",
-        help="accuracy of a LLaVA on multiple-choice questions",
-        description="Accuracy of a LLaVA on ScienceQA, in all and of questions with and without an image. An answer "
-        "that names no option counts as wrong.",
-    )
-    parser.add_argument(
-        "--model", required=True, metavar="FOLDER", help="folder or hub id (@revision, too) of a LLaVA"
-    )
+def add_scienceqa_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dataset",
         nargs="+",
         required=True,
-        help="hub id (derek-thomas/ScienceQA) or parquet files with the columns image, question, choices, answer and, "
-        "if there is context, hint",
+        help="hub id (derek-thomas/ScienceQA) or parquet files with image, question, choices, answer and hint",
     )
     parser.add_argument("--split", help="default: test; files given directly are one part, train")
-    parser.add_argument(
-        "--prompt",
-        default=SCIENCEQA_PROMPT,
-        help="with {image} and {question} (default: that of LLaVA 1.5: %(default)r)",
-    )
-    parser.add_argument("--max-new-tokens", type=positive, default=8, help="default: 8")
+    parser.add_argument("--prompt", default=SCIENCEQA_PROMPT, help="default: LLaVA 1.5's, with {image} and {question}")
     parser.add_argument("--limit", type=positive, help="take only the first questions")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="hold the language model's weights so (pip install 'frugalvit[quantize]')",
-    )
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the language model (needs frugalvit[quantize])")
     add_device_map_argument(parser)
     add_loop_arguments(parser, batch_size=8)
+
+
+FOLDER = "folder or hub id (@revision, too)"
+EMBEDS = f"SparseFormer, vision transformer or CLIP: {FOLDER}, or {OPEN_CLIP}MODEL:PRETRAINED"
+CLIP = f"CLIP or SigLIP: {FOLDER}, {OPEN_CLIP}MODEL:PRETRAINED, or exported folder"
+# Name: function that adds options, help for --model, description.
+TASKS = {
+    "classification": (add_classification_arguments, FOLDER, "Top-1 and top-5 accuracy of an image classifier."),
+    "knn": (
+        add_knn_arguments,
+        EMBEDS,
+        "Accuracy of nearest neighbors by a model's features. The most similar labeled images vote, by cosine, with "
+        "weights exp(cosine / 0.07) (DINO, Caron et al. 2021).",
+    ),
+    "linear": (
+        add_linear_arguments,
+        EMBEDS,
+        "Accuracy of a linear classifier on a model's frozen features. Logistic regression on standardized features, "
+        "whose penalty is chosen on a fifth of the training images.",
+    ),
+    "segmentation": (
+        add_segmentation_arguments,
+        FOLDER,
+        "Mean IoU, mean accuracy and pixel accuracy of a semantic segmentation model.",
+    ),
+    "zero-shot": (
+        add_zero_shot_arguments,
+        CLIP,
+        "Zero-shot accuracy of a CLIP. Images are compared with the mean embedding of sentences about each class "
+        "(Radford et al. 2021).",
+    ),
+    "retrieval": (
+        add_retrieval_arguments,
+        CLIP,
+        "Recall of images by text and of text by images. In percent at 1, 5 and 10, among all images and captions.",
+    ),
+    "scienceqa": (
+        add_scienceqa_arguments,
+        FOLDER,
+        "Accuracy of a LLaVA on ScienceQA's multiple-choice questions. An answer that names no option is wrong.",
+    ),
+}
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(prog="frugalvit evaluate", description="Evaluate a model on a task.")
+    tasks = parser.add_subparsers(title="tasks", dest="task", required=True, metavar="TASK")
+    for name, (add_arguments, model, description) in TASKS.items():
+        task = tasks.add_parser(name, help=description.partition(".")[0], description=description)
+        task.add_argument("--model", required=True, metavar="FOLDER", help=model)
+        add_arguments(task)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,22 +24,15 @@ def check_page(name: str):
 
 
 def write_page(folder: Path, title: str):
-    """Write the page and the runtime, fetched by npm, beside an exported model.
-
-    Raises:
-        ValueError: if npm cannot fetch it.
-    """
+    """Write the page and the runtime, fetched by npm, beside an exported model."""
     page = Path(__file__).with_name("page").joinpath("index.html").read_text(encoding="utf-8")
     write_text(folder / "index.html", page.replace("TITLE", html.escape(title)))
-    # npm itself looks for updates and asks for money unless told otherwise.
     command = [shutil.which("npm"), "pack", PACKAGE, "--silent", "--no-update-notifier", "--no-fund"]
     with tempfile.TemporaryDirectory() as aside:
         process = subprocess.run(command, cwd=aside, capture_output=True, text=True, check=False)
         archives = list(Path(aside).glob("*.tgz"))
         if process.returncode or not archives:
-            last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ValueError(f"npm cannot fetch {PACKAGE} ({last}).")
+            raise ValueError(f"npm cannot fetch {PACKAGE}: {process.stderr.strip() or 'no message'}")
         with tarfile.open(archives[0]) as archive:
             for name in RUNTIME_FILES:
-                with (folder / name).open("wb") as file:
-                    shutil.copyfileobj(archive.extractfile(f"package/dist/{name}"), file)
+                (folder / name).write_bytes(archive.extractfile(f"package/dist/{name}").read())

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from transformers import PreTrainedConfig
 
 from .common.decoding import CorruptImageError, read_image, read_record
 from .common.exported import is_exported
@@ -23,36 +24,36 @@ from .common.views import size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
 
 
-def check_adaptive(model: nn.Module):
-    """Raise a ValueError unless a model classifies with several numbers of tokens."""
-    if not hasattr(model, "classify_adaptively"):
-        raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {type(model).__name__}.")
-    if len(model.config.trained_token_counts) == 1:
-        raise ValueError(
-            f"A confidence needs a model for several numbers of tokens, and this one is made for "
-            f"{model.config.num_latent_tokens} alone; frugalvit bootstrap --student MODEL --num_tokens … "
-            "makes it one."
-        )
+def class_scores(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor:
+    """Turn logits into scores by `config.problem_type`: sigmoids of a multi-label model, the numbers of a regression,
+    otherwise softmax probabilities."""
+    logits = logits.float()
+    if config.problem_type == "regression":
+        return logits
+    return logits.sigmoid() if config.problem_type == "multi_label_classification" else logits.softmax(-1)
 
 
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
-    """Apply a command's --num-tokens to its model, and check that the model can do what --confidence asks for."""
+    """Set a model's number of tokens, if one is given; raise a ValueError if it cannot choose by confidence."""
+    name = type(model).__name__
     if num_tokens is not None:
         if not hasattr(model, "set_num_tokens"):
-            raise ValueError(f"--num-tokens is for SparseFormers; got a {type(model).__name__}.")
+            raise ValueError(f"--num-tokens is for SparseFormers; got a {name}.")
         model.set_num_tokens(num_tokens)
     if confidence is not None:
-        check_adaptive(model)
+        if not hasattr(model, "classify_adaptively"):
+            raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {name}.")
+        if len(model.config.trained_token_counts) == 1:
+            raise ValueError(
+                f"A confidence needs a model for several numbers of tokens, not for {model.config.num_latent_tokens} "
+                "alone; frugalvit bootstrap --student MODEL --num_tokens … makes one of it."
+            )
 
 
 class _Application:
-    """A model that is called with any number of images, and yields an array for each, in order.
+    """A model that is called with any number of images and yields an array for each, in order."""
 
-    On a CPU, the linear layers of a model that is loaded here are packed where that makes them faster
-    (`pack_linear_layers`).
-    """
-
-    # Of what is yielded, for messages.
+    # Kind of the arrays, for messages.
     what: str
 
     def __init__(
@@ -71,24 +72,18 @@ class _Application:
     ):
         """
         Args:
-            model (`str`, `os.PathLike` or `nn.Module`): Name of a model that ships, folder, hub id, or a loaded model,
-                which is put into evaluation mode and used where and as it is.
+            model (`str`, `os.PathLike` or `nn.Module`): Model that ships, folder, hub id, or a loaded model.
             image_processor (*optional*): The image processor of a loaded model.
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
-            batch_size (`int`, *optional*, defaults to 32): Images that the model is given at once.
+            batch_size (`int`, *optional*, defaults to 32): Images at a time.
             num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
-            exact (`bool`, *optional*, defaults to `False`): Decode images whole and ask the model's own image
-                processor, see `Reader`.
-            dtype (`str`, *optional*, defaults to `"float32"`): Type of the weights of a model that is loaded here:
-                `"float32"`, `"bfloat16"`, or `"auto"`, bfloat16 where a product of matrices shows that the device is
-                fast at it.
+            exact (`bool`, *optional*, defaults to `False`): Decode images whole and use the model's image processor.
+            dtype (`str`, *optional*, defaults to `"float32"`): Type of loaded weights: `"float32"`, `"bfloat16"`, or
+                `"auto"`, bfloat16 where the device is fast at it.
             return_errors (`bool`, *optional*, defaults to `False`): Yield a `CorruptImageError` in the place of an
                 image that cannot be read, rather than raise it.
-            device (`str`, *optional*): Where to put a model that is loaded here; an accelerator if there is one.
+            device (`str`, *optional*): By default an accelerator if there is one.
             trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with a model.
-
-        Raises:
-            ValueError: if there is no such model, it has not so many tokens, or a number makes no sense.
         """
         if batch_size < 1 or num_workers < 0:
             raise ValueError(f"Got batch_size={batch_size} and num_workers={num_workers}, expected 1 or more and 0.")
@@ -97,37 +92,29 @@ class _Application:
         if isinstance(model, nn.Module):
             if image_processor is None:
                 raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
-            self.model, self.image_processor = model.eval(), image_processor
+            model.eval()
         else:
-            self.model, self.image_processor = self._load(model, device, trust_remote_code)
-            own = next(self.model.parameters(), None)
-            fast = own is not None and dtype == "auto" and choose_mixed_precision(own.device) == "bf16"
-            if own is not None and (fast or dtype == "bfloat16"):
-                self.model.to(torch.bfloat16)
-            pack_linear_layers(self.model)
+            model, image_processor = self._load(model, device, trust_remote_code)
+            own = next(model.parameters(), torch.empty(0)).device
+            if dtype == "bfloat16" or dtype == "auto" and choose_mixed_precision(own) == "bf16":
+                model.to(torch.bfloat16)
+            pack_linear_layers(model)
         if num_tokens is not None:
-            self._check_tokens(num_tokens)
+            parts = [part for part in model.modules() if hasattr(part, "check_num_tokens")]
+            if not parts:
+                raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
+            parts[0].check_num_tokens(num_tokens)
+        self.model, self.image_processor = model, image_processor
         self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
         self.return_errors = return_errors
-        self.reader = Reader(image_maker(self.image_processor), share_read(self.model, num_tokens), exact)
-        parameter = next(self.model.parameters(), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
-        self.dtype = torch.float32 if parameter is None else parameter.dtype
+        self.reader = Reader(image_maker(image_processor), share_read(model, num_tokens), exact)
+        # An exported program has no parameters.
+        parameter = next(model.parameters(), torch.empty(0))
+        self.device, self.dtype = parameter.device, parameter.dtype
 
     def __call__(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
-        """Yield an array for each image, in order.
-
-        Threads decode up to two batches ahead, so memory does not grow with the number of images. A batch is computed
-        once it is full or the images end: for single answers, give a list of one.
-
-        Args:
-            images (iterable): Paths, encoded images (`bytes`), `PIL.Image.Image`s, or undecoded records of `datasets`,
-                also mixed. It may have no end.
-
-        Raises:
-            ValueError: if `images` is a single image; while iterating, if an item is no image.
-            CorruptImageError: while iterating, for an image that cannot be read, without `return_errors`.
-        """
+        """Yield an array for each image, in order. Images are paths, `bytes`, `PIL.Image.Image`s or undecoded records
+        of `datasets`, also without end. Threads decode up to two batches ahead."""
         if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
         return self._arrays(images)
@@ -135,13 +122,15 @@ class _Application:
     def _arrays(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
         pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
-            read = [self._result(future) for _, future in batch]
+            read = [future.result() for _, future in batch]
             pixels = [each for each in read if isinstance(each, torch.Tensor)]
             found = iter(self._compute(self.reader.batch(pixels)) if pixels else ())
             for each in read:
+                if isinstance(each, CorruptImageError) and not self.return_errors:
+                    raise each
                 yield next(found) if isinstance(each, torch.Tensor) else each
 
-    def _read(self, item: tuple[int, object]) -> torch.Tensor:
+    def _read(self, item: tuple[int, object]) -> torch.Tensor | CorruptImageError:
         index, image = item
         if isinstance(image, str | os.PathLike):
             image = Path(image)
@@ -151,37 +140,19 @@ class _Application:
             raise ValueError(
                 f"Image {index} is a {type(image).__name__}, expected a path, bytes, a PIL image or a record."
             )
-        at_least = self.reader.at_least
+        read = read_image if isinstance(image, Path | io.BytesIO) else read_record
         try:
-            if isinstance(image, Path | io.BytesIO):
-                return self.reader.pixels(read_image(image, at_least=at_least))
-            return self.reader.pixels(read_record(image, at_least))
+            return self.reader.pixels(read(image, at_least=self.reader.at_least))
         # Decoders raise whatever a broken file leads them to.
         except Exception as error:
             name = f" {str(image)!r}" if isinstance(image, Path) else ""
-            raise CorruptImageError(f"Image {index}{name} cannot be read ({first_line(error)}).") from error
+            return CorruptImageError(f"Image {index}{name} cannot be read ({first_line(error)}).")
 
-    def _result(self, future) -> torch.Tensor | CorruptImageError:
-        try:
-            return future.result()
-        except CorruptImageError as error:
-            if not self.return_errors:
-                raise
-            return error
-
+    @torch.inference_mode()
     def _compute(self, pixel_values: torch.Tensor) -> np.ndarray:
-        with torch.inference_mode():
-            found = self._run(pixel_values.to(self.device, self.dtype)).float().cpu()
+        found = self._run(pixel_values.to(self.device, self.dtype)).float().cpu()
         check_scores(found, self.what)
         return found.numpy()
-
-    def _check_tokens(self, num_tokens: int):
-        parts = [part for part in self.model.modules() if hasattr(part, "check_num_tokens")]
-        if not parts:
-            raise ValueError(
-                f"`num_tokens` is {num_tokens}, and the tokens of a {type(self.model).__name__} cannot be chosen."
-            )
-        parts[0].check_num_tokens(num_tokens)
 
 
 class Embedder(_Application):
@@ -198,12 +169,9 @@ class Embedder(_Application):
 
     def __init__(self, model: str | os.PathLike | nn.Module, image_processor=None, **options):
         super().__init__(model, image_processor, **options)
-        self._embed = image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
+        self._run = image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
 
     __init__.__doc__ = _Application.__init__.__doc__
-
-    def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self._embed(pixel_values)
 
     @staticmethod
     def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:
@@ -215,7 +183,7 @@ class Embedder(_Application):
 
 
 class Classifier(_Application):
-    """Probabilities of the classes of images, `(classes,)` float32 each: softmax, or of multi-label models sigmoids.
+    """Scores of the classes of images, `(classes,)` float32 each, see `class_scores`.
 
     ```python
     classify = frugalvit.Classifier("caltech101-sparseformer", num_tokens=16)
@@ -231,35 +199,23 @@ class Classifier(_Application):
     """
 
     what = "scores"
+    _load = staticmethod(load_image_classifier)
 
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        image_processor=None,
-        *,
-        confidence: float | None = None,
-        **options,
-    ):
+    def __init__(self, model, image_processor=None, *, confidence: float | None = None, **options):
         super().__init__(model, image_processor, **options)
         if confidence is not None and self.num_tokens is not None:
             raise ValueError("Got `num_tokens` and `confidence`, which chooses them for each image; give one of both.")
-        if confidence is not None:
-            check_adaptive(self.model)
+        choose_tokens(self.model, None, confidence)
         self.confidence = confidence
         names = self.model.config.id2label
         self.labels = [names[index] for index in range(len(names))]
-        self._multi_label = self.model.config.problem_type == "multi_label_classification"
 
     __init__.__doc__ = _Application.__init__.__doc__
 
     def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
         if self.confidence is not None:
-            logits = self.model.classify_adaptively(pixel_values, self.confidence).logits.float()
+            logits = self.model.classify_adaptively(pixel_values, self.confidence).logits
         else:
             chosen = {} if self.num_tokens is None else {"num_tokens": self.num_tokens}
-            logits = self.model(pixel_values, **chosen).logits.float()
-        return logits.sigmoid() if self._multi_label else logits.softmax(-1)
-
-    @staticmethod
-    def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:
-        return load_image_classifier(name, device, trust_remote_code)
+            logits = self.model(pixel_values, **chosen).logits
+        return class_scores(self.model.config, logits)

@@ -10,22 +10,21 @@ from transformers import PreTrainedModel
 
 from .architectures import COUNTED, architecture_of, image_side, variants
 from .common.command_line import CommandParser, add_device_argument, positive
-from .common.contender import as_students, measure_speeds
 from .common.loading import check_complete, choose_device, load_image_processor, one_error, split_revision
 from .common.macs import count_macs
 from .common.resources import shipped_checkpoints
+from .common.speed import images_per_second
 from .common.tables import format_table
 from .common.views import size_made_by
-from .configuration.configuration_base import pair
-from .configuration.configuration_sparseformer_base import is_sparseformer
+from .configuration.configuration_base import is_sparseformer, pair
+from .contenders import WithTokens
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit info",
         description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
-        "without and with attention's two products; of a CLIP or a LLaVA, those of its image side. Nothing is "
-        "downloaded or computed for the variants. Of the weights in folders, shapes are looked at, not values.",
+        "without and with attention's two products; of a CLIP or a LLaVA, those of its image side.",
     )
     parser.add_argument(
         "models",
@@ -37,8 +36,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--speed",
         action="store_true",
-        help="also measure images a second of the models that are named, with each number of tokens that they are "
-        "made for; they take turns, with random weights",
+        help="measure images per second, too, with each number of tokens that a model is trained for",
     )
     parser.add_argument("--batch-size", type=positive, default=8, help="of --speed: images at a time (default: 8)")
     add_device_argument(parser)
@@ -59,22 +57,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def describe(name: str) -> dict[str, object]:
-    """Count the tokens, parameters and multiply-accumulates of a model.
-
-    Args:
-        name (`str`): One of `variants()`, a model that ships, a model folder or a hub id.
+    """Count the tokens, parameters and multiply-accumulates of a model: one of `variants()`, one that ships, a model
+    folder or a hub id.
 
     Returns:
-        `dict`: `name`; `tokens`, with [CLS], as the papers count, `None` for a feature map; `image_size` in pixels, an
-        `int`, or height and width if they differ; `parameters`; `macs` and `macs_with_attention`, see `count_macs`.
-
-    Raises:
-        ValueError: if there is no such variant or model, or its architecture is unknown.
+        `dict`: `name`; `tokens`, with [CLS], `None` for a feature map; `image_size` in pixels, an `int`, or height and
+        width if they differ; `parameters`; `macs` and `macs_with_attention`, see `count_macs`.
     """
     architecture, config = architecture_of(name)
     folder = Path(split_revision(name)[0])
     if folder.is_dir():
-        # Its weights' header is read, and nothing of them.
+        # Only the weights' header is read.
         options = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
         with one_error(name, COUNTED):
             model, report = architecture.from_pretrained(folder, **options)
@@ -96,33 +89,27 @@ def describe(name: str) -> dict[str, object]:
 
 
 def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torch.device) -> list[dict[str, object]]:
-    """Measure models with each number of tokens that they are made for, in float32, ten passes of each in turns.
-
-    Args:
-        rows (sequence of `dict`): Rows of `describe`.
-        batch_size (`int`), device (`torch.device`): Images at a time, and where they are computed.
-
-    Returns:
-        `list[dict]`: A row for each number: those of `describe` with its costs, `num_tokens`, which a call chooses
-        (`None` without a choice), and `images/s`.
-    """
-    found, contenders = [], []
+    """Measure the models of rows of `describe`, with random weights, and return a row for each number of tokens that
+    they are trained for, with its costs, `num_tokens` (`None` without a choice) and `images/s`."""
+    found, models, images = [], {}, {}
     for row in rows:
         architecture, config = architecture_of(row["name"])
         vision = image_side(architecture._from_config(config)).eval().to(device)
-        size = pair(row["image_size"])
-        for contender in as_students(vision, size, vision.config.num_channels):
-            macs = count_macs(contender.model, size, vision.config.num_channels)._asdict()
-            tokens = {"tokens": contender.tokens or row["tokens"], "num_tokens": contender.num_tokens}
-            found.append(row | macs | tokens)
-            contenders.append(contender)
-    speeds = measure_speeds(contenders, batch_size, rounds=10)
-    return [row | {"images/s": speed} for row, speed in zip(found, speeds, strict=True)]
+        config, size = vision.config, pair(row["image_size"])
+        for count in getattr(config, "trained_token_counts", [None]):
+            model = vision if count is None else WithTokens(vision, count)
+            tokens = row["tokens"] if count is None else config.num_prefix_tokens + count
+            images[len(found)] = torch.randn(batch_size, config.num_channels, *size).to(device)
+            models[len(found)] = model
+            macs = count_macs(model, size, config.num_channels)._asdict()
+            found.append(row | macs | {"tokens": tokens, "num_tokens": count})
+    speeds = images_per_second(models, images, rounds=10)
+    return [row | {"images/s": speeds[number]} for number, row in enumerate(found)]
 
 
 def _image_size(folder: Path, vision: PreTrainedModel) -> tuple[int, int]:
-    """Height and width of a model's images. For a DINOv2, the image processor beside it tells: its configuration names
-    the size that its positions are for, whatever size it is used with."""
+    """Height and width of a model's images. A DINOv2's configuration has the size of its positions, so its image
+    processor is read."""
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
         return size_made_by(load_image_processor(folder, False, COUNTED))
     return pair(vision.config.image_size)

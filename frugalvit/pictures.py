@@ -1,10 +1,9 @@
-"""Pictures of the places where tokens look, and of segmentations."""
+"""Pictures of the places where tokens look."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -41,14 +40,13 @@ def draw_rois(
     captions: Sequence[str] | None = None,
     all_steps: bool = False,
 ) -> Figure:
-    """Draw where the tokens look, one row an image: the image, token RoIs of the first, third and last focusing step,
+    """Draw where the tokens look, one row per image: the image, token RoIs of the first, third and last focusing step,
     and the last sampling points (figure 3 of the bootstrapping paper), or the RoIs after every adjustment (figures 1
     and 2 of its supplement).
 
-    RoIs are relative to the model's input. If the image processor cropped the image, draw on the cropped view, which
-    `restore_images` of `common/views.py` makes from the pixel values. If more than 16 tokens overlap, 16 of them are
-    drawn. A token keeps its color in all panels. RoIs may leave the image: a light margin, the same in all panels,
-    shows up to 0.15 image sides beyond each edge.
+    RoIs are relative to the model's input: if the image processor crops images, draw on the cropped view, see
+    `restore_images`. If more than 16 tokens overlap, 16 of them are drawn. A light margin shows up to 0.15 image sides
+    beyond each edge.
 
     Args:
         images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels.
@@ -62,7 +60,7 @@ def draw_rois(
     Returns:
         `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
     """
-    images = [_to_array(image) for image in images]
+    images = [_to_numpy(image).clip(0, 1).transpose(1, 2, 0).repeat(3 // len(image), axis=2) for image in images]
     steps = [_to_numpy(step) for step in rois]
     points = [_to_numpy(sampling_points[-1])] if len(sampling_points) else []
     shown = range(len(steps)) if all_steps or len(steps) <= 3 else (0, 2, len(steps) - 1)
@@ -73,66 +71,30 @@ def draw_rois(
     count = (steps or points or [np.empty((1, 0))])[0].shape[1]
     drawn = _drawn_tokens(steps, count)
     which = "One color per token" if len(drawn) == count else f"{len(drawn)} of {count} tokens, one color each"
-    figure, panels = _make_panels(images, headings, captions, f"{which}; light gray lies outside the image.")
-    for row, image in enumerate(images):
-        for column, axes in enumerate(panels[row]):
+
+    heights = [PANEL_SIZE * image.shape[0] / image.shape[1] + (0.25 if captions else 0) for image in images]
+    heights[0] += 0.25
+    width = PANEL_SIZE * len(headings)
+    figure = Figure((width, sum(heights) + 0.35), dpi=200, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03)
+    legend = f"{which}; light gray lies outside the image."
+    figure.supxlabel(legend, x=0.99, ha="right", fontsize=FONT_SIZE - 1, color=LEGEND_COLOR)
+    parts = figure.subfigures(len(images), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for row, (image, part) in enumerate(zip(images, parts, strict=True)):
+        if captions:
+            # Characters are at most as wide as two thirds of their size.
+            caption = " ".join(captions[row].split())[: int(width * 72 / (0.67 * FONT_SIZE))]
+            part.suptitle(caption, x=0.01, ha="left", fontsize=FONT_SIZE, color=TEXT_COLOR, parse_math=False)
+        panels = part.subplots(1, len(headings), squeeze=False)[0]
+        for column, (axes, heading) in enumerate(zip(panels, headings, strict=True)):
+            if row == 0:
+                axes.set_title(heading, fontsize=FONT_SIZE + 0.5, color=TEXT_COLOR, pad=4)
             _draw_image(axes, image, margin, faded=column > 0)
             if 0 < column <= len(shown):
                 _draw_boxes(axes, steps[shown[column - 1]][row][drawn], image.shape)
             elif column > 0:
                 _draw_points(axes, points[0][row][drawn], image.shape)
-    return figure
-
-
-def draw_segmentation(
-    images: Sequence[torch.Tensor],
-    masks: Sequence[torch.Tensor],
-    predictions: Sequence[torch.Tensor],
-    class_names: Sequence[str],
-    *,
-    rois: torch.Tensor | None = None,
-    token_maps: torch.Tensor | None = None,
-    ignore_index: int = 255,
-) -> Figure:
-    """Draw the segmentation of images, one row each: the image, the true classes, the predicted ones and, for a
-    SparseFormer, the token RoIs and the token with the largest share of each pixel.
-
-    Args:
-        images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels.
-        masks, predictions (sequences of `torch.Tensor`): `(height, width)` class numbers, at any resolution.
-        class_names (sequence of `str`): For the legend.
-        rois (`torch.Tensor`, *optional*): `outputs.rois[-1]`, `(batch, tokens, 4)`.
-        token_maps (`torch.Tensor`, *optional*): `outputs.token_maps`, `(batch, tokens, height, width)`.
-        ignore_index (`int`, *optional*, defaults to 255): Class number that does not count; it stays white.
-    """
-    images = [_to_array(image) for image in images]
-    headings = ["Input", "Truth", "Prediction"]
-    headings += ["Token RoIs"] * (rois is not None) + ["Token with the largest share"] * (token_maps is not None)
-    # Steps of the golden ratio around the hues, in three lightnesses: neighbors differ.
-    index = np.arange(len(class_names))
-    hsv = [index * 0.618034 % 1, np.full(len(index), 0.65), np.array([0.95, 0.7, 0.45])[index % 3]]
-    colors = matplotlib.colors.hsv_to_rgb(np.stack(hsv, axis=1))
-    figure, panels = _make_panels(images, headings)
-    handles = [
-        Rectangle((0, 0), 1, 1, color=color, label=name) for color, name in zip(colors, class_names, strict=True)
-    ]
-    columns = min(2 * len(headings), len(handles))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=FONT_SIZE - 1, frameon=False)
-    for row, image in enumerate(images):
-        picture, *others = panels[row]
-        _draw_image(picture, image)
-        for axes, classes in zip(others, (masks[row], predictions[row]), strict=False):
-            classes = torch.as_tensor(classes).cpu().numpy()
-            known = (classes < len(colors)) & (classes != ignore_index)
-            _draw_image(axes, np.where(known[..., None], colors[np.where(known, classes, 0)], 1.0), shape=image.shape)
-        if rois is not None:
-            boxes = _to_numpy(rois[row])
-            _draw_image(others[2], image, faded=True)
-            _draw_boxes(others[2], boxes[_drawn_tokens([boxes[None]], len(boxes))], image.shape)
-        if token_maps is not None:
-            shares = _to_numpy(token_maps[row])
-            tokens = TOKEN_COLORS(np.linspace(0, 1, len(shares)))[:, :3]
-            _draw_image(others[-1], tokens[shares.argmax(0)], shape=image.shape)
     return figure
 
 
@@ -158,37 +120,9 @@ def check_picture_path(path: str | os.PathLike) -> Path:
     return check_file_path(path)
 
 
-def _make_panels(
-    images: Sequence[np.ndarray], headings: Sequence[str], captions: Sequence[str] | None = None, legend: str = ""
-) -> tuple[Figure, list[list[Axes]]]:
-    """A figure with a row of panels for each image, headings above the first and a caption above each."""
-    heights = [PANEL_SIZE * image.shape[0] / image.shape[1] + (0.25 if captions else 0) for image in images]
-    heights[0] += 0.25
-    width = PANEL_SIZE * len(headings)
-    figure = Figure((width, sum(heights) + 0.35), dpi=200, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03)
-    figure.supxlabel(legend, x=0.99, ha="right", fontsize=FONT_SIZE - 1, color=LEGEND_COLOR)
-    panels = []
-    for row, part in enumerate(figure.subfigures(len(images), 1, height_ratios=heights, squeeze=False)[:, 0]):
-        panels.append(list(part.subplots(1, len(headings), squeeze=False)[0]))
-        if captions:
-            # Characters are at most as wide as two thirds of their size.
-            caption = " ".join(captions[row].split())[: int(width * 72 / (0.67 * FONT_SIZE))]
-            part.suptitle(caption, x=0.01, ha="left", fontsize=FONT_SIZE, color=TEXT_COLOR, parse_math=False)
-    for axes, heading in zip(panels[0], headings, strict=True):
-        axes.set_title(heading, fontsize=FONT_SIZE + 0.5, color=TEXT_COLOR, pad=4)
-    return figure, panels
-
-
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     # Boxes can run far off, or to infinity in half precision; all that matters is that they are outside.
     return np.nan_to_num(torch.as_tensor(tensor).detach().float().cpu().numpy()).clip(-100, 100)
-
-
-def _to_array(image: torch.Tensor) -> np.ndarray:
-    """`(channels, height, width)` to `(height, width, 3)`."""
-    return torch.as_tensor(image).detach().float().cpu().clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
 def _drawn_tokens(steps: Sequence[np.ndarray], count: int) -> list[int]:
@@ -198,17 +132,14 @@ def _drawn_tokens(steps: Sequence[np.ndarray], count: int) -> list[int]:
     return np.linspace(0, count - 1, shown).round().astype(int).tolist()
 
 
-def _draw_image(
-    axes: Axes, image: np.ndarray, margin: float = MIN_MARGIN, faded: bool = False, shape: Sequence[int] | None = None
-) -> None:
-    """Draw an image, a pale gray one, or, over the place of an image of that shape, a map of colors; axes count pixels
-    from the upper left corner."""
-    height, width = (shape or image.shape)[:2]
+def _draw_image(axes: Axes, image: np.ndarray, margin: float, faded: bool) -> None:
+    """Draw an image, or a pale gray one; axes count pixels from the upper left corner."""
+    height, width = image.shape[:2]
     if faded:
         image = np.repeat(0.57 + 0.43 * (image @ np.array([0.299, 0.587, 0.114]))[..., None], 3, axis=2)
         axes.set_facecolor("#f2f2f2")
     # Interpolation keeps images of 32 pixels recognizable.
-    axes.imshow(image, extent=(0, width, height, 0), interpolation="nearest" if shape else "bicubic")
+    axes.imshow(image, extent=(0, width, height, 0), interpolation="bicubic")
     axes.add_patch(Rectangle((0, 0), width, height, fill=False, edgecolor=OUTLINE_COLOR, linewidth=0.4))
     axes.set(xlim=(-margin * width, (1 + margin) * width), ylim=((1 + margin) * height, -margin * height))
     axes.set(xticks=[], yticks=[])

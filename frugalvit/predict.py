@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, tee
 from pathlib import Path
 
 import torch
@@ -22,15 +22,14 @@ from .common.command_line import (
     add_trust_argument,
     positive,
 )
-from .common.image_files import decode_file, find_files, find_images, readable
+from .common.decoding import CorruptImageError
+from .common.image_files import find_files, find_images
 from .common.loading import load_image_classifier
 from .common.packing import pack_linear_layers
-from .common.reading import Reader, read_ahead, share_read
-from .common.resources import checkpoint_path
 from .common.scores import check_scores
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
-from .inference import choose_tokens
+from .inference import Classifier, choose_tokens, class_scores
 
 
 # Images that are drawn, and those of a picture.
@@ -42,32 +41,24 @@ def make_parser() -> CommandParser:
         prog="frugalvit predict",
         description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
     )
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders, 'photos/*.jpg', .parquet files")
     parser.add_argument(
-        "images",
-        nargs="+",
-        metavar="IMAGE",
-        help="image files, folders, patterns such as 'photos/*.jpg', .parquet files",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="FOLDER",
-        help="model folder, hub id (@revision, too) or name of one that ships (default: cifar10-sparseformer)",
+        "--model", default="cifar10-sparseformer", metavar="FOLDER", help="folder, hub id or name of one that ships"
     )
     parser.add_argument("--image-column", help="of parquet files, where names and types do not tell")
-    parser.add_argument("--top", type=positive, default=5, help="labels for each image (default: 5)")
+    parser.add_argument("--top", type=positive, default=5, help="labels for each image")
     parser.add_argument("--limit", type=positive, help="take only this many images")
     parser.add_argument(
         "--rois",
         metavar="FILE",
-        help="draw the input, the token RoIs of the first, third and last focusing step and the last sampling points "
-        f"(at most {MAX_DRAWN} images, {PAGE} a picture) into this .png, .webp, .pdf or .svg, further ones numbered",
+        help=f"draw where tokens look into this .png, .webp, .pdf or .svg: {MAX_DRAWN} images, {PAGE} a picture",
     )
     parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_reading_arguments(parser)
     add_exact_argument(parser)
     add_token_arguments(parser)
-    parser.add_argument("--batch-size", type=positive, default=32, help="images at a time (default: 32)")
+    parser.add_argument("--batch-size", type=positive, default=32, help="images at a time")
     add_device_argument(parser)
     add_trust_argument(parser)
     return parser
@@ -76,56 +67,50 @@ def make_parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.all_steps and not arguments.rois:
-        parser.error("argument --all-steps: name the picture with --rois FILE")
     if arguments.rois and arguments.confidence is not None:
         parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
-    # What costs little is checked before the model is loaded.
     paths = find_images(arguments.images, None if arguments.skip_corrupt else arguments.limit)
     if arguments.rois:
         from .pictures import check_picture_path, save_figure
 
         check_picture_path(arguments.rois)
-    model, image_processor = load_image_classifier(
-        arguments.model or checkpoint_path("cifar10-sparseformer"), arguments.device, arguments.trust_remote_code
-    )
+    model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     if arguments.rois and not has_rois(model):
-        raise ValueError(
-            f"--rois: {type(model).__name__} has no RoIs to draw, expected a SparseFormer. Leave --rois out or choose "
-            "another --model."
-        )
-
+        raise ValueError(f"--rois: {type(model).__name__} has no RoIs to draw, expected a SparseFormer as --model.")
     choose_tokens(model, arguments.num_tokens, arguments.confidence)
-    confidence = arguments.confidence
     pack_linear_layers(model)
-
-    reader = Reader(image_processor, share_read(model), arguments.exact)
-
-    def read(file: tuple[str, Path | dict]) -> torch.Tensor:
-        return reader.pixels(decode_file(file[1], file[0], at_least=reader.at_least))
-
-    files = read_ahead(
-        read, find_files(paths, arguments.image_column), 2 * arguments.batch_size, arguments.num_workers
+    predictor = _Predictor(
+        model,
+        image_processor,
+        confidence=arguments.confidence,
+        batch_size=arguments.batch_size,
+        num_workers=arguments.num_workers,
+        exact=arguments.exact,
+        return_errors=True,
     )
-    images = islice(readable(files, arguments.skip_corrupt), arguments.limit)
+    predictor.options = {"top": arguments.top, "output_rois": bool(arguments.rois)}
+    found = find_files(paths, arguments.image_column)
+    names, files = tee(found if arguments.skip_corrupt else islice(found, arguments.limit))
     drawn, captions, results, count = [], [], [], 0
-    with tqdm(desc="predict", unit=" images", leave=False, disable=None) as progress:
-        while batch := list(islice(images, arguments.batch_size)):
-            draws = bool(arguments.rois) and len(drawn) < MAX_DRAWN
-            pixel_values = reader.batch([pixels for _, pixels in batch])
-            predictions = predict_pixels(model, image_processor, pixel_values, arguments.top, draws, confidence)
-            for (name, _), prediction in zip(batch, predictions, strict=True):
-                if arguments.json:
-                    labels = [{"label": label, "score": score} for label, score in prediction.labels]
-                    tokens = {} if confidence is None else {"num_tokens": prediction.num_tokens}
-                    results.append({"image": name, "labels": labels} | tokens)
-                else:
-                    tqdm.write(format_prediction(name, prediction))
-                if draws and len(drawn) < MAX_DRAWN:
-                    drawn.append(prediction)
-                    captions.append(f"{printable(Path(name).name)}: {format_labels(prediction.labels[:3])}")
-            count += len(batch)
-            progress.update(len(batch))
+    predictions = tqdm(predictor(file for _, file in files), "predict", leave=False, disable=None)
+    for (name, _), prediction in zip(names, predictions, strict=False):
+        if isinstance(prediction, CorruptImageError):
+            if not arguments.skip_corrupt:
+                raise ValueError(f"Cannot read {name!r}: {prediction} To go on without such images: --skip-corrupt.")
+            tqdm.write(f"Left out: cannot read {printable(f'{name}: {prediction}')}", file=sys.stderr)
+            continue
+        if arguments.json:
+            labels = [{"label": label, "score": score} for label, score in prediction.labels]
+            tokens = {} if arguments.confidence is None else {"num_tokens": prediction.num_tokens}
+            results.append({"image": name, "labels": labels} | tokens)
+        else:
+            tqdm.write(format_prediction(name, prediction))
+        if arguments.rois and len(drawn) < MAX_DRAWN:
+            drawn.append(prediction)
+            captions.append(f"{printable(Path(name).name)}: {format_labels(prediction.labels[:3])}")
+        count += 1
+        if count == arguments.limit:
+            break
     if not count:
         raise ValueError("None of the images can be read.")
     if arguments.json:
@@ -141,35 +126,31 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass
 class Prediction:
-    """A model's labels of an image, and where its tokens looked.
-
-    Args:
-        labels (`list`): Pairs of label and score, the best first.
-        num_tokens (`int`, *optional*): Latent tokens that were needed, where the model's confidence decided.
-        view (`torch.Tensor`, *optional*): `(channels, height, width)`, 0 to 1: the image as the model saw it.
-        rois (`list`): `(tokens, 4)` after every adjustment.
-        sampling_points (`list`): `(tokens, points, 2)` of every sampling.
-    """
+    """A model's labels of an image, the best first, and where its tokens looked."""
 
     labels: list[tuple[str, float]]
+    # Latent tokens, where the model's confidence decided.
     num_tokens: int | None = None
+    # The image as the model saw it, (channels, height, width), 0 to 1.
     view: torch.Tensor | None = None
+    # (tokens, 4) after every adjustment, and, of the papers' models, (tokens, points, 2) of every sampling.
     rois: list[torch.Tensor] = field(default_factory=list)
     sampling_points: list[torch.Tensor] = field(default_factory=list)
+    regression: bool = False
 
 
-def predict(
-    model: PreTrainedModel,
-    image_processor,
-    images: Sequence[Image.Image],
-    top: int = 5,
-    output_rois: bool = False,
-    confidence: float | None = None,
-) -> list[Prediction]:
-    """Label RGB images in one batch: prepare them by the image processor, and call `predict_pixels`."""
-    return predict_pixels(
-        model, image_processor, prepare_images(image_processor, images), top, output_rois, confidence
-    )
+class _Predictor(Classifier):
+    """A `Classifier` that yields a `Prediction` for each image."""
+
+    def _compute(self, pixel_values: torch.Tensor) -> list[Prediction]:
+        return predict_pixels(
+            self.model, self.image_processor, pixel_values, confidence=self.confidence, **self.options
+        )
+
+
+def predict(model: PreTrainedModel, image_processor, images: Sequence[Image.Image], **options) -> list[Prediction]:
+    """Label RGB images in one batch; options as in `predict_pixels`."""
+    return predict_pixels(model, image_processor, prepare_images(image_processor, images), **options)
 
 
 @torch.no_grad()
@@ -181,50 +162,32 @@ def predict_pixels(
     output_rois: bool = False,
     confidence: float | None = None,
 ) -> list[Prediction]:
-    """Label a batch of prepared images.
-
-    Args:
-        model (`PreTrainedModel`): An image classifier of this project or of Transformers.
-        image_processor: Its image processor, whose normalization is undone for `Prediction.view`.
-        pixel_values (`torch.Tensor`): `(batch, channels, height, width)`, normalized.
-        top (`int`, *optional*, defaults to 5): Labels for each image.
-        output_rois (`bool`, *optional*, defaults to `False`): Return RoIs too; the model must have them.
-        confidence (`float`, *optional*): Without RoIs, spend few tokens on images whose class is so sure, see
-            `SparseFormerForImageClassification.classify_adaptively`.
-
-    Returns:
-        `list[Prediction]`: One for each image, on the CPU. Scores are sigmoids for multi-label models and softmax
-        probabilities otherwise.
-
-    Raises:
-        ValueError: if the model's scores are no numbers, or are not as many as there are names of classes.
-    """
+    """Label a batch of prepared images, `(batch, channels, height, width)`; their normalization by the image processor
+    is undone for `Prediction.view`."""
+    config = model.config
     if confidence is None:
         outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
     else:
         outputs = model.classify_adaptively(pixel_values.to(model.device), confidence)
-    logits = outputs.logits.float()
-    check_scores(logits)
-    if logits.shape[-1] != len(model.config.id2label):
-        raise ValueError(
-            f"The model computes {logits.shape[-1]} scores, and its config.json has names of "
-            f"{len(model.config.id2label)} classes."
-        )
-    multi_label = model.config.problem_type == "multi_label_classification"
-    scores, indices = (logits.sigmoid() if multi_label else logits.softmax(-1)).topk(min(top, logits.shape[-1]))
+    check_scores(outputs.logits)
+    classes = outputs.logits.shape[-1]
+    if classes != len(config.id2label):
+        raise ValueError(f"The model has {classes} scores, and its config.json names {len(config.id2label)} classes.")
+    scores, indices = class_scores(config, outputs.logits).topk(min(top, classes))
     predictions = [
-        Prediction([(model.config.id2label[index], score) for index, score in zip(*row, strict=True)])
+        Prediction(
+            [(config.id2label[index], score) for index, score in zip(*row, strict=True)],
+            regression=config.problem_type == "regression",
+        )
         for row in zip(indices.tolist(), scores.tolist(), strict=True)
     ]
-    if confidence is not None:
-        for prediction, count in zip(predictions, outputs.num_tokens.tolist(), strict=True):
-            prediction.num_tokens = count
-    if output_rois:
-        pixel_values = restore_images(image_processor, pixel_values)
-        for i, prediction in enumerate(predictions):
-            prediction.view = pixel_values[i]
+    for i, prediction in enumerate(predictions):
+        if confidence is not None:
+            prediction.num_tokens = outputs.num_tokens[i].item()
+        if output_rois:
+            prediction.view = restore_images(image_processor, pixel_values[i : i + 1])[0]
             prediction.rois = [step[i].cpu() for step in outputs.rois]
-            prediction.sampling_points = [step[i].cpu() for step in outputs.sampling_points]
+            prediction.sampling_points = [step[i].cpu() for step in getattr(outputs, "sampling_points", None) or ()]
     return predictions
 
 
@@ -235,9 +198,9 @@ def draw_predictions(
     from .pictures import draw_rois
 
     rois = [torch.stack(step) for step in zip(*(prediction.rois for prediction in predictions), strict=True)]
-    points = torch.stack([prediction.sampling_points[-1] for prediction in predictions])
+    points = [torch.stack(step) for step in zip(*(each.sampling_points[-1:] for each in predictions), strict=True)]
     views = [prediction.view for prediction in predictions]
-    return draw_rois(views, rois, [points], captions=captions, all_steps=all_steps)
+    return draw_rois(views, rois, points, captions=captions, all_steps=all_steps)
 
 
 def format_labels(labels: Sequence[tuple[str, float]]) -> str:
@@ -246,5 +209,6 @@ def format_labels(labels: Sequence[tuple[str, float]]) -> str:
 
 def format_prediction(name: str, prediction: Prediction) -> str:
     tokens = "" if prediction.num_tokens is None else f" ({prediction.num_tokens} tokens)"
-    lines = [f"{score:8.1%}  {printable(label)}" for label, score in prediction.labels]
+    number = "8.5g" if prediction.regression else "8.1%"
+    lines = [f"{score:{number}}  {printable(label)}" for label, score in prediction.labels]
     return "\n".join([f"{printable(name)}{tokens}", *lines])

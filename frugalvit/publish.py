@@ -12,29 +12,26 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-import jinja2
 import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
-from jinja2.sandbox import SandboxedEnvironment
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_model
 from .common.command_line import CommandParser
-from .common.exported import ExportedModule, is_exported, read_report
-from .common.files import COMPANIONS, EXPORT_FILES, forget_code, is_picture_of, read_json, whole_folder
+from .common.files import COMPANIONS, forget_code, is_picture_of, whole_folder
 from .common.loading import load_image_processor
 from .common.resources import locate_model
-from .modeling.hub import HubModel, auto_class, model_card
-from .space import write_space
+from .modeling.hub import HubModel
+from .modeling.model_card import auto_class, model_card
 from .without_package import outputs_of
 
 
-# The name that cards give to a model without a name on the hub.
+# The name in cards of a model without a name on the hub.
 UNNAMED = "path/or/id"
 ACCESS_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
@@ -44,13 +41,10 @@ def make_parser() -> CommandParser:
     parser.add_argument("model", metavar="FOLDER", help="a model, for example the output folder of a training")
     parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
     parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
-    parser.add_argument("--card", metavar="FILE", help="model card (default: the one in FOLDER, or a short one)")
-    parser.add_argument("--results", metavar="RESULTS", help="folder of JSON files for --card, a Jinja template")
     parser.add_argument("--dry-run", action="store_true", help="try everything, upload nothing")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument("--license", help="of the model, for its card, for example apache-2.0")
     parser.add_argument("--no-code", action="store_true", help="write OUT without code: it needs frugalvit")
-    parser.add_argument("--space", action="store_true", help="publish a Space: `frugalvit demo` with this classifier")
     parser.add_argument("--private", action="store_true", help="make a new hub repository private")
     return parser
 
@@ -58,71 +52,58 @@ def make_parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
     arguments.model = locate_model(arguments.model)
-    if arguments.results and not arguments.card:
-        raise ValueError("--results has numbers for a template; name it with --card.")
+    if arguments.output and Path(arguments.output).resolve() == Path(arguments.model).resolve():
+        raise ValueError(f"--output {arguments.output} is the model's own folder; choose another.")
     if arguments.repo_id:
         validate_repo_id(arguments.repo_id)
         if "/" not in arguments.repo_id:
             raise ValueError(f"REPO_ID is {arguments.repo_id!r}, expected owner/name.")
-    if arguments.no_code and arguments.repo_id:
-        raise ValueError("--no-code is for folders: models of a hub repository load where frugalvit is not installed.")
+        if arguments.no_code:
+            raise ValueError("--no-code is for folders: a hub repository loads where frugalvit is not installed.")
     with prepared(arguments) as folder:
         for path in sorted(folder.iterdir()):
-            size = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
-            print(f"{size:>12,}  {path.name}")
+            print(f"{path.stat().st_size:>12,}  {path.name}")
         uploads = arguments.repo_id and not arguments.dry_run
         if uploads:
-            upload(folder, arguments.repo_id, arguments.private, arguments.space)
+            upload(folder, arguments.repo_id, arguments.private)
         print(f"Uploaded to {arguments.repo_id}." if uploads else "Nothing was uploaded.")
     if arguments.output:
         print(f"Wrote {arguments.output}.")
 
 
-def upload(folder: Path, repo_id: str, private: bool = False, space: bool = False):
-    """Upload a folder in one commit, to a model repository or a Space, which is created if it does not exist."""
-    api, repo_type = HfApi(), "space" if space else "model"
-    sdk = {"space_sdk": "gradio"} if space else {}
+def upload(folder: Path, repo_id: str, private: bool = False):
+    """Upload a folder in one commit to a repository, which is created if it does not exist."""
+    api = HfApi()
     try:
-        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True, repo_type=repo_type, **sdk).repo_id
-        if private and not api.repo_info(repo_id, repo_type=repo_type).private:
-            raise ValueError(f"--private: {repo_id} is there and public; change that on the hub or give another name.")
-        api.upload_folder(repo_id=repo_id, folder_path=folder, repo_type=repo_type, commit_message="Upload model")
+        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
+        if private and not api.repo_info(repo_id).private:
+            raise ValueError(f"--private: {repo_id} exists and is public; change that on the hub or use another name.")
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload model")
     except (HTTPError, OfflineModeIsEnabled) as error:
         raise OSError(f"Cannot upload to {repo_id}: {error or type(error).__name__}") from error
 
 
 @contextmanager
 def prepared(arguments: argparse.Namespace) -> Iterator[Path]:
-    """The folder to upload, which stays at `arguments.output`, if given, if the block succeeds."""
-    source = Path(arguments.model)
-    model = None if is_exported(source) else load_model(arguments.model)
+    """Yield the folder to upload, which stays at `arguments.output`, if given, if the block succeeds."""
+    model = load_model(arguments.model)
     with (
         tempfile.TemporaryDirectory() as aside,
-        whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite) as whole,
+        whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite) as folder,
     ):
-        folder = whole / "models" / source.resolve().name if arguments.space else whole
-        folder.mkdir(parents=True, exist_ok=True)
-        if model is not None:
-            save_compact(model, folder)
-        copy_companions(source, folder, ("config.json", *EXPORT_FILES, *COMPANIONS) if model is None else COMPANIONS)
-        card = write_card(arguments, model, folder)
-        if model is None:
-            for name in read_report(folder)["parts"]:
-                ExportedModule(folder, name)
-        else:
-            check_outputs(folder)
-        if arguments.no_code or arguments.space:
+        save_compact(model, folder)
+        copy_companions(Path(arguments.model), folder)
+        write_card(arguments, model, folder)
+        check_outputs(folder)
+        if arguments.no_code:
             for path in folder.glob("*.py"):
                 path.unlink()
             forget_code(folder)
-        if arguments.space:
-            write_space(whole, folder.name, card.data.license)
-        yield whole
+        yield folder
 
 
 def save_compact(model: PreTrainedModel, folder: Path):
-    """Save a float32 model with half-precision tensors that load as float32, as CPUs compute slowly in half precision.
-    Tensors that the model keeps in float32 stay float32."""
+    """Save a float32 model with half-precision tensors that load as float32, but those that it keeps in float32."""
     strict = tuple(model._keep_in_fp32_modules_strict or ())
     weights = {
         name: tensor.to(torch.float16) if tensor.is_floating_point() and not name.endswith(strict) else tensor
@@ -140,26 +121,22 @@ def save_compact(model: PreTrainedModel, folder: Path):
         forget_code(folder)
 
 
-def copy_companions(source: Path, folder: Path, patterns: tuple[str, ...]):
-    """Copy the files whose names match, and the pictures of the card."""
+def copy_companions(source: Path, folder: Path):
+    """Copy the card with its pictures, processors and tokenizers."""
     card = source / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     for path in sorted(source.glob("*")):
-        if is_picture_of(text, path) or any(fnmatch(path.name, pattern) for pattern in patterns):
+        if is_picture_of(text, path) or any(fnmatch(path.name, pattern) for pattern in COMPANIONS):
             # It may lead to a private file.
             if path.is_symlink():
                 raise ValueError(f"{str(path)!r} is a link; put the file itself there, or remove it.")
             shutil.copyfile(path, folder / path.name)
 
 
-def write_card(arguments: argparse.Namespace, model: PreTrainedModel | None, folder: Path) -> ModelCard:
-    """Write the card of the folder to upload. The hub checks its metadata at upload."""
+def write_card(arguments: argparse.Namespace, model: PreTrainedModel, folder: Path):
+    """Complete the card of the folder to upload."""
     file = folder / "README.md"
-    if arguments.results:
-        file.write_text(render_card(arguments.card, arguments.results), encoding="utf-8")
-    elif arguments.card:
-        shutil.copyfile(arguments.card, file)
-    elif model is not None and not file.is_file():
+    if not file.is_file():
         model_card(model).save(file)
     try:
         card = ModelCard.load(file)
@@ -173,42 +150,8 @@ def write_card(arguments: argparse.Namespace, model: PreTrainedModel | None, fol
     text = file.read_text(encoding="utf-8")
     if ACCESS_TOKEN.search(text):
         raise ValueError("README.md holds an access token of the hub; remove it there, and revoke it on the hub.")
-    if arguments.repo_id and not arguments.space:
+    if arguments.repo_id:
         file.write_text(text.replace(UNNAMED, arguments.repo_id), encoding="utf-8")
-    return card
-
-
-def render_card(template: str | Path, results: str | Path) -> str:
-    """Render a model card, a Jinja template, with numbers from a folder of JSON files.
-
-    `results("name")` is the content of `name.json`, `row("name", "row")` a row of the table in it, or `row("name",
-    "value", "column")` the first with that value. The filter `percent` writes 0.5 as 50.00 %. The card's own name is
-    `name`.
-    """
-    template, results = Path(template), Path(results)
-
-    def read(name: str) -> dict:
-        return read_json(results / f"{name}.json")
-
-    def find_row(name: str, row: str, column: str = "row") -> dict:
-        for each in read(name)["rows"]:
-            if each.get(column) == row:
-                return each
-        raise ValueError(f"{name}.json has no row {row!r}, which {str(template)!r} names.")
-
-    environment = SandboxedEnvironment(
-        loader=jinja2.FileSystemLoader(template.parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["percent"] = lambda share: f"{100 * share:.2f} %"
-    environment.globals |= {"name": template.stem, "results": read, "row": find_row}
-    try:
-        return environment.get_template(template.name).render()
-    except jinja2.TemplateError as error:
-        raise ValueError(f"The card {str(template)!r} cannot be written: {error}.") from error
 
 
 def check_outputs(folder: Path):

@@ -11,7 +11,6 @@ from .common.files import write_json
 from .common.loading import choose_device, load_image_classifier
 from .common.precision import choose_mixed_precision
 from .common.resources import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images
-from .common.speed import duration
 from .common.tables import format_table
 from .common.versions import origin
 from .compare import BATCH_SIZES, compare, draw_comparison, table_rows
@@ -23,16 +22,13 @@ from .training.bootstrap import bootstrap
 
 TEACHER = "caltech101-vit"
 TOKENS = [9, 16, 25, 36, 49, 64]
-# The teacher with images of so many pixels costs about what 16, 36 and 64 tokens do.
+# At these sizes the teacher costs about as much as 16, 36 and 64 tokens.
 RESOLUTIONS = [56, 84, 112]
-# To learn from and to judge by, and a tenth of them.
-PHOTOGRAPHS, HELD_BACK = 560, 300
-QUICK_PHOTOGRAPHS, QUICK_HELD_BACK = 56, 30
+# Photographs to learn from, photographs to test on and timed passes; of --quick.
+SIZES, QUICK_SIZES = (560, 300, 3), (56, 30, 1)
 # For few photographs more and smaller steps than the recipe's are better.
 BATCH_SIZE, LEARNING_RATE = 8, 5e-4
-# Timed passes of each model.
-ROUNDS, QUICK_ROUNDS = 3, 1
-# Photographs that are drawn, with so many tokens.
+# Photographs drawn, and the number of tokens.
 DRAWN, DRAWN_TOKENS = 4, 16
 COLUMNS = ["method", "model", "accuracy, %", "accuracy - teacher's", "cosine", "tokens"]
 
@@ -41,40 +37,33 @@ def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit quickstart",
         description="Turn a ViT that comes with the repository into a SparseFormer that is several times faster, on "
-        "photographs without labels, and set both beside each other on others. It takes a few minutes on two CPU "
-        "cores. Writes student/, comparison.png, rois.png and results.json.",
+        "photographs without labels, and compare both on other photographs. Takes a few minutes on two CPU cores. "
+        "Writes student/, comparison.png, rois.png and results.json.",
     )
+    parser.add_argument("--output", metavar="DIR", default="quickstart", help="output folder (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="for order and crops (default: %(default)s)")
     parser.add_argument(
-        "--output", metavar="DIR", default="quickstart", help="folder for all of it (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of order and crops (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tenth of the photographs: whether it works, not how well"
+        "--quick", action="store_true", help="a tenth of the photographs: shows that it works, not how well"
     )
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.seed < 0:
-        parser.error(f"argument --seed: got {arguments.seed}, expected 0 or more")
+    arguments = make_parser().parse_args(argv)
     teacher, photographs = shipped_files()
     folder = Path(arguments.output)
     claim(folder)
-    train, held_back, rounds = PHOTOGRAPHS, HELD_BACK, ROUNDS
-    if arguments.quick:
-        train, held_back, rounds = QUICK_PHOTOGRAPHS, QUICK_HELD_BACK, QUICK_ROUNDS
+    num_train, num_test, rounds = QUICK_SIZES if arguments.quick else SIZES
     device = choose_device()
     bf16 = choose_mixed_precision(device) == "bf16"
+    precision = "bf16" if bf16 else "float32"
     started = time.perf_counter()
 
     print(
-        f"From a ViT-S/14 with 256 tokens to a SparseFormer with {TOKENS[0]} to {TOKENS[-1]}, of which each call "
+        f"From a ViT-S/14 with 256 tokens to a SparseFormer with {TOKENS[0]} to {TOKENS[-1]}, a number that each call "
         "chooses. It takes about three minutes on two CPU cores, two where they are fast at bfloat16; less with "
-        f"--quick.\n\n1/3  The student begins as its teacher at lower resolutions. It learns from {train} photographs "
-        "without labels to embed them as its teacher does, who embeds each once. This takes most of the time; how "
-        "much is said after the first of them.\n"
+        f"--quick.\n\n1/3  The student begins as its teacher at lower resolutions. It learns from {num_train} "
+        "photographs without labels to embed them as its teacher does. This takes most of the time.\n"
     )
     bootstrap(
         str(teacher),
@@ -82,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         TOKENS,
         folder / "student",
         focusing="inherited",
-        train_split=f"train[:{train}]",
+        train_split=f"train[:{num_train}]",
         eval_split=NO_EVALUATION,
         num_train_epochs=1,
         per_device_train_batch_size=BATCH_SIZE,
@@ -92,28 +81,27 @@ def main(argv: list[str] | None = None) -> None:
         use_cpu=device.type == "cpu",
     )
 
-    print(f"\n2/3  Both on {held_back} photographs that were held back, and the teacher with smaller images.\n")
-    held_back = load_images([str(photographs / "test.parquet")], f"train[:{held_back}]")
-    contenders = load_teachers(str(teacher), "ViT-S/14", ["lower-resolution"], RESOLUTIONS, device=str(device))
-    students = load_students(str(folder / "student"), "student", device=str(device))
-    precision = "bf16" if bf16 else "float32"
-    rows = compare([*contenders, *students], held_back, precisions=[precision], rounds=rounds, memory=False)
+    print(f"\n2/3  Both on {num_test} photographs that were held back, and the teacher with smaller images.\n")
+    images = load_images([str(photographs / "test.parquet")], f"train[:{num_test}]")
+    contenders = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS, device=str(device))
+    contenders += load_students(str(folder / "student"), "student", device=str(device))
+    rows = compare(contenders, images, precisions=[precision], rounds=rounds)
     save_figure(draw_comparison(rows), folder / "comparison.png")
 
-    student, processor = load_image_classifier(folder / "student", "cpu")
     print(f"3/3  Where {DRAWN_TOKENS} tokens look.\n")
-    shown = [decode_image(held_back[index]["image"], index) for index in range(DRAWN)]
+    student, processor = load_image_classifier(folder / "student", "cpu")
+    shown = [decode_image(images[index]["image"], index) for index in range(DRAWN)]
     student.set_num_tokens(DRAWN_TOKENS)
     predictions = predict(student, processor, shown, top=1, output_rois=True)
     captions = [format_labels(prediction.labels) for prediction in predictions]
     save_figure(draw_predictions(predictions, captions), folder / "rois.png")
     seconds = round(time.perf_counter() - started)
-    settings = {"photographs": train, "held_back": len(held_back), "precision": precision, "seed": arguments.seed}
+    settings = {"photographs": num_train, "held_back": len(images), "precision": precision, "seed": arguments.seed}
     write_json(folder / "results.json", {**settings, "seconds": seconds, **origin(), "rows": rows})
 
     print(
         f"{format_table(shorten(rows, precision))}\n\n± is a standard error; images/s are those of batches of "
-        f"{BATCH_SIZES[-1]} in {precision}. It took {duration(seconds)}. In {folder}: student/, comparison.png, "
+        f"{BATCH_SIZES[-1]} in {precision}. It took {seconds} seconds. In {folder}: student/, comparison.png, "
         "rois.png, results.json.\n\nNext, with your own ViT and your own photographs, which need no labels:\n"
         "  frugalvit bootstrap --teacher YOUR_VIT --dataset PHOTOGRAPHS --focusing inherited --num_tokens "
         f"{' '.join(map(str, TOKENS))} --num_train_epochs 1 --output_dir student\n"
@@ -123,11 +111,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def shipped_files() -> tuple[Path, Path]:
-    """Folders of the teacher and of the photographs.
-
-    Raises:
-        ValueError: if they are not there.
-    """
+    """Return the folders of the teacher and of the photographs."""
     photographs = shipped_images("caltech101")
     if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
         raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")
@@ -135,7 +119,7 @@ def shipped_files() -> tuple[Path, Path]:
 
 
 def shorten(rows: list[dict], precision: str) -> list[dict]:
-    """The rows of `compare`, with the columns that matter here, and the ratio of each speed to the teacher's."""
+    """Format some columns of the rows of `compare`, with the ratio of each speed to the teacher's."""
     speeds = [row["images_per_second"][precision][str(BATCH_SIZES[-1])] for row in rows]
     return [
         {**{name: cells[name] for name in COLUMNS}, "images/s": speed, "times": speed / speeds[0]}
@@ -144,10 +128,7 @@ def shorten(rows: list[dict], precision: str) -> list[dict]:
 
 
 def claim(folder: Path):
-    """Raise a ValueError if a folder has something else in it; a quickstart that was interrupted there goes on."""
-    if (folder / "results.json").exists():
-        raise ValueError(f"--output {folder} holds a finished quickstart. Give another folder, or remove it.")
-    interrupted = {path.name for path in folder.glob("*")} == {"student"}
-    if folder.exists() and not interrupted and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--output {folder} exists and is not an empty folder. Give another, or empty it.")
+    """Raise a ValueError if a folder has anything but the student of an interrupted quickstart in it."""
     folder.mkdir(parents=True, exist_ok=True)
+    if {path.name for path in folder.iterdir()} - {"student"}:
+        raise ValueError(f"--output {folder} is neither empty nor an interrupted quickstart; give another folder.")

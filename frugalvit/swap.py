@@ -21,9 +21,9 @@ from .modeling.swap import input_device, match_channels_, matching_processor, sw
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit swap",
-        description="Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision whose vision tower is a "
-        "SparseFormer that was bootstrapped from the tower it replaces (`frugalvit bootstrap --teacher LLAVA`), with "
-        "a processor that inserts as many image tokens. The language model stays as it is.",
+        description="Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer in the place of "
+        "the vision tower that it was bootstrapped from (`frugalvit bootstrap --teacher LLAVA`), and a processor that "
+        "inserts the new number of image tokens. The language model stays as it is.",
     )
     parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
     parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")
@@ -33,24 +33,20 @@ def make_parser() -> CommandParser:
         "--image-grid",
         type=positive,
         metavar="ROWS",
-        help="rows, and columns, of the grid of a Gemma 3 or a LLaVA-OneVision (default: as before): fewer make fewer "
-        "image tokens",
+        help="rows and columns of image tokens of a Gemma 3 or a LLaVA-OneVision (default: as before)",
     )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the weights that are written (default: %(default)s)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are written")
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="write the language model's weights so, which needs bitsandbytes wherever it is loaded (pip install "
-        "'frugalvit[quantize]')",
+        help="quantize the language model, which needs bitsandbytes (pip install 'frugalvit[quantize]')",
     )
     parser.add_argument(
         "--dataset",
         nargs="+",
         metavar="DATA",
-        help="let the projector read channels with the mean and the standard deviation that they had, measured on "
-        "these images (id, folder or parquet files; without labels, nothing is trained)",
+        help="images without labels (id, folder or parquet files) on which the tower's channels are matched to the "
+        "mean and standard deviation that the projector is used to",
     )
     parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
     add_skip_argument(parser)
@@ -61,48 +57,44 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-
-    # What cannot be written is known before anything is loaded.
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         summary = write_swapped(arguments, folder)
     print(f"Wrote {arguments.output}: {summary}.")
 
 
 def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
-    """Put model and processor into a folder, and return a description of the model."""
+    """Write model and processor into a folder, and return a description of the model."""
     dtype = getattr(torch, arguments.dtype)
     tower, _ = load_vision_model(arguments.vision_model, "cpu")
-    how = arguments.quantize, arguments.device_map
-    llava, old_processor = load_llava(arguments.model, "cpu", dtype, *how, grids=True)
+    llava, old_processor = load_llava(
+        arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map, grids=True
+    )
     before = image_grid(llava.config)
     model = swap_vision_tower(llava, tower, arguments.image_grid)
     if arguments.num_tokens is not None:
         model.set_num_tokens(arguments.num_tokens)
     processor = matching_processor(old_processor, model)
-    matched = ""
+    about = f", in {arguments.dtype}"
+    if arguments.quantize:
+        # Written, and loaded, as it is held.
+        model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
+        about += f", its language model in {arguments.quantize}"
     if arguments.dataset:
         images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
         pairs = pixel_pairs(processor, old_processor, images, arguments.skip_corrupt)
         place = input_device(llava), dtype
         match_channels_(model, llava, ([pixel_values.to(*place) for pixel_values in pair] for pair in pairs))
-        matched = f", its channels matched on {len(images):,} images"
-    if arguments.quantize:
-        # Written, and loaded, as it is held.
-        model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
+        about += f", its channels matched on {len(images):,} images"
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    quantized = f", its language model in {arguments.quantize}" if arguments.quantize else ""
-    if hasattr(model.config, "tower_config"):
-        tokens, grid = model.config.tower_config.default_num_tokens, image_grid(model.config)
-        counts = (
-            f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language "
-            f"model reads {model.config.tokens_per_grid} tokens"
-        )
-        hint = ""
-    else:
-        counts = f"{model.config.image_seq_length} tokens an image instead of {before**2} patches"
+    if model.config.vision_config.model_type != "sparseformer_grid":
         hint = ". `frugalvit align-llava` lets the projector learn to read them"
-    return f"{counts}, in {arguments.dtype}{quantized}{matched}{hint}"
+        return f"{model.config.image_seq_length} tokens an image instead of {before**2} patches{about}{hint}"
+    tokens, grid = model.config.vision_config.tower_config.default_num_tokens, image_grid(model.config)
+    return (
+        f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language model "
+        f"reads {model.config.image_seq_length} tokens{about}"
+    )
 
 
 def pixel_pairs(

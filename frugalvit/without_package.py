@@ -1,6 +1,6 @@
 """Load a folder by its own code. `publish.py` runs this text in a process in which frugalvit cannot be imported.
 
-Arguments: folder, the class that loads it (an Auto class, or `module.Class` in the folder), file of inputs, file for
+Arguments: folder, the class that loads it (an Auto class, or `module.Class` in the folder), files of inputs and
 outputs.
 """
 

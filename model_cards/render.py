@@ -1,4 +1,4 @@
-"""Write a card for each file in `training/recipes/`, `papers/NAME.md`, and a list of these and of models that ship.
+"""Write a card for each recipe, `papers/NAME.md`, for each template, in `checkpoints/`, and a list of them.
 
 python model_cards/render.py
 """
@@ -6,15 +6,18 @@ python model_cards/render.py
 import re
 from pathlib import Path
 
+import jinja2
 import yaml
 from huggingface_hub import ModelCard
+from jinja2.sandbox import SandboxedEnvironment
 
 from frugalvit.architectures import variants
+from frugalvit.common.files import read_json
 from frugalvit.training.arguments import RECIPES
 
 
 HERE = Path(__file__).resolve().parent
-CHECKPOINTS = HERE.parent / "checkpoints"
+CHECKPOINTS, RESULTS = HERE.parent / "checkpoints", HERE.parent / "results"
 # What a model is loaded as, and what it gives, by the kind of model.
 KINDS = {
     "classifier": ("AutoModelForImageClassification", "logits = model(**inputs).logits  # (1, classes)"),
@@ -41,7 +44,7 @@ USES = {
     "vision tower": "It is a `SparseFormerVisionModelWithProjection`. `SparseFormerCLIPModel.from_clip(clip, model)` "
     "puts it into its CLIP, `swap_vision_tower(llava, model)` into a LLaVA with that CLIP's tower.",
     "vision model": "It is a `SparseFormerVisionModel`, which classifies nothing: a classifier, a SigLIP "
-    "(`SparseFormerCLIPModel.from_clip`) or a LLaVA (`swap_vision_tower`) reads its embedding or its tokens.",
+    "(`SparseFormerSiglipModel.from_siglip`) or a LLaVA (`swap_vision_tower`) reads its embedding or its tokens.",
 }
 
 
@@ -112,6 +115,31 @@ def card_of(name: str, recipe: dict) -> str:
     return "\n\n".join(about) + "\n"
 
 
+def render_card(template: Path, results: Path = RESULTS) -> str:
+    """Render a shipped model's card, a Jinja template, with numbers from a folder of JSON files.
+
+    `results("name")` is the content of `name.json`, `row("name", "value", "column")` the first row of its table with
+    that value in a column, by default "row". The filter `percent` writes 0.5 as 50.00 %. The card's name is `name`.
+    """
+
+    def read(name: str) -> dict:
+        return read_json(results / f"{name}.json")
+
+    def find_row(name: str, row: str, column: str = "row") -> dict:
+        return next(each for each in read(name)["rows"] if each.get(column) == row)
+
+    environment = SandboxedEnvironment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["percent"] = lambda share: f"{100 * share:.2f} %"
+    environment.globals |= {"name": template.stem, "results": read, "row": find_row}
+    return environment.get_template(template.name).render()
+
+
 def list_of(recipes: dict[str, dict]) -> str:
     """The list of all cards in Markdown."""
     shipped = []
@@ -127,7 +155,7 @@ def list_of(recipes: dict[str, dict]) -> str:
     return "\n".join(
         [
             "# Model cards\n",
-            "Models that ship, measured here. `frugalvit publish` made their cards of `templates/` and `results/`.\n",
+            "Models that ship, measured here. Their cards are made of `templates/` and `results/`.\n",
             "| | |\n| --- | --- |",
             *shipped,
             "\nModels of the papers and of today's backbones, with the command that makes each. **Their weights are\n"
@@ -144,6 +172,8 @@ def render() -> dict[str, str]:
     """Return all texts that this program writes, by path relative to this folder."""
     recipes = {name: describe_recipe(file) for name, file in RECIPES.items()}
     cards = {f"papers/{name}.md": card_of(name, recipe) for name, recipe in recipes.items()}
+    for template in HERE.glob("templates/c*.md"):
+        cards[f"../checkpoints/{template.stem}/README.md"] = render_card(template)
     return {"README.md": list_of(recipes), **cards}
 
 

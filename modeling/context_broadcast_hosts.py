@@ -63,6 +63,8 @@ def insert_context_broadcast(
         broadcast_block(
             outline.mlp, outline.second_linear, attention, side, positions, kind, scale_init=scale_init, blend=blend
         )
+    if hasattr(anatomy.model, "skips_unread_tokens"):
+        anatomy.model.skips_unread_tokens = False
     _note(model, {"kind": kind, "position": positions, "scale_init": scale_init, "blend": blend})
     return [name for name, module in model.named_modules() if isinstance(module, ContextBroadcast)]
 

@@ -2,11 +2,10 @@
 
 Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
 from Vision Foundation Models* (CVPR 2024). An early convolution makes a map of the image. A focusing layer, narrower
-than the cortex, is executed several times, and one at full width once. The papers order its operations differently:
+than the encoder, is executed several times, and one at full width once. The papers order its operations differently:
 `SparseFormerV1FocusingLayer` is the first one's, `SparseFormerFocusingLayer` the later one's.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -17,10 +16,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_sparseformer import SparseFormerConfig
-from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
-from .cortex import cortex_attention, cortex_mlp, cortex_norm
 from .layers import MLP, SelfAttention, drop_path, in_float32
-from .pyramid import sample_features
 
 
 def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
@@ -96,6 +92,28 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     return (left_top + right_bottom) * 0.5 + offsets * (right_bottom - left_top)
 
 
+def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: str) -> torch.Tensor:
+    """Bilinear interpolation of a feature map, in float32.
+
+    Args:
+        features (`torch.Tensor`): `(batch, channels, height, width)`.
+        points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image; or a batch of 1 for
+            all images.
+        padding_mode (`str`): Values that points outside the image read, "border" or "zeros".
+
+    Returns:
+        `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
+    """
+    # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
+    points = points.to(torch.promote_types(in_float32(points).dtype, features.dtype)).clamp(-2, 3)
+    # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
+    grid = (points.nan_to_num() * 2 - 1).expand(features.shape[0], -1, -1, -1)
+    # Adds 0, or NaN where a coordinate is NaN, so that a model that diverged does not look sound.
+    sound = 0 * points.detach().sum(-1, keepdim=True)
+    sampled = F.grid_sample(features.to(grid.dtype), grid, padding_mode=padding_mode, align_corners=False)
+    return sampled.permute(0, 2, 3, 1) + sound
+
+
 class ClipGradient(torch.autograd.Function):
     """Identity whose gradient is clamped to +-`bound`."""
 
@@ -132,6 +150,13 @@ class SparseFormerStem(nn.Module):
         super().__init__()
         self.convolution = nn.Conv2d(config.num_channels, config.stem_channels, kernel_size=7, stride=2, padding=3)
 
+    def draw(self, std: float):
+        """Draw weights as the reference implementation does, on which bootstrapping depends."""
+        weight = self.convolution.weight
+        init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
+        bound = weight[0].numel() ** -0.5
+        init.uniform_(self.convolution.bias, -bound, bound)
+
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         pixel_values = pixel_values.to(self.convolution.weight.dtype)
         # Pooling, normalizing and sampling are several times faster where a pixel's channels lie side by side.
@@ -143,65 +168,44 @@ class SparseFormerStem(nn.Module):
         return F.layer_norm(features, features.shape[-1:], eps=1e-5).permute(0, 3, 1, 2)
 
 
-def focusing_eps(config: SparseFormerConfig) -> float:
-    """Epsilon of LayerNorms before the cortex."""
-    eps = config.focusing_layer_norm_eps
-    return config.layer_norm_eps if eps is None else eps
-
-
 class SparseFormerLatents(nn.Module):
     """The learned tokens and RoIs that every image starts from, and [CLS] and registers, which join them before the
-    cortex.
+    encoder. In v1 each token has an embedding of its own, in bootstrapped models all share one."""
 
-    Args:
-        config (`SparseFormerBaseConfig`): The configuration.
-        width (`int`): Width of the tokens.
-        num_rois (`int`, *optional*): Number of RoIs; `num_latent_tokens` by default.
-        num_embeddings (`int`, *optional*): Number of tokens, 1 for one that all share; one for each RoI by default.
-    """
-
-    def __init__(
-        self,
-        config: SparseFormerBaseConfig,
-        width: int,
-        num_rois: int | None = None,
-        num_embeddings: int | None = None,
-    ):
+    def __init__(self, config: SparseFormerConfig):
         super().__init__()
-        num_rois = num_rois or config.num_latent_tokens
-        self.num_latent_tokens = config.num_latent_tokens
-        self.num_class_tokens = config.use_cls_token * config.num_class_tokens
-        self.num_register_tokens = config.num_register_tokens
-        self.token_embedding = nn.Parameter(torch.empty(num_embeddings or num_rois, width))
-        self.initial_rois = nn.Parameter(torch.empty(num_rois, 4, dtype=torch.float32))
+        self.config = config
+        embeddings = config.num_latent_tokens if config.is_v1 else 1
+        self.token_embedding = nn.Parameter(torch.empty(embeddings, config.focusing_hidden_size))
+        self.initial_rois = nn.Parameter(torch.empty(config.num_latent_tokens, 4, dtype=torch.float32))
         self.cls_token = self.register_tokens = None
-        if self.num_class_tokens:
-            self.cls_token = nn.Parameter(torch.empty(self.num_class_tokens, config.hidden_size))
-        if self.num_register_tokens:
-            self.register_tokens = nn.Parameter(torch.empty(self.num_register_tokens, config.hidden_size))
+        if config.num_class_tokens:
+            self.cls_token = nn.Parameter(torch.empty(config.num_class_tokens, config.hidden_size))
+        if config.num_register_tokens:
+            self.register_tokens = nn.Parameter(torch.empty(config.num_register_tokens, config.hidden_size))
 
-    def forward(self, batch_size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the first tokens, `(1, num_tokens, width)`, and their RoIs, `(1, num_tokens, 4)` in float32,
-        alike for all images, and [CLS] and registers, `(batch, prefix tokens, hidden_size)`."""
-        tokens, rois = self.token_embedding.expand(self.num_latent_tokens, -1), in_float32(self.initial_rois)
-        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
-        return tokens[:num_tokens].repeat(1, 1, 1), rois[:num_tokens].repeat(1, 1, 1), self.prefix(batch_size)
-
-    def draw(self, config: SparseFormerBaseConfig):
+    def draw(self, std: float):
         """Draw tokens, and lay RoIs out as `initial_rois` does."""
-        self._start(initial_rois(self.num_latent_tokens, config.trained_token_counts[:-1]), std=1.0)
-
-    def _start(self, rois: torch.Tensor, std: float):
-        init.trunc_normal_(self.token_embedding, std=std)
-        init.copy_(self.initial_rois, rois)
+        init.trunc_normal_(self.token_embedding, std=1.0)
+        init.copy_(
+            self.initial_rois, initial_rois(self.config.num_latent_tokens, self.config.trained_token_counts[:-1])
+        )
         for token in (self.cls_token, self.register_tokens):
             if token is not None:
                 init.normal_(token)
 
-    def prefix(self, batch_size: int) -> torch.Tensor | None:
-        """[CLS] and registers of all images, None without any."""
+    def forward(self, batch_size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the first tokens, `(1, num_tokens, width)`, and their RoIs, `(1, num_tokens, 4)` in float32,
+        alike for all images, and [CLS] and registers, `(batch, prefix tokens, hidden_size)`, None without any."""
+        tokens = self.token_embedding.expand(len(self.initial_rois), -1)
+        rois = in_float32(self.initial_rois)
         prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
-        return torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None
+        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
+        return (
+            tokens[:num_tokens].repeat(1, 1, 1),
+            rois[:num_tokens].repeat(1, 1, 1),
+            torch.cat(prefix).repeat(batch_size, 1, 1) if prefix else None,
+        )
 
     def _apply(self, fn, recurse: bool = True):
         # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
@@ -214,11 +218,9 @@ class SparseFormerLatents(nn.Module):
     @torch.no_grad()
     def break_ties(self, first: int = 0, std: float = 0.05):
         """Move apart the RoIs of tokens, from number `first` on, that start on the same RoI with the same embedding as
-        another one.
-
-        They would get equal gradients and stay copies of each other for good: 12 of the paper's 48 tokens.
-        """
-        embedding = self.token_embedding.expand(self.num_latent_tokens, -1).to(self.initial_rois)
+        another one. They would get equal gradients and stay copies of each other for good: 12 of the paper's 48
+        tokens."""
+        embedding = self.token_embedding.expand(len(self.initial_rois), -1).to(self.initial_rois)
         starts = torch.cat([self.initial_rois, embedding], dim=1)
         tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
         rois = self.initial_rois[first:]
@@ -228,15 +230,14 @@ class SparseFormerLatents(nn.Module):
     def resize_tokens(self, num_latent_tokens: int):
         """Keep the first tokens as they are, drop the last or add new ones that start like those of a new model, but
         each on a RoI of its own."""
-        kept = min(num_latent_tokens, self.num_latent_tokens)
-        rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)
-        self.initial_rois = nn.Parameter(torch.cat([self.initial_rois[:kept], rois]), self.initial_rois.requires_grad)
-        if len(self.token_embedding) == self.num_latent_tokens:
+        kept = min(num_latent_tokens, len(self.initial_rois))
+        if len(self.token_embedding) > 1:
             embedding = self.token_embedding
-            # New tokens start as copies of the mean token: the cortex has seen nothing else.
+            # New tokens start as copies of the mean token: the encoder has seen nothing else.
             new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
             self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
-        self.num_latent_tokens = num_latent_tokens
+        rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)
+        self.initial_rois = nn.Parameter(torch.cat([self.initial_rois[:kept], rois]), self.initial_rois.requires_grad)
         self.break_ties(first=kept)
 
 
@@ -254,15 +255,25 @@ class SparseFormerMixing(nn.Module):
             (config.num_mixed_points, config.num_sampling_points),
         )
         bottleneck = config.mixing_hidden_size or hidden_size // 4
-        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.layernorm = nn.LayerNorm(hidden_size, eps=config.focusing_layer_norm_eps)
         self.bottleneck = nn.Linear(hidden_size, bottleneck)
         self.generator = nn.Linear(bottleneck, sum(rows * columns for rows, columns in self.shapes))
-        if config.mixing_bias:
+        if config.is_v1:
             self.channel_bias = nn.Parameter(torch.empty(config.stem_channels))
             self.point_bias = nn.Parameter(torch.empty(config.num_mixed_points, 1))
         else:
             self.channel_bias = self.point_bias = None
         self.out_proj = nn.Linear(config.num_mixed_points * config.stem_channels, hidden_size)
+
+    def draw(self, std: float):
+        """Draw weights that generate the same matrices for all tokens."""
+        init.constant_(self.layernorm.weight, self.layernorm.normalized_shape[0] ** -0.5)
+        init.zeros_(self.generator.weight)
+        matrices = [nn.init.xavier_uniform_(torch.empty(shape)).flatten() for shape in self.shapes]
+        init.copy_(self.generator.bias, torch.cat(matrices))
+        if self.channel_bias is not None:
+            init.zeros_(self.channel_bias)
+            init.zeros_(self.point_bias)
 
     def forward(self, tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """Mix what each token sampled, `(batch, tokens, points, channels)`, by matrices made from the token,
@@ -289,12 +300,18 @@ class SparseFormerSampling(nn.Module):
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
         self.num_points = config.num_sampling_points
-        self.padding_mode = config.sampling_padding_mode
-        self.clip_gradients = config.clip_sampling_gradients
-        self.offset_layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.padding_mode = "zeros" if config.is_v1 else "border"
+        self.clip_gradients = config.is_v1
+        self.offset_layernorm = nn.LayerNorm(hidden_size, eps=config.focusing_layer_norm_eps)
         self.offset_proj = nn.Linear(hidden_size, 2 * config.num_sampling_points, bias=False)
         self.offset_bias = nn.Parameter(torch.empty(2 * config.num_sampling_points))
         self.mixing = SparseFormerMixing(config, hidden_size)
+
+    def draw(self, std: float):
+        """Draw weights that place points on a grid in the RoI."""
+        init.constant_(self.offset_layernorm.weight, self.offset_layernorm.normalized_shape[0] ** -0.5)
+        init.zeros_(self.offset_proj.weight)
+        init.copy_(self.offset_bias, initial_sampling_offsets(self.num_points).flatten())
 
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
@@ -315,7 +332,7 @@ class SparseFormerPositionEncoding(nn.Module):
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
         self.hidden_size, self.kind = hidden_size, config.roi_encoding
-        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
+        self.layernorm = nn.LayerNorm(hidden_size, eps=config.focusing_layer_norm_eps)
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, rois: torch.Tensor) -> torch.Tensor:
@@ -328,9 +345,14 @@ class SparseFormerRoIDeltas(nn.Module):
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
-        self.layernorm = nn.LayerNorm(hidden_size, eps=focusing_eps(config))
-        self.dense = nn.Linear(hidden_size, hidden_size) if config.num_roi_delta_layers == 2 else None
+        self.layernorm = nn.LayerNorm(hidden_size, eps=config.focusing_layer_norm_eps)
+        self.dense = None if config.is_v1 else nn.Linear(hidden_size, hidden_size)
         self.out_proj = nn.Linear(hidden_size, 4, bias=False)
+
+    def draw(self, std: float):
+        """Draw weights that leave RoIs where they are."""
+        init.constant_(self.layernorm.weight, self.layernorm.normalized_shape[0] ** -0.5)
+        init.zeros_(self.out_proj.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         tokens = self.layernorm(tokens)
@@ -338,38 +360,33 @@ class SparseFormerRoIDeltas(nn.Module):
 
 
 class SparseFormerFocusingLayer(GradientCheckpointingLayer):
-    """A layer that looks, then thinks, then moves its RoIs, as in the bootstrapping paper.
+    """A layer of the bootstrapping paper, executed several times: it samples, encodes positions, attends and adjusts
+    RoIs.
 
     Args:
         config (`SparseFormerConfig`): The configuration.
         drop_path_rates (sequence of `float`): One for each execution of the layer.
-        full_width (`bool`, *optional*, defaults to `False`): Whether it has the width of the cortex, whose attention
-            and MLP it then has, or the focusing width.
     """
 
-    encodes_positions = True
-
-    def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float], full_width: bool = False):
+    def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float]):
         super().__init__()
         self.drop_path_rates = tuple(drop_path_rates)
-        # v1's code drops RoI deltas along with the residual branches.
-        self.drops_roi_deltas = config.num_roi_delta_layers == 1
-        hidden_size = config.hidden_size if full_width else config.focusing_hidden_size
+        hidden_size, eps = config.focusing_hidden_size, config.focusing_layer_norm_eps
         self.stage_embedding = None
-        if not full_width and config.stage_embedding and config.num_focusing_iterations > 1:
+        if config.num_focusing_iterations > 1:
             self.stage_embedding = nn.Parameter(torch.empty(config.num_focusing_iterations, hidden_size))
         self.sampling = SparseFormerSampling(config, hidden_size)
-        if self.encodes_positions:
-            self.position_encoding = SparseFormerPositionEncoding(config, hidden_size)
-        if full_width:
-            norm, attention, mlp = cortex_norm(config), cortex_attention(config), cortex_mlp(config)
-        else:
-            norm = functools.partial(nn.LayerNorm, eps=focusing_eps(config))
-            attention = SelfAttention(config, hidden_size, config.focusing_num_attention_heads)
-            mlp = MLP(hidden_size, config.focusing_intermediate_size, config.focusing_hidden_act)
-        self.layernorm_before, self.attention = norm(hidden_size), attention
-        self.layernorm_after, self.mlp = norm(hidden_size), mlp
+        self.position_encoding = SparseFormerPositionEncoding(config, hidden_size)
+        self.layernorm_before = nn.LayerNorm(hidden_size, eps=eps)
+        self.attention = SelfAttention(config, hidden_size, config.focusing_num_attention_heads)
+        self.layernorm_after = nn.LayerNorm(hidden_size, eps=eps)
+        self.mlp = MLP(hidden_size, 4 * hidden_size, "gelu")
         self.roi_deltas = SparseFormerRoIDeltas(config, hidden_size)
+
+    def draw(self, std: float):
+        """Draw the embeddings of the iterations."""
+        if self.stage_embedding is not None:
+            init.normal_(self.stage_embedding)
 
     def forward(
         self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, iteration: int = 0, **kwargs
@@ -384,54 +401,67 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
         Returns:
             Tokens, adjusted RoIs, and the points that were sampled, `(batch, tokens, points, 2)`.
         """
-        hidden_states = self.in_stage(hidden_states, iteration)
+        rate = self.drop_path_rates[iteration]
+        if self.stage_embedding is not None:
+            hidden_states = hidden_states + self.stage_embedding[iteration]
         branch, points = self.sampling(hidden_states, rois, features)
-        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        hidden_states = hidden_states + drop_path(branch, rate, self.training)
         hidden_states = hidden_states + self.position_encoding(rois)
         branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
-        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        hidden_states = hidden_states + drop_path(branch, rate, self.training)
         branch = self.mlp(self.layernorm_after(hidden_states))
-        hidden_states = hidden_states + self.drop_path(branch, iteration)
-        return hidden_states, self.adjust(rois, hidden_states, iteration), points
-
-    def in_stage(self, hidden_states: torch.Tensor, iteration: int) -> torch.Tensor:
-        """Tokens with the embedding of the execution, if there is one."""
-        return hidden_states if self.stage_embedding is None else hidden_states + self.stage_embedding[iteration]
-
-    def drop_path(self, branch: torch.Tensor, iteration: int) -> torch.Tensor:
-        """Drop a residual branch at the rate of the execution."""
-        return drop_path(branch, self.drop_path_rates[iteration], self.training)
-
-    def adjust(self, rois: torch.Tensor, hidden_states: torch.Tensor, iteration: int) -> torch.Tensor:
-        """Move and scale RoIs as tokens say."""
-        deltas = self.roi_deltas(hidden_states)
-        return adjust_rois(rois, self.drop_path(deltas, iteration) if self.drops_roi_deltas else deltas)
+        hidden_states = hidden_states + drop_path(branch, rate, self.training)
+        return hidden_states, adjust_rois(rois, self.roi_deltas(hidden_states)), points
 
 
-class SparseFormerV1FocusingLayer(SparseFormerFocusingLayer):
-    """A layer that attends, moves its RoIs, then looks, as in the first paper. The one at full width is the cortex's
-    first block."""
+class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
+    """A layer of the first paper: it attends, adjusts RoIs, then samples. The one at full width is the encoder's first
+    block.
 
-    encodes_positions = False
+    Args:
+        config (`SparseFormerConfig`): The configuration.
+        drop_path_rates (sequence of `float`): One for each execution of the layer.
+        full_width (`bool`, *optional*, defaults to `False`): Whether it has the width of the encoder.
+    """
+
+    def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float], full_width: bool = False):
+        super().__init__()
+        self.drop_path_rates = tuple(drop_path_rates)
+        hidden_size, eps = config.focusing_hidden_size, config.focusing_layer_norm_eps
+        heads, intermediate_size, hidden_act = config.focusing_num_attention_heads, 4 * hidden_size, "gelu"
+        if full_width:
+            hidden_size, eps = config.hidden_size, config.layer_norm_eps
+            heads, intermediate_size, hidden_act = (
+                config.num_attention_heads,
+                config.intermediate_size,
+                config.hidden_act,
+            )
+        self.sampling = SparseFormerSampling(config, hidden_size)
+        self.layernorm_before = nn.LayerNorm(hidden_size, eps=eps)
+        self.attention = SelfAttention(config, hidden_size, heads)
+        self.layernorm_after = nn.LayerNorm(hidden_size, eps=eps)
+        self.mlp = MLP(hidden_size, intermediate_size, hidden_act)
+        self.roi_deltas = SparseFormerRoIDeltas(config, hidden_size)
 
     def forward(
         self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, iteration: int = 0, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As that of `SparseFormerFocusingLayer`."""
-        hidden_states = self.in_stage(hidden_states, iteration)
+        rate = self.drop_path_rates[iteration]
         branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
-        hidden_states = hidden_states + self.drop_path(branch, iteration)
-        rois = self.adjust(rois, hidden_states, iteration)
+        hidden_states = hidden_states + drop_path(branch, rate, self.training)
+        # v1's code drops RoI deltas along with the residual branches.
+        rois = adjust_rois(rois, drop_path(self.roi_deltas(hidden_states), rate, self.training))
         branch, points = self.sampling(hidden_states, rois, features)
-        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        hidden_states = hidden_states + drop_path(branch, rate, self.training)
         branch = self.mlp(self.layernorm_after(hidden_states))
-        hidden_states = hidden_states + self.drop_path(branch, iteration)
+        hidden_states = hidden_states + drop_path(branch, rate, self.training)
         # Before the first sampling, all images have the same RoIs.
         return hidden_states, rois.expand(hidden_states.shape[0], -1, -1), points
 
 
 class SparseFormerLastLook(GradientCheckpointingLayer):
-    """The layer at full width of the bootstrapping paper, which looks once more and moves no RoIs."""
+    """The layer at full width of the bootstrapping paper, which samples once more and adjusts no RoIs."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rate: float):
         super().__init__()

@@ -108,7 +108,7 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
         return model
     try:
         from frugalvit.modeling.hosts import read_anatomy
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ImportError("Initializing a model needs frugalvit: pip install frugalvit") from error
     anatomy = read_anatomy(model)
     anatomy.require_plain("initialize")

@@ -2,20 +2,19 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs
-from transformers.utils.generic import can_return_tuple
+from transformers.utils import ModelOutput, logging
 
-from ..configuration.configuration_base import pair
+
+logger = logging.get_logger(__name__)
 
 
 def in_float32(values: torch.Tensor) -> torch.Tensor:
@@ -58,6 +57,27 @@ def rotary_table(
     steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
     angles = (coordinates.unsqueeze(-1) * theta**-steps).flatten(-2)
     return angles.cos(), angles.sin()
+
+
+def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int) -> torch.Tensor:
+    """Rotate the tokens of queries or keys, `(batch, heads, tokens, head_dim)`, from number `first` on, by the angles
+    of `rotary_table`, `(batch, rotated tokens, head_dim / 2)`."""
+    if states.shape[2] <= first:
+        return states
+    cos = cos.unsqueeze(1).to(states.dtype)
+    sin = sin.unsqueeze(1).to(states.dtype)
+    return torch.cat([states[:, :, :first], rotate_half(states[:, :, first:], cos, sin)], dim=2)
+
+
+def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the rotary positions of tokens with these RoIs, `(batch, tokens, 4)`, as `SelfAttention` takes them: a
+    token without a grid is rotated as a patch around the center of its RoI would be. RoIs get no gradient."""
+    if config.rope_theta is None:
+        return None
+    left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
+    centers = ((left_top + right_bottom) * 0.5).flip(-1)
+    head_dim = config.hidden_size // config.num_attention_heads
+    return rotary_table(centers, config.rope_theta, config.rope_scale, config.rope_shift, head_dim)
 
 
 def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -125,24 +145,17 @@ class SelfAttention(nn.Module):
             them.
         """
         queries = hidden_states if queries is None else queries
-
-        def heads(states: torch.Tensor) -> torch.Tensor:
-            return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-        query, key = heads(self.q_proj(queries)), heads(self.k_proj(hidden_states))
-        value = heads(self.v_proj(hidden_states))
+        heads = (-1, self.head_dim)
+        query = self.q_proj(queries).unflatten(-1, heads).transpose(1, 2)
+        key = self.k_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
+        value = self.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
         if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         if position_embeddings is not None:
-            cos, sin = (table.unsqueeze(1).to(query.dtype) for table in position_embeddings)
-            fixed = key.shape[2] - cos.shape[2]
-            rotated = query.shape[2] - fixed
-            query, key = (
-                torch.cat(
-                    [states[:, :, :fixed], rotate_half(states[:, :, fixed:], cos[:, :, :count], sin[:, :, :count])], 2
-                )
-                for states, count in ((query, max(rotated, 0)), (key, cos.shape[2]))
-            )
+            first = key.shape[2] - position_embeddings[0].shape[1]
+            query = rotate_tokens(query, *position_embeddings, first)
+            key = rotate_tokens(key, *position_embeddings, first)
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -151,17 +164,6 @@ class SelfAttention(nn.Module):
         if self.output_norm is not None:
             output = self.output_norm(output)
         return self.o_proj(output), weights
-
-
-def activation(name: str) -> nn.Module:
-    """Return one of Transformers' activations, by name.
-
-    Raises:
-        ValueError: if there is none of that name; the message lists the names.
-    """
-    if name not in ACT2FN:
-        raise ValueError(f"There is no activation {name!r}; there are {', '.join(sorted(ACT2FN))}.")
-    return ACT2FN[name]
 
 
 class MLP(nn.Module):
@@ -185,18 +187,17 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size) if gated else None
         self.fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.activation = activation(hidden_act)
-        self.norm = norm(intermediate_size) if norm else None
+        self.activation = ACT2FN[hidden_act]
+        self.norm = norm(intermediate_size) if norm else nn.Identity()
         self.fc2 = nn.Linear(intermediate_size, hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         inner = self.fc1(hidden_states)
-        inner = (
-            self.activation(inner)
-            if self.gate_proj is None
-            else self.activation(self.gate_proj(hidden_states)) * inner
-        )
-        return self.fc2(inner if self.norm is None else self.norm(inner))
+        if self.gate_proj is None:
+            inner = self.activation(inner)
+        else:
+            inner = self.activation(self.gate_proj(hidden_states)) * inner
+        return self.fc2(self.norm(inner))
 
 
 def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
@@ -205,6 +206,88 @@ def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor
         return branch
     keep = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - rate)
     return branch * keep / (1 - rate)
+
+
+def norm_factory(config) -> Callable[[int], nn.Module]:
+    """Norm-layer factory for a `SparseFormerBaseConfig`: makes a norm, given its width."""
+    norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
+    return functools.partial(norm_class, eps=config.layer_norm_eps)
+
+
+class EncoderLayer(GradientCheckpointingLayer):
+    """A pre-norm transformer block of a SparseFormer: attention and MLP, each of normalized tokens, with the options
+    of the vision transformers from which students inherit blocks.
+
+    Args:
+        config (`SparseFormerBaseConfig`): The configuration.
+        drop_path_rate (`float`): Drop rate of each of the two branches, 0 to 1.
+    """
+
+    def __init__(self, config, drop_path_rate: float):
+        super().__init__()
+        self.drop_path_rate = drop_path_rate
+        hidden_size = config.hidden_size
+        norm = norm_factory(config)
+        self.layernorm_before = norm(hidden_size)
+        self.attention = SelfAttention(
+            config,
+            hidden_size,
+            config.num_attention_heads,
+            head_norm=norm if config.query_key_norm else None,
+            output_norm=norm if config.attention_norm else None,
+        )
+        self.layernorm_after = norm(hidden_size)
+        self.mlp = MLP(
+            hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            config.gated_mlp,
+            norm if config.mlp_norm else None,
+        )
+        self.attention_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
+        self.mlp_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
+
+    def forward(self, hidden_states: torch.Tensor, num_queries: int | None = None, **kwargs) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` to the same shape, or, with `num_queries`, to the first tokens alone, which
+        attend to all."""
+        tokens = self.layernorm_before(hidden_states)
+        branch, _ = self.attention(tokens, tokens[:, :num_queries], **kwargs)
+        branch = branch if self.attention_scale is None else branch * self.attention_scale
+        hidden_states = hidden_states[:, :num_queries] + drop_path(branch, self.drop_path_rate, self.training)
+        branch = self.mlp(self.layernorm_after(hidden_states))
+        branch = branch if self.mlp_scale is None else branch * self.mlp_scale
+        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+
+
+class AttentionPooling(nn.Module):
+    """One learned query that attends to all tokens, then an MLP (SigLIP); AIMv2's has none."""
+
+    def __init__(self, config):
+        super().__init__()
+        hidden_size = config.hidden_size
+        self.probe = nn.Parameter(torch.empty(1, hidden_size))
+        self.attention = SelfAttention(
+            config, hidden_size, config.pooling_num_attention_heads or config.num_attention_heads
+        )
+        self.layernorm = self.mlp = None
+        if config.pooling_intermediate_size != 0:
+            self.layernorm = norm_factory(config)(hidden_size)
+            self.mlp = MLP(
+                hidden_size,
+                config.pooling_intermediate_size or config.intermediate_size,
+                config.pooling_hidden_act or config.hidden_act,
+            )
+
+    def draw(self, std: float):
+        """Draw the query as the reference implementation does."""
+        init.normal_(self.probe)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`."""
+        pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1))
+        if self.mlp is not None:
+            pooled = pooled + self.mlp(self.layernorm(pooled))
+        return pooled[:, 0]
 
 
 def pool_tokens(
@@ -220,7 +303,7 @@ def pool_tokens(
 
     Args:
         tokens (`torch.Tensor`): `(batch, prefix + other tokens, hidden_size)`.
-        pooling (`str`): `pooling` of a `SparseFormerConfig`.
+        pooling (`str`): `pooling` of a `SparseFormerBaseConfig`.
         norm (`Callable`): The final norm.
         num_prefix_tokens (`int`): Class and register tokens, in front of the others.
         class_tokens (sequence of `int`): The class tokens that are pooled.
@@ -243,35 +326,130 @@ def pool_tokens(
     return norm(reduce(tokens)) if norm_last else reduce(norm(tokens))
 
 
-class PatchEmbeddings(nn.Module):
-    """Pixels `(batch, num_channels, height, width)` to tokens `(batch, patches, hidden_size)`, by a linear map of each
-    patch. The configuration's `image_size`, `patch_size`, `num_channels`, `hidden_size` and `grid` are read."""
+class Pooler(nn.Module):
+    """Pools tokens after the last block to one embedding of each image, as the configuration says."""
 
     def __init__(self, config):
         super().__init__()
-        self.image_size, self.patch_size = pair(config.image_size), pair(config.patch_size)
-        self.num_patches = config.grid[0] * config.grid[1]
-        self.projection = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
+        self.config = config
+        attends = config.pooling in ("attention", "latent_attention")
+        self.head = AttentionPooling(config) if attends else None
+
+    def forward(self, tokens: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        """Tokens `(batch, prefix + latent tokens, hidden_size)` before the final norm, which is passed along, to
+        `(batch, pooled_size)`."""
+        config = self.config
+        class_tokens = config.pooled_class_tokens or range(config.num_class_tokens)
+        return pool_tokens(
+            tokens,
+            config.pooling,
+            norm,
+            config.num_prefix_tokens,
+            class_tokens,
+            config.pool_before_norm,
+            self.head,
         )
 
-    def grid_of(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of patches of an image, given its height and width in pixels."""
-        return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
 
-    def forward(self, pixel_values: torch.Tensor, any_size: bool = False) -> torch.Tensor:
-        """
-        Raises:
-            ValueError: if the image has another size than the configuration says, unless any will do.
-        """
-        size = tuple(pixel_values.shape[2:])
-        if not any_size and size != self.image_size:
-            expected = " x ".join(map(str, self.image_size))
-            raise ValueError(
-                f"Got images of {size[0]} x {size[1]} pixels, expected {expected}. Resize them, or pass "
-                "`interpolate_pos_encoding=True`."
-            )
-        return self.projection(pixel_values).flatten(2).mT
+def reads_class_tokens_alone(config, **kwargs) -> bool:
+    """Whether of the last block a call with these arguments reads nothing but class tokens."""
+    names = ("output_hidden_states", "output_attentions")
+    recorded = any(kwargs.get(name, getattr(config, name, False)) for name in names)
+    return config.pooling == "cls" and not recorded
+
+
+def place_among(counts: Sequence[int], number: torch.Tensor) -> torch.Tensor:
+    """The place, `()`, of the largest of increasing counts that is not above a number, `()`, else of the smallest."""
+    return (torch.tensor(counts, device=number.device) <= number).sum().sub(1).clamp(min=0)
+
+
+def read_at(place: torch.Tensor, values: Sequence[int]) -> int:
+    """The value at a place, `()`, which is not known while a program is exported; its bounds are."""
+    value = torch.tensor(values, device=place.device)[place].item()
+    torch._check(value >= min(values))
+    torch._check(value <= max(values))
+    return value
+
+
+def check_num_tokens(config, num_tokens: int) -> int:
+    """Return the count that a model computes with when `num_tokens` latent tokens are asked for. Warn once if the
+    model was not trained for it.
+
+    Raises:
+        ValueError: if it is below 1 or above `config.num_latent_tokens`, or cells of such a number make no grid.
+    """
+    if not 1 <= num_tokens <= config.num_latent_tokens:
+        raise ValueError(
+            f"`num_tokens` is {num_tokens}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
+            "model has; `resize_tokens` adds more, which then have to be trained."
+        )
+    num_tokens = config.round_tokens(num_tokens)
+    if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
+        trained = ", ".join(map(str, config.trained_token_counts))
+        logger.warning_once(
+            f"This model was trained with {trained} latent tokens and is asked for {num_tokens}, with which it may be "
+            "much worse. Bootstrapping it with `elastic_token_counts` teaches it others."
+        )
+    return num_tokens
+
+
+@dataclass
+class AdaptiveClassifierOutput(ModelOutput):
+    """Scores of images that were each classified with as many tokens as they needed.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores, from the last count that was tried.
+        num_tokens (`torch.LongTensor` of shape `(batch,)`): That count.
+        confidence (`float`): Probability of the likeliest class from which on an image was done, 0 to 1.
+    """
+
+    logits: torch.FloatTensor | None = None
+    num_tokens: torch.LongTensor | None = None
+    confidence: float | None = None
+
+
+def classify_adaptively(
+    classify: Callable[[torch.Tensor, int], torch.Tensor],
+    images: torch.Tensor,
+    confidence: float,
+    token_counts: Sequence[int],
+) -> AdaptiveClassifierOutput:
+    """Classify images with the first count of tokens, and those whose class is not sure enough with the next.
+
+    Args:
+        classify (`Callable`): Returns logits, `(chosen, num_labels)`, given indices of images and a count.
+        images (`torch.Tensor`): Indices of all images, `(batch,)`.
+        confidence (`float`): Probability of the likeliest class, 0 to 1, from which on an image is done.
+        token_counts (sequence of `int`): Counts to try, in this order.
+
+    Raises:
+        ValueError: if `confidence` is no probability.
+    """
+    if not 0 <= confidence <= 1:
+        raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
+    left = images
+    logits = num_tokens = None
+    for count in token_counts:
+        found = classify(left, count)
+        if logits is None:
+            logits = found
+            num_tokens = torch.full_like(left, count)
+        else:
+            logits = logits.index_copy(0, left, found)
+            num_tokens = num_tokens.index_fill(0, left, count)
+        left = left[found.float().softmax(dim=-1).amax(dim=-1) < confidence]
+        if not len(left):
+            break
+    return AdaptiveClassifierOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)
+
+
+def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Images `(batch, channels, height, width)` at another size, in float32; those that have it are left as they are,
+    if that is known: in a program for several sizes it is not."""
+    is_known = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
+    if is_known and size == tuple(images.shape[-2:]):
+        return images
+    return F.interpolate(in_float32(images), size, mode="bilinear", antialias=True)
 
 
 def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
@@ -283,94 +461,20 @@ def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: 
     return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
 
 
-class PreNormLayer(GradientCheckpointingLayer):
-    """A transformer block: attention and MLP, each of normalized tokens.
-
-    Args:
-        config: The model's configuration: `hidden_size`, `num_attention_heads`, `intermediate_size`, `hidden_act`,
-            `qkv_bias` and `layer_norm_eps` are read.
-        drop_path_rate (`float`): Drop rate of each of the two branches, 0 to 1.
-    """
-
-    def __init__(self, config, drop_path_rate: float):
-        super().__init__()
-        self.drop_path_rate = drop_path_rate
-        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads, config.qkv_bias)
-        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
-        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
-        branch = self.mlp(self.layernorm_after(hidden_states))
-        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
-
-
-def pre_norm_layers(config) -> nn.ModuleList:
-    """A configuration's blocks, whose drop path rate rises linearly to `drop_path_rate`."""
-    last = max(config.num_hidden_layers - 1, 1)
-    return nn.ModuleList(
-        PreNormLayer(config, config.drop_path_rate * i / last) for i in range(config.num_hidden_layers)
-    )
-
-
-def check_pixel_values(
-    pixel_values: torch.Tensor | None, num_channels: int, min_size: int | tuple[int, int]
-) -> torch.Tensor:
-    """Return `pixel_values` as they are, after a check.
-
-    Raises:
-        ValueError: if they are missing, no `(batch, num_channels, height, width)` floats, smaller than `min_size`, the
-            first layer's stride, or (looked at on CPU only, where it costs no synchronization) none or not finite.
-    """
-    if pixel_values is None:
-        raise ValueError("You have to specify `pixel_values`.")
-    if pixel_values.ndim != 4 or pixel_values.shape[1] != num_channels:
-        raise ValueError(
-            f"Got pixel values of shape {tuple(pixel_values.shape)}, expected (batch, {num_channels}, height, width). "
-            "Prepare images with the model's AutoImageProcessor."
-        )
-    if not pixel_values.is_floating_point():
-        raise ValueError(
-            f"Got pixel values of dtype {pixel_values.dtype}, expected normalized floating point values. Prepare "
-            "images with the model's AutoImageProcessor."
-        )
-    rows, columns = pair(min_size)
-    if pixel_values.shape[2] < rows or pixel_values.shape[3] < columns:
-        raise ValueError(
-            f"Got an image of {pixel_values.shape[2]} x {pixel_values.shape[3]} pixels, expected at least "
-            f"{rows} x {columns}, the stride of the first layer. Resize it first."
-        )
-    if not torch.compiler.is_compiling() and pixel_values.device.type == "cpu" and not torch.jit.is_tracing():
-        if len(pixel_values) == 0:
-            raise ValueError("Got a batch of no images, expected at least one.")
-        # A finite sum, which costs little, has finite terms alone; one that overflowed says nothing.
-        if not pixel_values.sum().isfinite() and not (finite := pixel_values.isfinite().flatten(1).all(1)).all():
-            raise ValueError(
-                f"Images {(~finite).nonzero().flatten().tolist()} of the batch hold NaN or infinite pixels; check "
-                "how they were loaded and normalized."
-            )
-    return pixel_values
-
-
 def image_classification_loss(
     logits: torch.Tensor, labels: torch.Tensor, config, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
     """Loss of an image classifier for `config.problem_type`, inferred from the labels and kept there if it is unset.
 
     With `num_items_in_batch` (what `Trainer` hands over when it accumulates gradients) the summed loss is divided by
-    that count, for every problem type, so that accumulated steps add up to the large batch.
+    that count for every problem type, so that accumulated steps add up to the large batch; Transformers' own loss does
+    so for single labels alone.
 
     Args:
         logits (`torch.Tensor`): `(batch, num_labels)`.
         labels (`torch.Tensor`): `(batch,)` integers, `(batch, num_labels)` zeros and ones, or floats for regression.
         config: Its `problem_type` and `num_labels` are read.
         num_items_in_batch (`int`, *optional*): Labels in the whole batch that this one is a part of.
-
-    Raises:
-        ValueError: if the shape of the labels does not fit the problem type, or (looked at on CPU only) if they are no
-            classes of the model; -100 is ignored.
     """
     if config.problem_type is None:
         if config.num_labels == 1:
@@ -379,86 +483,16 @@ def image_classification_loss(
             config.problem_type = "multi_label_classification"
         else:
             config.problem_type = "single_label_classification"
+    logits = in_float32(logits)
+    labels = labels.to(logits.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    logits, labels = in_float32(logits), labels.to(logits.device)
     if config.problem_type == "single_label_classification":
-        if labels.shape != logits.shape[:1] or labels.is_floating_point():
-            raise ValueError(
-                f"Got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}; single-label classification "
-                f"expects {logits.shape[0]} integers. For zeros and ones per class, set "
-                '`config.problem_type="multi_label_classification"` and pass floats.'
-            )
-        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = labels[(labels >= config.num_labels) | (labels < 0) & (labels != -100)]
-            if len(wrong):
-                raise ValueError(
-                    f"Got labels {wrong.unique().tolist()}; the model's classes are 0 to {config.num_labels - 1}. For "
-                    "other classes, load it with `num_labels` and `ignore_mismatched_sizes=True`."
-                )
         loss = F.cross_entropy(logits, labels, reduction=reduction)
+    elif config.problem_type == "regression":
+        loss = F.mse_loss(logits, labels.reshape(logits.shape).to(logits.dtype), reduction=reduction)
     else:
-        if labels.numel() != logits.numel():
-            raise ValueError(
-                f"Got labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}; "
-                f"{config.problem_type} expects one value for each logit."
-            )
-        labels = labels.reshape(logits.shape).to(logits.dtype)
-        regression = config.problem_type == "regression"
-        loss_function = F.mse_loss if regression else F.binary_cross_entropy_with_logits
-        loss = loss_function(logits, labels, reduction=reduction)
+        loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=reduction)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-class GenericForImageClassification:
-    """A linear classifier on the pooled embedding of a family's base model: the first base of a family's
-    `...ForImageClassification`, before its `...PreTrainedModel`, as Transformers' `GenericForSequenceClassification`.
-
-    Families set `model_class`, the base model, and where it has more outputs than attentions, `output_class`.
-    `base_model_arguments` are passed to it unless others are given.
-    """
-
-    model_class: type[nn.Module]
-    output_class: type[ModelOutput] = ImageClassifierOutput
-    base_model_arguments: dict[str, object] = {}
-    # The loss divides by `num_items_in_batch` for every problem type.
-    accepts_loss_kwargs = True
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        setattr(self, self.base_model_prefix, self.model_class(config))
-        width = getattr(config, "pooled_size", config.hidden_size)
-        self.classifier = nn.Linear(width, config.num_labels) if config.num_labels > 0 else nn.Identity()
-        names = [field.name for field in fields(self.output_class)]
-        self.passed_on = [name for name in names if name not in ("loss", "logits")]
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> ModelOutput:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-            kwargs: Passed to the base model's `forward`.
-
-        Returns:
-            `output_class`: `loss`, `(batch, num_labels)` `logits`, and of its other fields those that the base model
-        returns.
-        """
-        outputs = self.base_model(pixel_values, **(self.base_model_arguments | kwargs))
-        logits = self.classifier(outputs.pooler_output)
-        loss = None
-        if labels is not None:
-            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
-        return self.output_class(loss=loss, logits=logits, **{name: outputs.get(name) for name in self.passed_on})
 
 
 def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -6,10 +6,9 @@ folder or hub id of a SparseFormer. Nothing here imports that code base.
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, PreTrainedConfig
 
-from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
-from .modeling_sparseformer_llava import clip_image_processor
+from ..configuration.configuration_base import pair
 
 
 class SparseFormerVisionTower(nn.Module):
@@ -38,23 +37,23 @@ class SparseFormerVisionTower(nn.Module):
         """Load the weights, frozen, and the image processor; nothing happens the second time."""
         if self.is_loaded:
             return
-        self.image_processor = clip_image_processor(self.cfg_only)
+        self.image_processor = AutoImageProcessor.from_pretrained(self.vision_tower_name)
+        # LLaVA reads it, whether images are cropped or not.
+        height, width = pair(self.cfg_only.image_size)
+        self.image_processor.crop_size = {"height": height, "width": width}
         self.vision_tower = AutoModel.from_pretrained(self.vision_tower_name, device_map=device_map).base_model
         self.vision_tower.requires_grad_(False)
         self.is_loaded = True
 
-    def feature_select(self, outputs) -> torch.Tensor:
-        """The tokens `(batch, tokens, hidden_size)` of the chosen layer, with or without [CLS]."""
-        states = outputs.hidden_states[self.select_layer]
-        return states[:, self.config.num_prefix_tokens :] if self.select_feature == "patch" else states
-
     @torch.no_grad()
     def forward(self, images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """Images `(batch, 3, height, width)`, or a list of images `(3, height, width)`, to their tokens."""
+        """Images `(batch, 3, height, width)`, or a list of images `(3, height, width)`, to the tokens
+        `(batch, tokens, hidden_size)` of the chosen layer, with or without [CLS]."""
         if isinstance(images, list):
             return [self(image.unsqueeze(0)) for image in images]
         outputs = self.vision_tower(images.to(self.device, self.dtype), output_hidden_states=True)
-        return self.feature_select(outputs).to(images.dtype)
+        states = outputs.hidden_states[self.select_layer].to(images.dtype)
+        return states[:, self.config.num_prefix_tokens :] if self.select_feature == "patch" else states
 
     @property
     def dummy_feature(self) -> torch.Tensor:
@@ -69,7 +68,7 @@ class SparseFormerVisionTower(nn.Module):
         return self.vision_tower.device
 
     @property
-    def config(self) -> SparseFormerBaseConfig:
+    def config(self) -> PreTrainedConfig:
         return self.vision_tower.config if self.is_loaded else self.cfg_only
 
     @property
@@ -78,6 +77,5 @@ class SparseFormerVisionTower(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Tokens of an image, [CLS] not counted, as LLaVA counts patches; `vision_tower.set_num_tokens` chooses them
-        where the SparseFormer is made for several counts."""
+        """Tokens of an image, [CLS] not counted; `vision_tower.set_num_tokens` chooses them."""
         return self.config.default_num_tokens

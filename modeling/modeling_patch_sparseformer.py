@@ -1,72 +1,288 @@
-"""A SparseFormer that inherits its teacher's patch embedding: each token embeds the pixels in its RoI as the teacher
-embeds a patch (`patch_stage.py`), so that a new student is its teacher at a lower resolution.
+"""PatchSparseFormer: a vision transformer whose few tokens each embed a cell of the image as a teacher embeds a patch.
 
-RoIs are the cells of a grid, or of a quadtree that is chosen for each image (`placement.py`). The cortex and the heads
-are those of `modeling_sparseformer.py`.
+Cells are those of a grid, or of a quadtree that is chosen for each image (`placement.py`). Positions are the
+teacher's, interpolated, so that a new student is its teacher at a lower resolution, which bootstrapping (Gao et al.,
+*Bootstrapping SparseFormers from Vision Foundation Models*, CVPR 2024) then aligns with the teacher.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput, ModelOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig, choose_grid
-from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
-from .cortex import SparseFormerLayer, cortex_norm
-from .modeling_sparseformer import (
-    Looks,
-    SparseFormerBackbone,
-    SparseFormerForImageClassification,
-    SparseFormerForSemanticSegmentation,
-    SparseFormerModel,
-    SparseFormerPreTrainedModel,
-    SparseFormerVisionModel,
-    SparseFormerVisionModelWithProjection,
-    join,
+from ..configuration.configuration_patch_sparseformer import (
+    PatchSparseFormerConfig,
+    PatchSparseFormerProjectionConfig,
+    choose_grid,
 )
-from .patch_stage import (
-    SparseFormerGridLatents,
-    SparseFormerPatchLayer,
-    SparseFormerTreeLatents,
-    content_placement,
-    pixels_as_features,
-    resize_table,
+from .hub import HubModel
+from .layers import (
+    AdaptiveClassifierOutput,
+    EncoderLayer,
+    Pooler,
+    SelfAttention,
+    check_num_tokens,
+    classify_adaptively,
+    image_classification_loss,
+    in_float32,
+    norm_factory,
+    place_among,
+    read_at,
+    reads_class_tokens_alone,
+    resize,
+    rotary_embeddings,
 )
-from .placement import AttentionForecast, CellPyramid, cells_of, known_size
-from .pyramid import GridImage
-from .sparse_tokens import place_among, read_at
+from .placement import ContentPlacement, cells_of, cut_patches, grid_rois
 
 
-class PatchSparseFormerPreTrainedModel(SparseFormerPreTrainedModel):
-    """Base class of all SparseFormers whose tokens embed patches."""
+@dataclass
+class PatchSparseFormerModelOutput(BaseModelOutputWithPooling):
+    """Output of `PatchSparseFormerModel`.
+
+    Args:
+        last_hidden_state (`torch.FloatTensor` of shape `(batch, [CLS] and registers + tokens, hidden_size)`):
+            Tokens after the final norm.
+        pooler_output (`torch.FloatTensor` of shape `(batch, pooled_size)`): The pooled embedding.
+        hidden_states (`tuple`, *optional*): Input of the first block and the output of each block.
+        attentions (`tuple`, *optional*): `(batch, heads, all tokens, all tokens)` of each block.
+        rois (`tuple`, *optional*, with `output_rois=True`):
+            The tokens' cells, `(batch, tokens, 4)` float32: left, top, right, bottom, 0 to 1 across the image.
+        attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
+            `(batch, rows, columns)` float32 logits of the share of a teacher's attention that falls on each cell of
+            the finest grid, where `placement_rule` is `"learned"`.
+    """
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    attention_forecast: torch.FloatTensor | None = None
+
+
+@dataclass
+class PatchSparseFormerImageClassifierOutput(ImageClassifierOutput):
+    """`ImageClassifierOutput` with the `rois` of `PatchSparseFormerModelOutput`."""
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class PatchSparseFormerVisionModelWithProjectionOutput(ModelOutput):
+    """`PatchSparseFormerModelOutput` with `image_embeds`, `(batch, projection_dim)`, the projected `pooler_output`."""
+
+    image_embeds: torch.FloatTensor | None = None
+    last_hidden_state: torch.FloatTensor | None = None
+    pooler_output: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+    rois: tuple[torch.FloatTensor, ...] | None = None
+
+
+def resize_table(values: torch.Tensor, grid: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
+    """Interpolate values of the cells of a grid, `(cells, channels)`, for the cells of another one."""
+    if grid == new:
+        return values
+    image = in_float32(values).unflatten(0, grid).permute(2, 0, 1).unsqueeze(0)
+    resized = F.interpolate(image, new, mode="bicubic", antialias=True)
+    return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
+
+
+class PatchSparseFormerEmbeddings(nn.Module):
+    """Embeds cells of images as patches, adds their positions, and puts [CLS] and registers in front."""
+
+    def __init__(self, config: PatchSparseFormerConfig):
+        super().__init__()
+        self.config = config
+        self.patch_size = pair(config.patch_size)
+        hidden_size, norm = config.hidden_size, norm_factory(config)
+        self.projection = nn.Linear(config.num_channels * math.prod(self.patch_size), hidden_size)
+        self.patch_norm = norm(hidden_size) if config.patch_norm else nn.Identity()
+        cells = sum(map(math.prod, self.grids))
+        self.position_embeddings = nn.Parameter(torch.empty(cells, hidden_size))
+        self.cls_token = self.register_tokens = None
+        if config.num_class_tokens:
+            self.cls_token = nn.Parameter(torch.empty(config.num_class_tokens, hidden_size))
+        if config.num_register_tokens:
+            self.register_tokens = nn.Parameter(torch.empty(config.num_register_tokens, hidden_size))
+        self.norm = norm(hidden_size) if config.embedding_norm else nn.Identity()
+        self.placement = ContentPlacement(config) if config.placement == "content" else None
+
+    def draw(self, std: float):
+        """Draw positions, class tokens and registers."""
+        init.trunc_normal_(self.position_embeddings, std=std)
+        for tokens in (self.cls_token, self.register_tokens):
+            if tokens is not None:
+                init.normal_(tokens)
+
+    @property
+    def grids(self) -> list[tuple[int, int]]:
+        """Grids whose cells have a position: one, or those of a tree, coarsest first."""
+        return self.config.cell_grids() if self.config.placement == "content" else [self.config.token_grid]
+
+    def forward(
+        self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return tokens, `(batch, prefix + tokens, hidden_size)`, the cells of those that are no prefix, `(batch,
+        tokens, 4)`, and the placement's forecast."""
+        cut = self.cut_grid if self.placement is None else self.cut_tree
+        patches, positions, rois, forecast = cut(in_float32(pixel_values), num_tokens)
+        # Not the projection's dtype, which may be that of quantized weights.
+        patches = patches.to(self.position_embeddings.dtype)
+        tokens = self.patch_norm(self.projection(patches)) + positions
+        batch = tokens.shape[0]
+        front = [each for each in (self.cls_token, self.register_tokens) if each is not None]
+        tokens = torch.cat([*(each.expand(batch, -1, -1) for each in front), tokens], dim=1)
+        return self.norm(tokens), rois.expand(batch, -1, -1), forecast
+
+    def cut_grid(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> tuple:
+        """Patches `(batch, tokens, pixels)`, positions `(tokens, hidden_size)`, RoIs `(tokens, 4)`, and None."""
+        config = self.config
+        if isinstance(num_tokens, torch.Tensor):
+            # A program does not know the grid before it runs: it has tables of all grids.
+            counts = config.trained_token_counts
+            grids = [config.grid_of(count) for count in counts]
+            place = place_among(counts, num_tokens)
+            rows = read_at(place, [grid[0] for grid in grids])
+            columns = read_at(place, [grid[1] for grid in grids])
+            first = read_at(place, [sum(counts[:number]) for number in range(len(counts))])
+            cells = first + torch.arange(read_at(place, counts), device=num_tokens.device)
+            positions = torch.cat([self.positions_of([grid]) for grid in grids])[cells]
+            rois = cells_of(grids).to(pixel_values.device)[cells]
+        else:
+            count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+            rows, columns = config.grid_of(count)
+            positions = self.positions_of([(rows, columns)])
+            rois = grid_rois((rows, columns)).to(pixel_values.device)
+        height, width = self.patch_size
+        patches = cut_patches(resize(pixel_values, (rows * height, columns * width)), self.patch_size)
+        return patches.flatten(1, 2), positions, rois, None
+
+    def cut_tree(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> tuple:
+        """As `cut_grid`, with positions and RoIs of each image, `(batch, tokens, …)`, and the placement's forecast."""
+        config = self.config
+        size = tuple(pixel_values.shape[-2:])
+        grids = config.cell_grids(size)
+        if isinstance(num_tokens, torch.Tensor):
+            # The only counts that trees can have.
+            counts, base = config.trained_token_counts, math.prod(config.cell_grids()[0])
+            count = base + 3 * read_at(place_among(counts, num_tokens), [(each - base) // 3 for each in counts])
+        else:
+            count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+            count = config.tokens_of_tree(count, size)
+        height, width = self.patch_size
+        levels = [resize(pixel_values, (rows * height, columns * width)) for rows, columns in grids]
+        cells, forecast = self.placement(levels, count)
+        rois = cells_of(grids).to(pixel_values.device)[cells]
+        return self.placement.patches(levels, cells), self.positions_of(grids)[cells], rois, forecast
+
+    def positions_of(self, grids: list[tuple[int, int]]) -> torch.Tensor:
+        """Positions of the cells of these grids, interpolated from the model's own at the same level."""
+        own = self.grids
+        if grids == own:
+            return self.position_embeddings
+        tables = self.position_embeddings.split([math.prod(grid) for grid in own])
+        last = len(own) - 1
+        return torch.cat(
+            [resize_table(tables[min(level, last)], own[min(level, last)], grid) for level, grid in enumerate(grids)]
+        )
+
+
+class PatchSparseFormerPreTrainedModel(HubModel):
+    """Base class of all PatchSparseFormers: loading, initialization and counts of tokens."""
 
     config: PatchSparseFormerConfig
+    base_model_prefix = "sparseformer"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
     auto_classes = {
         "AutoModel": "PatchSparseFormerModel",
-        "AutoBackbone": "PatchSparseFormerBackbone",
         "AutoModelForImageClassification": "PatchSparseFormerForImageClassification",
-        "AutoModelForSemanticSegmentation": "PatchSparseFormerForSemanticSegmentation",
     }
-    whole_modules = (*SparseFormerPreTrainedModel.whole_modules, SparseFormerPatchLayer)
-    focusing_of_students = "inherited"
+    embeds = {"image": ("forward", "pooler_output")}
+    embedding_arguments = ("num_tokens",)
+    _no_split_modules = ["PatchSparseFormerEmbeddings", "EncoderLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": OutputRecorder(EncoderLayer, index=0, layer_name="layers"),
+        "attentions": OutputRecorder(SelfAttention, index=1, layer_name="layers"),
+    }
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.base_model.final_focusing_layer.sampling.projection
+        return self.base_model.embeddings.projection
 
-    def _smallest_head(self) -> int:
-        return self.config.hidden_size // self.config.num_attention_heads
+    def no_weight_decay(self) -> list[str]:
+        """Names of parameters that optimizers should not decay, besides biases and norms."""
+        names = ("position_embeddings", "cls_token", "register_tokens", "probe", "attention_scale", "mlp_scale")
+        return [name for name, _ in self.named_parameters() if name.rsplit(".", 1)[-1] in names]
 
     @torch.no_grad()
     def _init_weights(self, module):
-        super()._init_weights(module)
-        if isinstance(module, AttentionForecast):
-            module.draw()
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, EncoderLayer) and module.mlp_scale is not None:
+            init.ones_(module.attention_scale)
+            init.ones_(module.mlp_scale)
+        elif hasattr(module, "draw"):
+            module.draw(std)
+        else:
+            super()._init_weights(module)
+
+    def set_num_tokens(self, num_tokens: int | None):
+        """Choose the number of latent tokens for all calls that choose none. The model keeps the choice when it is
+        saved, exported or given to a pipeline; weights stay.
+
+        Args:
+            num_tokens (`int`, *optional*): Count, [CLS] not counted; `None` for all tokens.
+
+        Raises:
+            ValueError: if it is below 1, above `num_latent_tokens`, or makes no grid.
+        """
+        self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
+
+    @torch.no_grad()
+    def resize_tokens(self, num_latent_tokens: int):
+        """Change the number of latent tokens in place, as continued bootstrapping needs. Positions are interpolated.
+
+        Args:
+            num_latent_tokens (`int`): New count, [CLS] not counted.
+
+        Raises:
+            ValueError: if the count is below 1, or makes no grid.
+        """
+        config, embeddings = self.config, self.base_model.embeddings
+        smaller = []
+        if config.placement == "content":
+            # Each cell has its position already.
+            num_latent_tokens = config.tokens_of_tree(num_latent_tokens)
+            smaller = [count for count in config.elastic_token_counts or () if count < num_latent_tokens]
+        else:
+            grid = choose_grid(num_latent_tokens, pair(config.image_size))
+            positions = embeddings.positions_of([grid]).clone()
+            embeddings.position_embeddings = nn.Parameter(positions, embeddings.position_embeddings.requires_grad)
+            config.token_grid = grid
+        config.elastic_token_counts = [*smaller, num_latent_tokens] if smaller else None
+        config.num_latent_tokens = num_latent_tokens
+        config.num_tokens = None
 
     @torch.no_grad()
     def place_by_content(self, rule: str = "detail", num_levels: int | None = None):
-        """Place tokens by content, in place: those that embed the patches of a grid embed the cells of a quadtree
-        from then on, see `frugalvit.modeling.placement`. Weights stay; positions are interpolated.
+        """Place tokens by content, in place: those that embed the cells of a grid embed the cells of a quadtree from
+        then on, see `frugalvit.modeling.placement`. Weights stay; positions are interpolated.
 
         Args:
             rule (`str`, *optional*, defaults to `"detail"`): `placement_rule` of the configuration.
@@ -79,155 +295,231 @@ class PatchSparseFormerPreTrainedModel(SparseFormerPreTrainedModel):
         if config.placement == "content":
             raise ValueError("This model's tokens are placed by content already.")
         fields = {"placement": "content", "placement_rule": rule, "num_placement_levels": num_levels}
-        placed, latents = type(config).from_dict(config.to_dict() | fields | {"token_grid": None}), base.latents
-        trees = SparseFormerTreeLatents(placed).to(latents.token_embedding)
-        tables = [resize_table(latents.token_embedding, latents.grid, grid) for grid in trees.grids]
-        trees.load_state_dict(
-            latents.state_dict() | {"token_embedding": torch.cat(tables), "initial_rois": cells_of(trees.grids)}
-        )
-        trees.token_embedding.requires_grad_(latents.token_embedding.requires_grad)
+        placed = type(config).from_dict(config.to_dict() | fields | {"token_grid": None})
+        grid, old = config.token_grid, base.embeddings
+        trees = PatchSparseFormerEmbeddings(placed).to(old.position_embeddings)
+        if trees.placement.forecast is not None:
+            trees.placement.forecast.draw(config.initializer_range)
+        tables = [resize_table(old.position_embeddings, grid, level) for level in trees.grids]
+        trees.load_state_dict(old.state_dict() | {"position_embeddings": torch.cat(tables)}, strict=False)
+        for name, parameter in old.named_parameters():
+            trees.get_parameter(name).requires_grad_(parameter.requires_grad)
         counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
         for name in (*fields, "token_grid", "placement_grid", *counts):
             setattr(config, name, getattr(placed, name))
-        base.latents, base.stem = trees, CellPyramid(pair(config.patch_size))
-        base.placement = content_placement(config).to(latents.token_embedding)
-        base.placement.apply(self._init_weights)
+        trees.config = config
+        base.embeddings = trees
+
+    @classmethod
+    def from_teacher(
+        cls, teacher: nn.Module, num_latent_tokens: int | None = None, truncate: float | int = 0, **fields
+    ):
+        """Return a student that is its teacher at a lower resolution: it inherits the patch embedding, positions,
+        blocks, final norm and classifier or projection.
+
+        Args:
+            teacher (`nn.Module`):
+                A plain pre-norm vision transformer of Transformers, timm or open_clip, see docs/models.md, or what
+                `read_anatomy` read of it. The student pools as it does, and has its registers, gates, norms, layer
+                scale and rotary positions.
+            num_latent_tokens (`int`, *optional*): Latent tokens; a quarter of the teacher's patches by default.
+            truncate (`float` or `int`, *optional*, defaults to 0):
+                Leading blocks left out: below 1 a share, from 1 on a count (1.0 is one block).
+            fields: Fields of the configuration to set differently, for example `placement="content"`.
+
+        Returns:
+            The model, in evaluation mode.
+
+        Raises:
+            ValueError: if the teacher is no such transformer, has no classifier where one is needed, or the numbers
+                do not fit.
+            ImportError: in a model's own code, where frugalvit is not installed.
+        """
+        try:
+            from frugalvit.modeling.inheritance import inherit_patches
+        except ModuleNotFoundError as error:
+            raise ImportError("from_teacher needs frugalvit: pip install frugalvit.") from error
+        return inherit_patches(cls, teacher, num_latent_tokens, truncate, **fields)
 
 
-class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel, SparseFormerModel):
-    """The bare SparseFormer whose tokens embed patches. `AutoModel` loads it, and it is the vision tower of LLaVA."""
+class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
+    """The bare PatchSparseFormer, from pixels to tokens. `AutoModel` loads it, and it is the vision tower of LLaVA."""
 
-    config: PatchSparseFormerConfig
-
-    def _make_layers(self, config: PatchSparseFormerConfig) -> list[nn.Module]:
-        self.placement = None
-        if config.placement == "content":
-            self.stem, self.placement = CellPyramid(pair(config.patch_size)), content_placement(config)
-            self.latents = SparseFormerTreeLatents(config)
-        else:
-            self.stem, self.latents = GridImage(pair(config.patch_size)), SparseFormerGridLatents(config)
-        # The names of the papers' model, by which folders have the weights.
-        self.final_focusing_layer = SparseFormerPatchLayer(config)
-        self.embedding_norm = cortex_norm(config)(config.hidden_size) if config.embedding_norm else nn.Identity()
+    def __init__(self, config: PatchSparseFormerConfig):
+        config.validate()
+        super().__init__(config)
         blocks = config.num_hidden_layers
-        return [SparseFormerLayer(config, config.drop_path_rate * number / blocks) for number in range(1, blocks + 1)]
+        self.embeddings = PatchSparseFormerEmbeddings(config)
+        self.layers = nn.ModuleList(
+            EncoderLayer(config, config.drop_path_rate * number / blocks) for number in range(1, blocks + 1)
+        )
+        self.layernorm = norm_factory(config)(config.hidden_size) if config.final_norm else nn.Identity()
+        self.pooler = Pooler(config)
+        # Context Broadcasting in the last block reads all tokens.
+        self.skips_unread_tokens = True
+        self.post_init()
 
-    def look(
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
         self,
         pixel_values: torch.Tensor,
-        num_tokens: int | torch.Tensor | None,
-        features: torch.Tensor | None = None,
-        **kwargs,
-    ) -> Looks:
-        """Tokens embed the cells of a grid, or those of a tree. Arguments are those of `forward`."""
-        embed = self.embed_grid if self.placement is None else self.embed_tree
-        return embed(pixel_values, num_tokens)
+        num_tokens: int | torch.Tensor | None = None,
+        output_rois: bool = False,
+        output_attention_forecast: bool = False,
+        output_tokens: bool = True,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> PatchSparseFormerModelOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size.
+            num_tokens (`int` or `torch.LongTensor` of shape `()`, *optional*):
+                Latent tokens to compute with, up to `config.num_latent_tokens`; `config.num_tokens`, else all, by
+                default. Best one of `config.elastic_token_counts`: another one warns, once. A tensor, as an exported
+                program takes it, chooses among these.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
+            output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
+            output_tokens (`bool`, *optional*, defaults to `True`):
+                Return `last_hidden_state` of all tokens. Without it, the last block computes [CLS] alone where that is
+                what is pooled, unless `hidden_states` or `attentions` are asked for.
 
-    def embed_grid(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> Looks:
-        """Tokens embed the cells of a grid. Arguments are those of `forward`."""
-        cells = grids = None
-        if isinstance(num_tokens, torch.Tensor):
-            grid, cells, grids = self.read_grid(num_tokens)
-        else:
-            grid = self.config.grid_of(self.choose_num_tokens(num_tokens))
-        positions, rois, prefix = self.latents(pixel_values.shape[0], grid, cells, grids)
-        hidden_states, rois, points = self.final_focusing_layer(positions, rois, self.stem(pixel_values, grid))
-        return Looks(self.embedding_norm(join(prefix, hidden_states)), [rois], [points])
-
-    def embed_tree(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> Looks:
-        """Tokens embed the cells of a tree that is chosen for each image. Arguments are those of `forward`."""
-        size = known_size(pixel_values)
-        grids = self.config.cell_grids(size)
-        num_tokens = self.config.tokens_of_tree(self.choose_num_tokens(num_tokens), size)
-        levels = self.stem(pixel_values, grids)
-        cells, forecast = self.placement(levels, num_tokens)
-        positions, rois, prefix = self.latents(pixel_values.shape[0], cells, grids)
-        patches = self.placement.patches(levels, cells)
-        hidden_states, rois, points = self.final_focusing_layer(positions, rois, patches)
-        return Looks(self.embedding_norm(join(prefix, hidden_states)), [rois], [points], forecast=forecast)
-
-    def choose_num_tokens(self, num_tokens: int | torch.Tensor | None) -> int:
-        if self.placement is None or not isinstance(num_tokens, torch.Tensor):
-            return super().choose_num_tokens(num_tokens)
-        # The only counts that trees can have.
-        counts, base = self.config.trained_token_counts, math.prod(self.config.cell_grids()[0])
-        return base + 3 * read_at(place_among(counts, num_tokens), [(count - base) // 3 for count in counts])
-
-    def read_grid(self, num_tokens: torch.Tensor) -> tuple[tuple[int, int], torch.Tensor, list[tuple[int, int]]]:
-        """Return the rows and columns of the grid that a number in a tensor chooses, the numbers of its cells among
-        those of the grids of all counts, `(1, cells)`, and these grids."""
-        counts = self.config.trained_token_counts
-        grids, place = [self.config.grid_of(count) for count in counts], place_among(counts, num_tokens)
-        count = read_at(place, counts)
-        grid = tuple(read_at(place, [sides[axis] for sides in grids]) for axis in (0, 1))
-        first = read_at(place, [sum(counts[:number]) for number in range(len(counts))])
-        return grid, first + torch.arange(count, device=num_tokens.device).unsqueeze(0), grids
-
-    def _layers_after_looks(self) -> list[nn.Module]:
-        return [*self.layers]
-
-    def shared_features(self, pixel_values: torch.Tensor) -> None:
-        """None: other numbers of tokens see other pixels."""
-
-    def map_of_image(self, pixel_values: torch.Tensor, looks: Looks) -> torch.Tensor:
-        return pixels_as_features(pixel_values)
-
-    def resize_latents(self, num_latent_tokens: int) -> bool:
-        config = self.config
-        if config.placement == "content":
-            # Each cell has its token already.
-            self.latents.num_latent_tokens = num_latent_tokens
-            return True
-        config.token_grid = choose_grid(num_latent_tokens, pair(config.image_size))
-        self.latents.resize_grid(config.token_grid)
-        # Smaller grids would be interpolated from one that is not the trained one.
-        return False
+        Raises:
+            ValueError: if `num_tokens` does not fit.
+        """
+        hidden_states, rois, forecast = self.embeddings(pixel_values, num_tokens)
+        position_embeddings = rotary_embeddings(self.config, rois)
+        skips = self.skips_unread_tokens and not output_tokens and reads_class_tokens_alone(self.config, **kwargs)
+        for layer in self.layers:
+            num_queries = self.config.num_class_tokens if skips and layer is self.layers[-1] else None
+            hidden_states = layer(
+                hidden_states, num_queries=num_queries, position_embeddings=position_embeddings, **kwargs
+            )
+        return PatchSparseFormerModelOutput(
+            last_hidden_state=self.layernorm(hidden_states),
+            pooler_output=self.pooler(hidden_states, self.layernorm),
+            rois=(rois,) if output_rois else None,
+            attention_forecast=forecast if output_attention_forecast else None,
+        )
 
 
-class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel, SparseFormerForImageClassification):
-    """`SparseFormerForImageClassification` whose tokens embed patches."""
+class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
+    """PatchSparseFormer with a linear classifier on the pooled embedding."""
 
-    config: PatchSparseFormerConfig
+    # The loss divides by `num_items_in_batch` for every problem type.
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: PatchSparseFormerConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.sparseformer = PatchSparseFormerModel(config)
+        self.classifier = nn.Linear(config.pooled_size, config.num_labels) if config.num_labels else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        output_tokens: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> PatchSparseFormerImageClassifierOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            labels (`torch.Tensor`, *optional*):
+                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
+            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
+            output_tokens (`bool`, *optional*, defaults to `False`): Let the last block compute all tokens.
+            kwargs: Passed to `PatchSparseFormerModel.forward`.
+        """
+        outputs = self.sparseformer(pixel_values, output_tokens=output_tokens, **kwargs)
+        logits = self.classifier(outputs.pooler_output)
+        loss = None
+        if labels is not None:
+            loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
+        return PatchSparseFormerImageClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois,
+        )
+
+    @torch.no_grad()
+    def classify_adaptively(
+        self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
+    ) -> AdaptiveClassifierOutput:
+        """Classify images with few tokens, and those whose class is not sure enough again with more.
+
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            confidence (`float`, *optional*, defaults to 0.9):
+                Probability of the likeliest class, 0 to 1, from which on an image is done.
+            token_counts (sequence of `int`, *optional*):
+                Counts to try, in this order; by default the smallest of `config.elastic_token_counts`, then
+                `config.num_tokens` or all (`docs/elastic.md`: more between them save less than they cost).
+
+        Raises:
+            ValueError: if `confidence` is no probability, or the model has not so many tokens.
+        """
+        most = self.config.default_num_tokens
+        token_counts = token_counts or sorted({min(self.config.trained_token_counts[0], most), most})
+        images = torch.arange(len(pixel_values), device=pixel_values.device)
+        return classify_adaptively(
+            lambda chosen, count: self(pixel_values[chosen], num_tokens=count).logits,
+            images,
+            confidence,
+            token_counts,
+        )
 
 
-class PatchSparseFormerBackbone(PatchSparseFormerPreTrainedModel, SparseFormerBackbone):
-    """`SparseFormerBackbone` whose tokens embed patches."""
+class PatchSparseFormerVisionModel(PatchSparseFormerModel):
+    """PatchSparseFormer as a vision encoder of CLIP or SigLIP: a `PatchSparseFormerModel` under the name that goes
+    with `PatchSparseFormerVisionModelWithProjection`."""
 
-    config: PatchSparseFormerConfig
-
-
-class PatchSparseFormerForSemanticSegmentation(PatchSparseFormerPreTrainedModel, SparseFormerForSemanticSegmentation):
-    """`SparseFormerForSemanticSegmentation` whose tokens embed patches."""
-
-    config: PatchSparseFormerConfig
+    loads_with = "AutoModel"
 
 
-class PatchSparseFormerVisionModel(PatchSparseFormerModel, SparseFormerVisionModel):
-    """`SparseFormerVisionModel` whose tokens embed patches."""
+class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedModel):
+    """PatchSparseFormer with a linear projection of the pooled embedding, in the place of
+    `CLIPVisionModelWithProjection`."""
 
-    config: PatchSparseFormerConfig
+    config: PatchSparseFormerProjectionConfig
+    auto_classes = {"AutoModel": "PatchSparseFormerVisionModelWithProjection"}
+    embeds = {"image": ("forward", "image_embeds")}
 
+    def __init__(self, config: PatchSparseFormerProjectionConfig):
+        super().__init__(config)
+        if config.projection_dim is None:
+            raise ValueError("`projection_dim` is None, expected the width of the projected embedding.")
+        self.sparseformer = PatchSparseFormerModel(config)
+        self.visual_projection = nn.Linear(config.pooled_size, config.projection_dim, bias=config.projection_bias)
+        self.post_init()
 
-class PatchSparseFormerVisionModelWithProjection(
-    PatchSparseFormerPreTrainedModel, SparseFormerVisionModelWithProjection
-):
-    """`SparseFormerVisionModelWithProjection` whose tokens embed patches."""
-
-    config: PatchSparseFormerConfig
-
-
-def tower_class(config: SparseFormerBaseConfig) -> type[SparseFormerModel]:
-    """The class of a vision tower with this configuration. Models with towers ask here: so they ship this file."""
-    return PatchSparseFormerModel if config.embeds_patches else SparseFormerModel
+    @can_return_tuple
+    def forward(
+        self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
+    ) -> PatchSparseFormerVisionModelWithProjectionOutput:
+        """Pixels to `image_embeds`, `(batch, projection_dim)`; arguments go to `PatchSparseFormerModel.forward`."""
+        outputs = self.sparseformer(pixel_values, **kwargs)
+        return PatchSparseFormerVisionModelWithProjectionOutput(
+            image_embeds=self.visual_projection(outputs.pooler_output),
+            last_hidden_state=outputs.last_hidden_state,
+            pooler_output=outputs.pooler_output,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois,
+        )
 
 
 __all__ = [
     "PatchSparseFormerConfig",
-    "PatchSparseFormerModel",
-    "PatchSparseFormerBackbone",
     "PatchSparseFormerForImageClassification",
-    "PatchSparseFormerForSemanticSegmentation",
+    "PatchSparseFormerModel",
     "PatchSparseFormerPreTrainedModel",
+    "PatchSparseFormerProjectionConfig",
     "PatchSparseFormerVisionModel",
     "PatchSparseFormerVisionModelWithProjection",
 ]

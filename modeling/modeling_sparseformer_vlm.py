@@ -1,161 +1,338 @@
-"""Gemma 3 and LLaVA-OneVision whose vision tower is a SparseFormer.
+"""VLMs whose vision tower is a SparseFormer; `swap_vision_tower` puts them together.
 
-What follows their tower counts on rows and columns of patches: it pools neighbours, or ends each row with a token. Few
-tokens compute, and each cell of the grid has the states of the tokens that look at it.
+The language model of a LLaVA (section 4.3 of the bootstrapping paper) or a PaliGemma reads the SparseFormer's tokens.
+A Gemma 3 and a LLaVA-OneVision count on rows and columns of patches: each cell has the states of the tokens that look
+at it.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
     AutoModel,
+    AutoProcessor,
     Gemma3ForConditionalGeneration,
     Gemma3Model,
+    LlavaForConditionalGeneration,
+    LlavaModel,
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionModel,
+    LlavaProcessor,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
-from transformers.processing_utils import Unpack
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.models.llava.modeling_llava import LlavaModelOutputWithPast
+from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
-from ..configuration.configuration_base import pair
 from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
-from ..configuration.configuration_sparseformer_base import SparseFormerBaseConfig
-from ..configuration.configuration_sparseformer_vlm import SparseFormerGemma3Config, SparseFormerLlavaOnevisionConfig
+from ..configuration.configuration_sparseformer import SparseFormerConfig
+from ..configuration.configuration_sparseformer_vlm import (
+    SparseFormerGemma3Config,
+    SparseFormerGridConfig,
+    SparseFormerLlavaConfig,
+    SparseFormerLlavaOnevisionConfig,
+    SparseFormerPaliGemmaConfig,
+)
 from .dense import shares_of_tokens, spread
 from .hub import HubModel
 from .modeling_patch_sparseformer import PatchSparseFormerModel
-from .modeling_sparseformer import SparseFormerModel, SparseFormerModelOutput
+from .modeling_sparseformer import SparseFormerModel
 
 
-class SparseFormerGridTower(SparseFormerModel):
-    """A SparseFormer whose states lie on a grid, as those of the vision transformer that it replaces: few tokens
-    compute, and each cell has the state of the token whose RoI covers it, or the mean of several (`shares_of_tokens`).
-    With a token for each patch, it gives what its teacher does, before any training.
+class SparseFormerGridTower(PreTrainedModel):
+    """A SparseFormer whose states lie on a grid, as those of the vision transformer that it replaces.
 
-    Args:
-        config (`SparseFormerBaseConfig`): `feature_stride` is the size of a cell.
+    Few tokens compute, and each cell has the state of the token whose RoI covers it, or the mean of several
+    (`shares_of_tokens`). With a token for each patch, it gives what its teacher does, before any training.
     """
 
-    # Those of a tower that is loaded alone are the model's own; vLLM would leave them out.
-    _keys_to_ignore_on_load_unexpected = None
+    config: SparseFormerGridConfig
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: SparseFormerGridConfig):
+        super().__init__(config)
+        self.tower = AutoModel.from_config(config.tower_config)
+        self.post_init()
+
+    def set_num_tokens(self, num_tokens: int | None):
+        self.tower.set_num_tokens(num_tokens)
+
+    @can_return_tuple
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutputWithPooling:
+        """As `SparseFormerModel`, but states are `(batch, cells, hidden_size)`, row by row."""
+        outputs = self.tower(pixel_values, **kwargs | {"output_rois": True, "return_dict": True})
+        height, width = (side // self.config.patch_size for side in pixel_values.shape[-2:])
+        shares = shares_of_tokens(outputs.rois[-1], height, width)
+
+        def on_grid(states: torch.Tensor | None) -> torch.Tensor | None:
+            # Layers that were not asked for are None.
+            if states is None:
+                return None
+            return spread(states[:, self.config.tower_config.num_prefix_tokens :], shares).flatten(2).mT
+
+        return BaseModelOutputWithPooling(
+            last_hidden_state=on_grid(outputs.last_hidden_state),
+            pooler_output=outputs.pooler_output,
+            hidden_states=outputs.hidden_states and tuple(map(on_grid, outputs.hidden_states)),
+            attentions=outputs.attentions,
+        )
+
+
+for config_class, model_class in (
+    (SparseFormerConfig, SparseFormerModel),
+    (PatchSparseFormerConfig, PatchSparseFormerModel),
+    (SparseFormerGridConfig, SparseFormerGridTower),
+):
+    AutoModel.register(config_class, model_class, exist_ok=True)
+
+
+class SparseFormerTowerMixin:
+    """Mixin of VLMs without their head, which vLLM builds by `AutoModel`."""
+
+    def __init__(self, config: PreTrainedConfig):
+        if type(config.vision_config) not in MODEL_MAPPING:
+            # vLLM pickles configurations by value, and with them their classes, which are not registered.
+            config.vision_config = AutoConfig.for_model(**config.vision_config.to_dict())
+        super().__init__(config)
+
+
+class SparseFormerVLMMixin(HubModel):
+    """Mixin of VLMs with their head."""
+
+    def set_num_tokens(self, num_tokens: int | None):
+        """Choose the vision tower's latent tokens for all calls that choose none. `matching_processor` makes a
+        processor that fits."""
+        self.model.vision_tower.set_num_tokens(num_tokens)
+
+    def image_processor_config(self):
+        """None: the processor is saved beside the model."""
+
+
+class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
+    """`LlavaModel` whose images may have different numbers of tokens."""
+
+    config: SparseFormerLlavaConfig
+
+    @can_return_tuple
+    def get_image_features(
+        self,
+        pixel_values: torch.Tensor,
+        num_image_tokens: torch.LongTensor | Sequence[int] | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """As in `LlavaModel`: the tokens `(tokens, hidden_size)` that the language model reads of each image, as
+        `pooler_output`. `num_image_tokens` chooses the latent tokens of each image or of all."""
+        kwargs["return_dict"] = True
+        if num_image_tokens is None:
+            return super().get_image_features(pixel_values, **kwargs)
+        counts = torch.as_tensor(num_image_tokens).expand(len(pixel_values)).tolist()
+        features: list[torch.Tensor | None] = [None] * len(counts)
+        for count in set(counts):
+            indices = [index for index, other in enumerate(counts) if other == count]
+            outputs = super().get_image_features(pixel_values[indices], num_tokens=count, **kwargs)
+            for index, feature in zip(indices, outputs.pooler_output, strict=True):
+                features[index] = feature
+        return BaseModelOutputWithPooling(pooler_output=features)
 
     @can_return_tuple
     def forward(
-        self, pixel_values: torch.Tensor, output_rois: bool = False, **kwargs: Unpack[TransformersKwargs]
-    ) -> SparseFormerModelOutput:
-        """As of `SparseFormerModel`; `last_hidden_state` and `hidden_states` are `(batch, cells, hidden_size)`, row by
-        row."""
-        outputs = super().forward(pixel_values, output_rois=True, return_dict=True, **kwargs)
-        (height, width), (cell_height, cell_width) = pixel_values.shape[-2:], pair(self.config.feature_stride)
-        shares = shares_of_tokens(outputs.rois[-1], height // cell_height, width // cell_width)
-
-        def on_grid(states: torch.Tensor) -> torch.Tensor:
-            return spread(states[:, self.config.num_prefix_tokens :], shares).flatten(2).mT
-
-        outputs.last_hidden_state = on_grid(outputs.last_hidden_state)
-        if outputs.hidden_states is not None:
-            # Layers that were not asked for are None.
-            outputs.hidden_states = tuple(
-                None if states is None else on_grid(states) for states in outputs.hidden_states
-            )
-        if not output_rois:
-            outputs.rois = outputs.sampling_points = None
-        return outputs
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        num_image_tokens: torch.LongTensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LlavaModelOutputWithPast:
+        """As in `LlavaModel`, with `num_image_tokens` as in `get_image_features`."""
+        kwargs["return_dict"] = True
+        if pixel_values is not None and num_image_tokens is not None:
+            names = ("vision_feature_layer", "vision_feature_select_strategy")
+            selection = {name: kwargs.get(name) for name in names}
+            outputs = self.get_image_features(pixel_values, num_image_tokens, return_dict=True, **selection)
+            kwargs["mm_encoder_outputs"] = {"image": outputs}
+            pixel_values = None
+        return super().forward(input_ids, pixel_values, **kwargs)
 
 
-class PatchSparseFormerGridTower(SparseFormerGridTower, PatchSparseFormerModel):
-    """`SparseFormerGridTower` whose tokens embed patches."""
+class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForConditionalGeneration):
+    """LLaVA with a SparseFormer as its vision tower.
 
-    config: PatchSparseFormerConfig
+    Calls and `generate` take `num_image_tokens`, too, the latent tokens of each image or of all, as
+    `SparseFormerLlavaProcessor` returns them.
+    """
+
+    config: SparseFormerLlavaConfig
+    auto_classes = {
+        "AutoModel": "SparseFormerLlavaModel",
+        "AutoModelForMultimodalLM": "SparseFormerLlavaForConditionalGeneration",
+        "AutoModelForImageTextToText": "SparseFormerLlavaForConditionalGeneration",
+    }
+
+    def __init__(self, config: SparseFormerLlavaConfig):
+        # The constructor of `LlavaForConditionalGeneration` would make a `LlavaModel`.
+        super(LlavaForConditionalGeneration, self).__init__(config)
+        self.model = SparseFormerLlavaModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    def set_num_tokens(self, num_tokens: int | None):
+        super().set_num_tokens(num_tokens)
+        self.config.count_image_tokens()
+
+    def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, num_image_tokens=None, **kwargs) -> dict:
+        # `generate` refuses arguments that no signature names.
+        return super().prepare_inputs_for_generation(input_ids, num_image_tokens=num_image_tokens, **kwargs)
 
 
-def make_grid_tower(config: SparseFormerBaseConfig) -> SparseFormerGridTower:
-    """Return a tower with fresh weights."""
-    tower_class = PatchSparseFormerGridTower if config.embeds_patches else SparseFormerGridTower
-    return tower_class._from_config(config)
+class SparseFormerPaliGemmaModel(SparseFormerTowerMixin, PaliGemmaModel):
+    """`PaliGemmaModel` with a SparseFormer as its vision tower."""
+
+    config: SparseFormerPaliGemmaConfig
 
 
-class SparseFormerGemma3Model(Gemma3Model):
+class SparseFormerPaliGemmaForConditionalGeneration(SparseFormerVLMMixin, PaliGemmaForConditionalGeneration):
+    """PaliGemma with a SparseFormer as its vision tower."""
+
+    config: SparseFormerPaliGemmaConfig
+    auto_classes = {
+        "AutoModel": "SparseFormerPaliGemmaModel",
+        "AutoModelForMultimodalLM": "SparseFormerPaliGemmaForConditionalGeneration",
+        "AutoModelForImageTextToText": "SparseFormerPaliGemmaForConditionalGeneration",
+    }
+
+
+class SparseFormerGemma3Model(SparseFormerTowerMixin, Gemma3Model):
     """`Gemma3Model` with a SparseFormer as its vision tower."""
 
     config: SparseFormerGemma3Config
 
-    def __init__(self, config: SparseFormerGemma3Config):
-        super().__init__(config)
-        self.vision_tower = make_grid_tower(config.tower_config)
-        self.post_init()
 
-
-class SparseFormerGemma3ForConditionalGeneration(HubModel, Gemma3ForConditionalGeneration):
-    """Gemma 3 with a SparseFormer as its vision tower; `swap_vision_tower` puts one together."""
+class SparseFormerGemma3ForConditionalGeneration(SparseFormerVLMMixin, Gemma3ForConditionalGeneration):
+    """Gemma 3 with a SparseFormer as its vision tower."""
 
     config: SparseFormerGemma3Config
     auto_classes = {
         "AutoModel": "SparseFormerGemma3Model",
+        "AutoModelForMultimodalLM": "SparseFormerGemma3ForConditionalGeneration",
         "AutoModelForImageTextToText": "SparseFormerGemma3ForConditionalGeneration",
     }
-    _keep_in_fp32_modules_strict = ["initial_rois"]
-
-    def __init__(self, config: SparseFormerGemma3Config):
-        config.validate()
-        # Its own constructor would make a `Gemma3Model` first.
-        super(Gemma3ForConditionalGeneration, self).__init__(config)
-        self.model = SparseFormerGemma3Model(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
-        self.post_init()
-
-    def set_num_tokens(self, num_tokens: int | None):
-        """Choose the vision tower's latent tokens of all calls, as of a SparseFormer alone. The grid stays."""
-        self.model.vision_tower.set_num_tokens(num_tokens)
-
-    def image_processor_config(self):
-        """None: the processor is saved beside the model."""
 
 
-class SparseFormerLlavaOnevisionModel(LlavaOnevisionModel):
+class SparseFormerLlavaOnevisionModel(SparseFormerTowerMixin, LlavaOnevisionModel):
     """`LlavaOnevisionModel` with a SparseFormer as its vision tower."""
 
     config: SparseFormerLlavaOnevisionConfig
 
-    def __init__(self, config: SparseFormerLlavaOnevisionConfig):
-        super().__init__(config)
-        self.vision_tower = make_grid_tower(config.tower_config)
-        self.post_init()
 
-
-class SparseFormerLlavaOnevisionForConditionalGeneration(HubModel, LlavaOnevisionForConditionalGeneration):
-    """LLaVA-OneVision with a SparseFormer as its vision tower; `swap_vision_tower` puts one together."""
+class SparseFormerLlavaOnevisionForConditionalGeneration(SparseFormerVLMMixin, LlavaOnevisionForConditionalGeneration):
+    """LLaVA-OneVision with a SparseFormer as its vision tower."""
 
     config: SparseFormerLlavaOnevisionConfig
     auto_classes = {
         "AutoModel": "SparseFormerLlavaOnevisionModel",
+        "AutoModelForMultimodalLM": "SparseFormerLlavaOnevisionForConditionalGeneration",
         "AutoModelForImageTextToText": "SparseFormerLlavaOnevisionForConditionalGeneration",
     }
-    _keep_in_fp32_modules_strict = ["initial_rois"]
-
-    def __init__(self, config: SparseFormerLlavaOnevisionConfig):
-        config.validate()
-        # Its own constructor would make a `LlavaOnevisionModel` first.
-        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)
-        self.model = SparseFormerLlavaOnevisionModel(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
-        self.post_init()
-
-    def set_num_tokens(self, num_tokens: int | None):
-        """Choose the vision tower's latent tokens of all calls, as of a SparseFormer alone. The grid stays."""
-        self.model.vision_tower.set_num_tokens(num_tokens)
-
-    def image_processor_config(self):
-        """None: the processor is saved beside the model."""
 
 
-AutoModel.register(SparseFormerGemma3Config, SparseFormerGemma3Model, exist_ok=True)
-AutoModel.register(SparseFormerLlavaOnevisionConfig, SparseFormerLlavaOnevisionModel, exist_ok=True)
+class SparseFormerLlavaImagesKwargs(ImagesKwargs, total=False):
+    # Latent tokens of every image, or of each in their order, [CLS] not counted; best those that the model was trained
+    # for, `config.vision_config.elastic_token_counts`.
+    num_image_tokens: int | list[int] | tuple[int, ...]
+
+
+class SparseFormerLlavaProcessorKwargs(ProcessingKwargs, total=False):
+    images_kwargs: SparseFormerLlavaImagesKwargs
+
+
+class SparseFormerLlavaProcessor(LlavaProcessor):
+    """`LlavaProcessor` whose call may choose the tokens of each image by `num_image_tokens`, which it returns for the
+    model; `matching_processor` makes one for a model.
+
+    What it saves loads as a plain `LlavaProcessor`, too, for calls that choose none.
+
+    Args:
+        num_prefix_tokens (`int`, *optional*, defaults to 0): [CLS] and registers of the vision tower.
+    """
+
+    valid_processor_kwargs = SparseFormerLlavaProcessorKwargs
+
+    def __init__(
+        self,
+        image_processor=None,
+        tokenizer=None,
+        patch_size=None,
+        vision_feature_select_strategy=None,
+        chat_template=None,
+        image_token="<image>",
+        num_additional_image_tokens=0,
+        num_prefix_tokens=0,
+        **kwargs,
+    ):
+        super().__init__(
+            image_processor,
+            tokenizer,
+            patch_size=patch_size,
+            vision_feature_select_strategy=vision_feature_select_strategy,
+            chat_template=chat_template,
+            image_token=image_token,
+            num_additional_image_tokens=num_additional_image_tokens,
+        )
+        self.num_prefix_tokens = num_prefix_tokens
+        self.auto_map = {"AutoProcessor": "modeling_sparseformer_vlm.SparseFormerLlavaProcessor"}
+
+    def _process_images(self, images, num_image_tokens: int | Sequence[int] | None = None, **kwargs):
+        inputs, replacements = super()._process_images(images, **kwargs)
+        if num_image_tokens is not None:
+            counts = [num_image_tokens] * len(replacements) if isinstance(num_image_tokens, int) else num_image_tokens
+            if len(counts) != len(replacements):
+                raise ValueError(
+                    f"`num_image_tokens` has {len(counts)} numbers, expected one for each of the "
+                    f"{len(replacements)} images."
+                )
+            others = self.num_prefix_tokens - (self.vision_feature_select_strategy == "default")
+            replacements = [self.image_token * (count + others) for count in counts]
+            inputs["num_image_tokens"] = list(counts)
+        return inputs, replacements
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoProcessor"):
+        """Do nothing: the model's `save_pretrained` writes the code."""
+
+
+for model_class, head_class in (
+    (SparseFormerLlavaModel, SparseFormerLlavaForConditionalGeneration),
+    (SparseFormerPaliGemmaModel, SparseFormerPaliGemmaForConditionalGeneration),
+    (SparseFormerGemma3Model, SparseFormerGemma3ForConditionalGeneration),
+    (SparseFormerLlavaOnevisionModel, SparseFormerLlavaOnevisionForConditionalGeneration),
+):
+    AutoModel.register(model_class.config_class, model_class, exist_ok=True)
+    # `transformers serve` looks names up here.
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_class.config_class.model_type] = head_class.__name__
+AutoProcessor.register(SparseFormerLlavaConfig, SparseFormerLlavaProcessor, exist_ok=True)
 
 
 __all__ = [
     "SparseFormerGemma3Config",
     "SparseFormerGemma3ForConditionalGeneration",
+    "SparseFormerLlavaConfig",
+    "SparseFormerLlavaForConditionalGeneration",
     "SparseFormerLlavaOnevisionConfig",
     "SparseFormerLlavaOnevisionForConditionalGeneration",
+    "SparseFormerPaliGemmaConfig",
+    "SparseFormerPaliGemmaForConditionalGeneration",
 ]

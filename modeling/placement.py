@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from ..configuration.configuration_base import pair
+from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
 from .layers import in_float32
-from .pyramid import GridImage, grid_rois
 
 
 # Bins of gray of the entropy rule, from -BOUND to BOUND of normalized pixels.
@@ -23,21 +24,24 @@ BINS, BOUND = 16, 2.5
 TIE = 2.0**-20
 
 
-def known_size(images: torch.Tensor) -> tuple[int, int]:
-    """Height and width of images, on which the grids of a tree depend.
-
-    Raises:
-        ValueError: if a program is being exported for images of any size.
-    """
-    size = tuple(images.shape[-2:])
-    if not all(isinstance(side, int) for side in size):
-        raise ValueError("Trees depend on the size of images; export a program for one size, with any batch.")
-    return size
+def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
+    """RoIs that are the cells of a grid, `(cells, 4)` as left, top, right, bottom, in row order."""
+    rows, columns = grid
+    top, left = torch.meshgrid(torch.arange(rows) / rows, torch.arange(columns) / columns, indexing="ij")
+    return torch.stack([left, top, left + 1 / columns, top + 1 / rows], dim=-1).flatten(0, 1)
 
 
 def cells_of(grids: list[tuple[int, int]]) -> torch.Tensor:
     """RoIs of the cells of all grids, coarsest first, `(cells, 4)` as left, top, right, bottom."""
     return torch.cat([grid_rois(grid) for grid in grids])
+
+
+def cut_patches(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
+    """Cut images `(batch, channels, rows * height, columns * width)` into patches as a patch embedding takes them,
+    channels first, `(batch, rows, columns, channels * height * width)`."""
+    height, width = patch_size
+    patches = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 def split_in_four(cells: torch.Tensor) -> torch.Tensor:
@@ -162,27 +166,11 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
     return (left * ranks).topk(left.shape[1]).indices[:, :num_tokens]
 
 
-class CellPyramid(nn.Module):
-    """Resizes an image for each grid, so that a point of a cell is a pixel.
-
-    Args:
-        patch_size (pair of `int`): Rows and columns of points in a cell.
-    """
-
-    def __init__(self, patch_size: tuple[int, int]):
-        super().__init__()
-        self.at_grid = GridImage(patch_size)
-
-    def forward(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """`(batch, channels, height, width)` to an image in float32 for each grid, coarsest first."""
-        return [self.at_grid(pixel_values, grid) for grid in grids]
-
-
 class AttentionForecast(nn.Module):
     """Predicts how much a teacher attends to each cell of the finest grid, from the pixels of the cells around it.
 
     An embedding of patches to few channels, then convolutions that see seven cells far each way. It costs about as
-    much as half a token. Before training, it foretells the same for all cells.
+    much as half a token. Before training, it predicts the same for all cells.
 
     Args:
         patch_size (pair of `int`): Rows and columns of points in a cell.
@@ -199,8 +187,8 @@ class AttentionForecast(nn.Module):
         )
         self.head = nn.Conv2d(self.WIDTH, 1, 1)
 
-    def draw(self):
-        """Draw weights that foretell even attention."""
+    def draw(self, std: float):
+        """Draw weights that predict even attention."""
         for convolution in (self.embedding, *self.convolutions):
             init.kaiming_normal_(convolution.weight, nonlinearity="relu")
             init.zeros_(convolution.bias)
@@ -220,22 +208,21 @@ class ContentPlacement(nn.Module):
     """Chooses each image's cells.
 
     Args:
-        rule (`str`): `placement_rule` of a configuration.
-        patch_size (pair of `int`): Rows and columns of points in a cell.
-        num_channels (`int`): Channels of the image.
-        random_share (`float`): Share of images that get any tree while training, so that the model learns all.
+        config (`PatchSparseFormerConfig`): The configuration.
     """
 
-    def __init__(self, rule: str, patch_size: tuple[int, int], num_channels: int, random_share: float = 0.0):
+    def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
-        self.rule, self.patch_size, self.random_share = rule, patch_size, random_share
+        self.rule = config.placement_rule
+        self.patch_size = pair(config.patch_size)
+        self.random_share = config.placement_random_share
         self.forecast = None
-        if rule == "learned":
+        if self.rule == "learned":
             # It learns from a teacher alone: other trainings would wait for its gradients.
-            self.forecast = AttentionForecast(patch_size, num_channels).requires_grad_(False)
+            self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Choose `num_tokens` cells of the images that a `CellPyramid` returned.
+        """Choose `num_tokens` cells, given the images at the resolution of each grid, coarsest first, in float32.
 
         Returns:
             Numbers of cells, `(batch, num_tokens)`, see `choose_cells`, and the logits of the `AttentionForecast`,
@@ -260,17 +247,15 @@ class ContentPlacement(nn.Module):
         ]
 
     def patches(self, levels: list[torch.Tensor], cells: torch.Tensor) -> torch.Tensor:
-        """The pixels of cells, `(batch, num_tokens)`, as a patch embedding takes them, channels first:
-        `(batch, num_tokens, channels * rows * columns)`."""
-        rows, columns = self.patch_size
+        """Return the patches of cells, `(batch, num_tokens)`, see `cut_patches`: `(batch, num_tokens, pixels)`."""
         images = torch.arange(cells.shape[0], device=cells.device).unsqueeze(1)
-        place, found = 0, None
+        found, place = None, 0
         for level in levels:
-            grid = level.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).permute(0, 2, 4, 1, 3, 5)
-            height, width = grid.shape[1:3]
+            grid = cut_patches(level, self.patch_size)
+            count, columns = grid.shape[1] * grid.shape[2], grid.shape[2]
             # Of cells of other grids any patch; few copies of these cost less than one of all cells.
-            number = (cells - place).clamp(0, height * width - 1)
-            here = grid[images, number // width, number % width].flatten(2)
+            number = (cells - place).clamp(0, count - 1)
+            here = grid[images, number // columns, number % columns]
             found = here if found is None else torch.where((cells >= place).unsqueeze(-1), here, found)
-            place += height * width
+            place += count
         return found

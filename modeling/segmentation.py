@@ -4,8 +4,15 @@ Models* (CVPR 2024), and the loss of semantic segmentation."""
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 
 from .layers import MLP, SelfAttention, in_float32
+
+
+# Width and number of transformer blocks of the head.
+HIDDEN_SIZE, NUM_BLOCKS = 256, 2
+# Label of pixels that do not count.
+IGNORED = 255
 
 
 def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -40,9 +47,9 @@ class SegmentationLayer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        hidden_size = config.decoder_hidden_size
+        hidden_size = HIDDEN_SIZE
         self.layernorm_before = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
-        self.attention = SelfAttention(config, hidden_size, max(hidden_size // 64, 1))
+        self.attention = SelfAttention(config, hidden_size, hidden_size // 64)
         self.layernorm_after = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(hidden_size, 4 * hidden_size, "gelu")
 
@@ -55,21 +62,26 @@ class SegmentationHead(nn.Module):
     """Class scores of each token, spread over the map by single-head attention (equations 6 and 7).
 
     The paper gives the width (256), two encoder blocks, linear classifier and bias, and a 3 x 3 convolution of the
-    early convolution's map for the queries. It leaves open, and here is: blocks as those of the cortex, with 64
+    early convolution's map for the queries. It leaves open, and here is: blocks as those of the encoder, with 64
     channels a head and an MLP four times as wide; a LayerNorm after them, which such blocks need; keys by a linear
     layer; no constants in the keys and the predictive bias, which the softmax would cancel.
     """
 
     def __init__(self, config):
         super().__init__()
-        hidden_size = config.decoder_hidden_size
+        hidden_size = HIDDEN_SIZE
         self.reduction = nn.Linear(config.hidden_size, hidden_size)
-        self.blocks = nn.ModuleList(SegmentationLayer(config) for _ in range(config.decoder_num_hidden_layers))
+        self.blocks = nn.ModuleList(SegmentationLayer(config) for _ in range(NUM_BLOCKS))
         self.layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
         self.classifier = nn.Linear(hidden_size, config.num_labels)
-        self.query = nn.Conv2d(config.map_channels, hidden_size, kernel_size=3, padding=1)
+        self.query = nn.Conv2d(config.stem_channels, hidden_size, kernel_size=3, padding=1)
         self.key = nn.Linear(hidden_size, hidden_size, bias=False)
         self.importance = nn.Linear(hidden_size, 1, bias=False)
+
+    def draw(self, std: float):
+        """Draw the convolution of the queries as linear layers are drawn."""
+        init.trunc_normal_(self.query.weight, std=std)
+        init.zeros_(self.query.bias)
 
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, **kwargs
@@ -115,39 +127,17 @@ class LinearDecoder(nn.Module):
         return self.classifier(torch.cat(maps, dim=1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def semantic_segmentation_loss(
-    logits: torch.Tensor, labels: torch.Tensor, num_labels: int, ignore_index: int = 255
-) -> torch.Tensor:
+def semantic_segmentation_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy over the pixels that count, 0 if none does; with a single class, binary cross entropy.
 
     Args:
         logits (`torch.Tensor`): `(batch, num_labels, height, width)`, at any resolution; interpolated to the labels'.
-        labels (`torch.Tensor`): `(batch, height, width)` class numbers.
-        num_labels (`int`): Classes.
-        ignore_index (`int`, *optional*, defaults to 255): Label that does not count.
-
-    Raises:
-        ValueError: if the labels are no integers of that shape or (looked at on CPU only) no classes of the model.
+        labels (`torch.Tensor`): `(batch, height, width)` class numbers; 255 does not count.
     """
-    if labels.ndim != 3 or len(labels) != len(logits) or labels.is_floating_point():
-        raise ValueError(
-            f"Got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}; expected integers ({len(logits)}, "
-            "height, width). Prepare masks with the model's AutoImageProcessor: `processor(images, masks)`."
-        )
     labels = labels.to(logits.device).long()
-    counts = labels != ignore_index
-    highest = max(num_labels, 2)
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = labels[counts & ((labels < 0) | (labels >= highest))]
-        if len(wrong):
-            raise ValueError(
-                f"Got labels {wrong.unique().tolist()}; the model's classes are 0 to {highest - 1}, and "
-                f"{ignore_index} does not count. For other classes, load it with `num_labels` and "
-                "`ignore_mismatched_sizes=True`; if 0 is the background, `do_reduce_labels=True` in the image "
-                "processor makes it 255."
-            )
+    counts = labels != IGNORED
     logits = F.interpolate(in_float32(logits), labels.shape[-2:], mode="bilinear", align_corners=False)
-    if num_labels == 1:
+    if logits.shape[1] == 1:
         losses = F.binary_cross_entropy_with_logits(logits[:, 0], (labels == 1).to(logits.dtype), reduction="none")
         return (losses * counts).sum() / counts.sum().clamp(min=1)
-    return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum") / counts.sum().clamp(min=1)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / counts.sum().clamp(min=1)

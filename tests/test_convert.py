@@ -6,22 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from frugalvit_cli import main as frugalvit
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 from frugalvit import (
     SparseFormerConfig,
-    SparseFormerForImageClassification,
     SparseFormerVisionModelWithProjection,
 )
-from frugalvit.cli import main as frugalvit
-from frugalvit.modeling import conversion
 from frugalvit.modeling.conversion import (
     config_from_showlab,
     convert_showlab,
     infer_showlab_variant,
     load_showlab_checkpoint,
     showlab_model_class,
+    showlab_names,
 )
 
 
@@ -32,7 +31,8 @@ COMPLETE = {"README.md", "config.json", "model.safetensors", "modeling_sparsefor
 
 
 def checkpoint_of(variant: str) -> dict[str, torch.Tensor]:
-    state_dict = load_showlab_checkpoint(FIXTURES[variant.removesuffix("-clip")])
+    tensors = load_file(FIXTURES[variant.removesuffix("-clip")])
+    state_dict = {name.removeprefix("state."): tensor for name, tensor in tensors.items() if name.startswith("state.")}
     if variant == "bootstrapped-clip":
         del state_dict["proj.bias"]
     return state_dict
@@ -41,9 +41,15 @@ def checkpoint_of(variant: str) -> dict[str, torch.Tensor]:
 def to_showlab(model) -> dict[str, torch.Tensor]:
     """Weights of one of our models under the reference implementation's names."""
     weights = model.state_dict()
-    transition = model.config.focusing_hidden_size != model.config.hidden_size
+    config = model.config
+    names = showlab_names(
+        config.generation,
+        config.num_hidden_layers,
+        config.projection_dim is not None,
+        config.num_focusing_iterations == 1,
+    )
     state_dict = {}
-    for theirs, ours in conversion._names(model.config, transition).items():
+    for theirs, ours in names.items():
         if "qkv_proj" in ours:
             state_dict[theirs] = torch.cat([weights[ours.replace("qkv", letter)] for letter in "qkv"])
         elif ours.endswith("point_bias"):
@@ -51,6 +57,12 @@ def to_showlab(model) -> dict[str, torch.Tensor]:
         else:
             state_dict[theirs] = weights[ours]
     return state_dict
+
+
+@pytest.fixture
+def v1_file(tmp_path) -> Path:
+    save_file(checkpoint_of("v1"), tmp_path / "v1.safetensors")
+    return tmp_path / "v1.safetensors"
 
 
 def run(checkpoint, output, *arguments) -> int:
@@ -76,12 +88,10 @@ class TestInference:
     @pytest.mark.parametrize(
         ("name", "fields"),
         [
-            ("v1-tiny", {"num_labels": 5, "focusing_hidden_size": 192, "shared_token_embedding": True}),
+            ("v1-tiny", {"num_labels": 5, "focusing_hidden_size": 192}),
             ("v1-tiny", {"num_hidden_layers": 1, "mixing_hidden_size": 24, "intermediate_size": 64}),
-            ("v1-tiny", {"mixing_bias": False, "num_roi_delta_layers": 2, "transition_layer_norm": False}),
             ("augreg-base-49-224", {"num_focusing_iterations": 2, "num_sampling_points": 40, "num_mixed_points": 40}),
-            ("augreg-base-49-224", {"num_hidden_layers": 1, "shared_token_embedding": False, "mixing_bias": True}),
-            ("augreg-base-49-224", {"num_roi_delta_layers": 1, "stem_channels": 33, "focusing_hidden_size": 256}),
+            ("augreg-base-49-224", {"num_hidden_layers": 1, "stem_channels": 33, "focusing_hidden_size": 256}),
             ("clip-base-49-224", {"projection_dim": 24, "num_sampling_points": 7, "num_latent_tokens": 16}),
         ],
     )
@@ -98,53 +108,25 @@ class TestInference:
         assert converted.keys() == model.state_dict().keys()
         assert all(torch.equal(converted[name], tensor) for name, tensor in model.state_dict().items())
 
-    @torch.no_grad()
-    def test_equal_widths_have_no_transition(self):
-        config = SparseFormerConfig.from_variant(
-            "augreg-base-49-224", focusing_hidden_size=64, hidden_size=64, num_hidden_layers=2, num_latent_tokens=5
-        )
-        model = SparseFormerForImageClassification(config)
-        transition = model.sparseformer.transition
-        transition.weight.copy_(torch.eye(64))
-        transition.bias.zero_()
-        state_dict = to_showlab(model)
-        assert "layers.1.roi_offset_bias" in state_dict
-        inferred = config_from_showlab(state_dict)
-        assert inferred.to_dict() == config.to_dict()
-        converted = convert_showlab(state_dict, inferred)
-        assert all(torch.equal(converted[name], tensor) for name, tensor in model.state_dict().items())
-
     def test_iterations(self):
         v1, bootstrapped = checkpoint_of("v1"), checkpoint_of("bootstrapped")
         assert config_from_showlab(v1).num_focusing_iterations == 4
         assert config_from_showlab(v1, iterations=2).num_focusing_iterations == 2
-        assert config_from_showlab(bootstrapped).num_focusing_iterations == 4
         bootstrapped["layers.0.stage_embedding.weight"] = torch.randn(3, 64)
         assert config_from_showlab(bootstrapped).num_focusing_iterations == 3
-        assert config_from_showlab(bootstrapped, iterations=3).num_focusing_iterations == 3
-        with pytest.raises(ValueError, match="4 iterations .* stage embeddings for 3"):
+        with pytest.raises(ValueError, match="iterations is 4, .* stage embeddings for 3"):
             config_from_showlab(bootstrapped, iterations=4)
         del bootstrapped["layers.0.stage_embedding.weight"]
-        with pytest.raises(ValueError, match="it has no stage embedding: give 1"):
+        with pytest.raises(ValueError, match="missing layers.0.stage_embedding.weight;"):
             config_from_showlab(bootstrapped)
         assert config_from_showlab(bootstrapped, iterations=1).num_focusing_iterations == 1
-
-    def test_activation_of_clip(self):
-        state_dict = checkpoint_of("bootstrapped-clip")
-        config = config_from_showlab(state_dict)
-        assert (config.hidden_act, config.focusing_hidden_act) == ("quick_gelu", "gelu")
-        del state_dict["layers.0.stage_embedding.weight"]
-        config = config_from_showlab(state_dict, iterations=1)
-        assert (config.hidden_act, config.focusing_hidden_act) == ("quick_gelu", "quick_gelu")
 
 
 class TestFiles:
     @pytest.mark.parametrize("key", [None, "model", "state_dict"])
-    @pytest.mark.parametrize("prefix", ["", "module.", "state."])
-    def test_layouts(self, tmp_path, key, prefix):
+    def test_layouts(self, tmp_path, key):
         expected = checkpoint_of("v1")
-        state_dict = {prefix + name: tensor for name, tensor in expected.items()}
-        torch.save({key: state_dict, "epoch": 3} if key else state_dict, tmp_path / "checkpoint.pth")
+        torch.save({key: expected, "epoch": 3} if key else expected, tmp_path / "checkpoint.pth")
         loaded = load_showlab_checkpoint(tmp_path / "checkpoint.pth")
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
@@ -161,10 +143,11 @@ class TestCommand:
     @torch.no_grad()
     def test_classifiers(self, tmp_path, capsys, variant, suffix):
         """The variant is given, or inferred from a checkpoint of PyTorch."""
-        source = FIXTURES[variant]
+        source = tmp_path / f"checkpoint{suffix}"
         if suffix == ".pth":
-            source = tmp_path / "checkpoint.pth"
             torch.save({"model": checkpoint_of(variant)}, source)
+        else:
+            save_file(checkpoint_of(variant), source)
         out = tmp_path / "deep" / "out"
         assert run(source, out, *([] if suffix == ".pth" else ["--variant", variant])) == 0
 
@@ -212,8 +195,8 @@ class TestCommand:
         assert (processor["image_mean"], processor["image_std"]) == (mean, std)
 
     @pytest.mark.parametrize(("arguments", "size"), [(["64"], [64, 64]), (["48", "96"], [48, 96])])
-    def test_image_size(self, tmp_path, arguments, size):
-        assert run(FIXTURES["v1"], tmp_path / "out", "--image-size", *arguments) == 0
+    def test_image_size(self, tmp_path, v1_file, arguments, size):
+        assert run(v1_file, tmp_path / "out", "--image-size", *arguments) == 0
         config = AutoConfig.from_pretrained(tmp_path / "out")
         assert config.image_size == (size if size[0] != size[1] else size[0])
         image = torch.randint(256, (3, 70, 200), dtype=torch.uint8)
@@ -230,14 +213,6 @@ class TestCommand:
         assert config.id2label[0] == "tench, Tinca tinca"
         assert config.label2id["toilet tissue, toilet paper, bathroom tissue"] == 999
 
-    def test_overwrite(self, tmp_path, capsys):
-        out = tmp_path / "out"
-        assert run(FIXTURES["v1"], out) == 0
-        assert run(FIXTURES["bootstrapped"], out) == 1
-        assert "exists and is not empty; choose another one or pass --overwrite" in capsys.readouterr().err
-        assert run(FIXTURES["bootstrapped"], out, "--overwrite") == 0
-        assert AutoConfig.from_pretrained(out).use_cls_token
-
 
 def changed(variant, **tensors):
     return checkpoint_of(variant) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
@@ -248,73 +223,38 @@ REFUSED = {
     "bootstrapped as v1": (
         checkpoint_of("bootstrapped"),
         ["--variant", "v1"],
-        ["not of variant 'v1'", "17 missing", "10 unexpected", "It fits 'bootstrapped'"],
+        ["does not fit variant 'v1': missing layers.0.adaptive_mixing.m_beta, ", ", ... (12)."],
     ),
     "a layer missing": (
         {name: tensor for name, tensor in checkpoint_of("bootstrapped").items() if "layers.3." not in name},
-        ["--variant", "bootstrapped"],
-        ["12 missing (layers.3.attn.proj.bias, layers.3.attn.proj.weight, ", ", ...)"],
-    ),
-    "unexpected names": (
-        changed("bootstrapped", decoder__weight=torch.ones(2), ema=torch.ones(1)),
         [],
-        ["2 unexpected (decoder.weight, ema)"],
-    ),
-    "contradicting shapes": (
-        changed("v1", layers__3__mlp__fc2__weight=torch.ones(128, 100)),
-        [],
-        ["1 tensors", "layers.3.mlp.fc2.weight is (128, 100), expected (128, 512)"],
+        ["missing layers.3.attn.proj.bias, layers.3.attn.proj.weight, ", ", ... (12); unexpected none"],
     ),
     "a video model": (
         changed("v1", feat_extractor__conv1__weight=torch.ones(16, 3, 1, 7, 7)),
         [],
-        ["unexpected number of dimensions", "made for video"],
+        ["made for video"],
     ),
-    "another model": (
-        {"blocks.0.attn.qkv.weight": torch.ones(3)},
-        [],
-        ["no SparseFormer checkpoint", "blocks.0.attn"],
-    ),
-    "training code of v1": (
-        changed("v1", layers__0__adaptive_mixing__tuo_proj__weight=torch.ones(1)),
-        [],
-        ["v1's training code", "_converted.pth"],
-    ),
+    "another model": ({"blocks.0.attn.qkv.weight": torch.ones(3)}, [], ["unexpected blocks.0.attn", "showlab"]),
     "no iterations": (checkpoint_of("v1"), ["--iterations", "0"], ["`num_focusing_iterations` is 0"]),
     "a tiny image": (checkpoint_of("v1"), ["--image-size", "2"], ["`image_size` is 2", "at least 4"]),
+    "a list": ([1, 2, 3], [], ["holds no state dict"]),
+    "numbers": ({"epoch": 3, "lr": 0.1}, [], ["holds no state dict"]),
+    "objects": ({"model": Path("x")}, [], ["Cannot read tensors"]),
 }
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(("state_dict", "arguments", "parts"), REFUSED.values(), ids=REFUSED.keys())
-    def test_checkpoints(self, tmp_path, capsys, state_dict, arguments, parts):
-        torch.save(state_dict, tmp_path / "checkpoint.pth")
+    @pytest.mark.parametrize(("content", "arguments", "parts"), REFUSED.values(), ids=REFUSED.keys())
+    def test_checkpoints(self, tmp_path, capsys, content, arguments, parts):
+        torch.save(content, tmp_path / "checkpoint.pth")
         self.refused(tmp_path, capsys, tmp_path / "checkpoint.pth", arguments, parts)
 
-    @pytest.mark.parametrize(
-        ("name", "content", "parts"),
-        [
-            ("absent.pth", None, ["There is no checkpoint file", "absent.pth"]),
-            ("text.safetensors", b"<!DOCTYPE html><html>", ["no readable checkpoint", "download it again"]),
-        ],
-    )
-    def test_corrupt_files(self, tmp_path, capsys, name, content, parts):
+    @pytest.mark.parametrize(("name", "content"), [("absent.pth", None), ("text.safetensors", b"<!DOCTYPE html>")])
+    def test_corrupt_files(self, tmp_path, capsys, name, content):
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        self.refused(tmp_path, capsys, tmp_path / name, [], parts)
-
-    @pytest.mark.parametrize(
-        ("content", "parts"),
-        [
-            ([1, 2, 3], ["holds a list, expected names and tensors"]),
-            ({"epoch": 3, "lr": 0.1}, ["holds no state dict: epoch, lr in it where tensors were expected"]),
-            ({"model": Path("x")}, ["Python objects besides tensors", "save its state dict alone"]),
-        ],
-        ids=["list", "numbers", "objects"],
-    )
-    def test_other_contents(self, tmp_path, capsys, content, parts):
-        torch.save(content, tmp_path / "checkpoint.pth")
-        self.refused(tmp_path, capsys, tmp_path / "checkpoint.pth", [], parts)
+        self.refused(tmp_path, capsys, tmp_path / name, [], ["Cannot read tensors", name])
 
     def refused(self, tmp_path, capsys, checkpoint, arguments, parts):
         assert run(checkpoint, tmp_path / "out", *arguments) == 1
@@ -325,29 +265,6 @@ class TestRefusals:
             assert part in error
         assert {path.name for path in tmp_path.iterdir()} <= {checkpoint.name}
 
-    def test_unknown_variant(self, tmp_path, capsys):
-        with pytest.raises(SystemExit):
-            run(FIXTURES["v1"], tmp_path / "out", "--variant", "v2")
-        assert "invalid choice: 'v2'" in capsys.readouterr().err
-        with pytest.raises(ValueError, match="'v2'; expected one of v1, bootstrapped"):
-            config_from_showlab(checkpoint_of("v1"), "v2")
-
     def test_a_checkpoint_that_does_not_fit_a_configuration(self):
-        with pytest.raises(ValueError, match="does not fit the configuration: .* missing"):
+        with pytest.raises(ValueError, match="does not fit the configuration: missing"):
             convert_showlab(checkpoint_of("v1"), config_from_showlab(checkpoint_of("bootstrapped")))
-
-
-class TestReload:
-    def test_a_model_that_changes_when_it_is_saved_is_not_written(self, tmp_path, monkeypatch):
-        save = SparseFormerForImageClassification.save_pretrained
-
-        def damage(model, folder):
-            save(model, folder)
-            weights = load_file(folder / "model.safetensors")
-            weights["classifier.bias"] += 1
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-        monkeypatch.setattr(SparseFormerForImageClassification, "save_pretrained", damage)
-        with pytest.raises(RuntimeError, match=r"does not load as it was saved: .*classifier\.bias"):
-            run(FIXTURES["v1"], tmp_path / "out")
-        assert not list(tmp_path.iterdir())

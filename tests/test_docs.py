@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from frugalvit_cli import main
 from PIL import Image
 from transformers import (
     CLIPConfig,
@@ -31,7 +32,6 @@ from transformers import (
 )
 
 from drawn import noise
-from frugalvit.cli import main
 from tiny import word_tokenizer
 
 
@@ -52,7 +52,7 @@ NOT_HERE = {
     "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
     "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output_dir dinov2-tower": "next",
     "frugalvit align-llava --model LLAVA --vision_model dinov2-tower": "tests/training/test_align_llava.py",
-    "frugalvit compare": "tests/test_compare.py; it measures memory in a process for each model",
+    "frugalvit compare": "tests/test_compare.py",
 }
 # What a page says, and what stands for it: tiny models, and the images that ship.
 STAND_INS = {

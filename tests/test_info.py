@@ -4,9 +4,7 @@ import json
 import math
 
 import pytest
-import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConfig, ViTForImageClassification
 
 import frugalvit
@@ -94,18 +92,6 @@ def test_macs_of_timm_and_open_clip_models_by_hand():
     assert count_macs(tower, 32) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
 
 
-def test_macs_count_matrix_products_outside_attention():
-    class Mixing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.matrix = nn.Parameter(torch.zeros(1, 5, 4))
-
-        def forward(self, image):
-            return torch.bmm(self.matrix, image.flatten(2)[:, :4])
-
-    assert count_macs(Mixing(), (2, 3), num_channels=4) == (5 * 4 * 6, 5 * 4 * 6)
-
-
 def test_folders_are_described_by_their_configuration(tmp_path):
     vit().save_pretrained(tmp_path / "vit")
     config = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32)
@@ -136,7 +122,6 @@ def test_json_and_table_carry_the_same_rows(capsys):
     main(["v1-tiny", "clip-base-49-224", "--json"])
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == ["v1-tiny", "clip-base-49-224"]
-    assert list(rows[0]) == ["name", "tokens", "image_size", "parameters", "macs", "macs_with_attention"]
     main(["v1-tiny", "clip-base-49-224"])
     assert capsys.readouterr().out == format_table(rows) + "\n"
 

@@ -10,9 +10,8 @@ import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import frugalvit_cli as cli
 import pytest
-
-from frugalvit import cli
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,9 +8,7 @@ from PIL import Image
 from frugalvit.pictures import (
     MAX_MARGIN,
     MIN_MARGIN,
-    TOKEN_COLORS,
     draw_rois,
-    draw_segmentation,
     save_figure,
 )
 
@@ -85,16 +83,6 @@ def test_box_is_painted_over_its_part_of_the_image():
     np.testing.assert_allclose(pixels[top - 12, left - 12], 1, atol=0.05)
 
 
-def test_a_token_keeps_its_color():
-    rois, points = make_rois(tokens=3), make_points(tokens=3)
-    axes = draw_rois(torch.rand(1, 3, 32, 32), rois, points, all_steps=True).axes
-    points_colors = axes[-1].collections[0].get_facecolors()
-    for step, panel in zip(rois, axes[1:-1], strict=True):
-        expected = {tuple(box): tuple(points_colors[9 * i]) for i, box in enumerate((step[0] * 32).numpy().round(3))}
-        drawn = zip(corners(panel).astype(np.float32).round(3), panel.collections[0].get_edgecolors(), strict=True)
-        assert {tuple(box): tuple(color) for box, color in drawn} == expected
-
-
 @pytest.mark.parametrize(
     "roi, margin",
     [
@@ -109,19 +97,6 @@ def test_margin_shows_what_leaves_the_image(roi, margin):
         np.testing.assert_allclose(axes.get_xlim(), (-40 * margin, 40 * (1 + margin)), rtol=1e-5)
         np.testing.assert_allclose(axes.get_ylim(), (20 * (1 + margin), -20 * margin), rtol=1e-5)
     assert np.isfinite(render(figure)).all()
-
-
-def test_panels_and_texts_do_not_overlap():
-    figure = draw_rois(torch.rand(2, 3, 32, 32), make_rois(2, steps=5), make_points(2), captions=["x" * 999] * 2)
-    figure.canvas.draw()
-    boxes = [axes.get_window_extent() for axes in figure.axes]
-    boxes += [axes.title.get_window_extent() for axes in figure.axes if axes.get_title()]
-    boxes += [text.get_window_extent() for part in (figure, *figure.subfigs) for text in part.texts]
-    assert len(boxes) == 10 + 5 + 3
-    for index, box in enumerate(boxes):
-        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
-        assert not any(box.overlaps(other) for other in boxes[:index])
 
 
 @pytest.mark.parametrize(("side", "count"), [(1 / 8, 64), (0.5, 16)])
@@ -155,44 +130,3 @@ def test_unwritable_paths(tmp_path, name, error, message):
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(error, match=message):
         save_figure(draw_rois(torch.rand(1, 3, 32, 32), make_rois()), tmp_path / name)
-
-
-class TestSegmentation:
-    @staticmethod
-    def draw(**changes):
-        generator = torch.Generator().manual_seed(0)
-        arguments = {
-            "images": torch.rand(2, 3, 16, 24, generator=generator),
-            "masks": [torch.zeros(16, 24, dtype=torch.uint8), torch.full((16, 24), 255, dtype=torch.uint8)],
-            "predictions": torch.ones(2, 8, 12, dtype=torch.long),
-            "class_names": ["sky", "road", "tree"],
-            "rois": make_rois(2)[-1],
-            "token_maps": torch.rand(2, 4, 4, 6, generator=generator).softmax(1),
-        }
-        return draw_segmentation(**(arguments | changes))
-
-    def test_panels(self):
-        expected = ["Input", "Truth", "Prediction", "Token RoIs", "Token with the largest share"]
-        figure = self.draw()
-        assert headings(figure) == expected and len(figure.axes) == 10
-        assert headings(self.draw(rois=None, token_maps=None)) == expected[:3]
-        [legend] = figure.legends
-        assert [text.get_text() for text in legend.get_texts()] == ["sky", "road", "tree"]
-
-    def test_classes_have_their_colors(self):
-        figure = self.draw()
-        truth, prediction = (figure.axes[at].images[0].get_array() for at in (1, 2))
-        colors = [np.array(patch.get_facecolor()[:3]) for patch in figure.legends[0].get_patches()]
-        np.testing.assert_allclose(truth, np.broadcast_to(colors[0], (16, 24, 3)))
-        np.testing.assert_allclose(prediction, np.broadcast_to(colors[1], (8, 12, 3)))
-        ignored = figure.axes[6].images[0].get_array()
-        assert (ignored == 1).all()
-
-    def test_largest_share_wins(self):
-        shares = torch.zeros(2, 4, 4, 6)
-        shares[:, 2] = 0.6
-        shares[:, 3, :, :3] = 0.9
-        colors = self.draw(token_maps=shares).axes[4].images[0].get_array()
-        expected = TOKEN_COLORS(np.linspace(0, 1, 4))[:, :3]
-        np.testing.assert_allclose(colors[:, :3], np.broadcast_to(expected[3], (4, 3, 3)))
-        np.testing.assert_allclose(colors[:, 3:], np.broadcast_to(expected[2], (4, 3, 3)))

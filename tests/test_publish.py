@@ -3,12 +3,15 @@
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from frugalvit_cli import main
 from huggingface_hub import ModelCard
+from jinja2.exceptions import SecurityError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -24,15 +27,17 @@ from transformers import (
 
 import frugalvit
 from frugalvit import publish
-from frugalvit.cli import main
 from frugalvit.info import describe
-from frugalvit.publish import render_card
 from frugalvit.training.arguments import RECIPES
 from tiny import save_vit
 
 
 ROOT = Path(__file__).parents[1]
-CARDS, RESULTS = ROOT / "model_cards" / "templates", ROOT / "results"
+CARDS = ROOT / "model_cards" / "templates"
+sys.path.insert(0, str(ROOT / "model_cards"))
+from render import render, render_card  # noqa: E402
+
+
 CARD = """---
 library_name: transformers
 license: mit
@@ -83,10 +88,8 @@ def trained(tmp_path):
     return tmp_path / "trained"
 
 
-def test_stores_half_precision_that_loads_as_float32_and_a_card_from_elsewhere(trained, tmp_path):
-    card = tmp_path / "card.md"
-    card.write_text(CARD.format(task="image-classification").replace("mit", "apache-2.0"), encoding="utf-8")
-    publish.main([str(trained), "--output", str(tmp_path / "out"), "--card", str(card)])
+def test_stores_half_precision_that_loads_as_float32(trained, tmp_path):
+    publish.main([str(trained), "--output", str(tmp_path / "out")])
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
         dtypes = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     assert {name for name, dtype in dtypes.items() if dtype == "F32"} == {"sparseformer.latents.initial_rois"}
@@ -96,7 +99,7 @@ def test_stores_half_precision_that_loads_as_float32_and_a_card_from_elsewhere(t
     original = AutoModelForImageClassification.from_pretrained(trained)
     for name, parameter in original.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-3, atol=1e-6)
-    assert (tmp_path / "out" / "README.md").read_bytes() == card.read_bytes()
+    assert (tmp_path / "out" / "README.md").read_bytes() == (trained / "README.md").read_bytes()
     assert (tmp_path / "out" / "modeling_sparseformer.py").is_file()
 
 
@@ -124,25 +127,17 @@ def test_dry_run_looks_at_everything_and_uploads_nothing(trained, tmp_path, hub,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_dry_run_writes_what_would_be_uploaded_with_the_name_in_its_card(trained, tmp_path, hub):
-    card = (trained / "README.md").read_text(encoding="utf-8")
-    (trained / "README.md").write_text(f'{card}from_pretrained("path/or/id")', encoding="utf-8")
-    assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out"), "--dry-run"]) == 0
-    assert (tmp_path / "out" / "README.md").read_text("utf-8") == f'{card}from_pretrained("someone/model")'
-    assert not hub.created and not hub.commits
-
-
-def test_publishing_without_a_network_is_said(trained, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    with pytest.raises(OSError, match=r"^Cannot upload to someone/model: "):
-        publish.upload(trained, "someone/model")
+def test_a_model_is_not_replaced_by_what_is_made_of_it(trained, capsys):
+    before = (trained / "model.safetensors").read_bytes()
+    for command in (["publish"], ["export", "--model"]):
+        assert main([*command, str(trained), "--output", str(trained), "--overwrite"]) == 1
+        assert "is the model's own folder" in capsys.readouterr().err
+    assert (trained / "model.safetensors").read_bytes() == before
 
 
 def test_nothing_private_goes_to_a_public_repository(trained, hub):
     hub.private = False
-    with pytest.raises(ValueError, match="--private: someone/model is there and public"):
+    with pytest.raises(ValueError, match="--private: someone/model exists and is public"):
         publish.upload(trained, "someone/model", private=True)
     assert not hub.commits
 
@@ -258,28 +253,6 @@ def test_nothing_is_uploaded_that_is_not_right(spoil, message, trained, tmp_path
     assert not hub.created and not hub.commits and not (tmp_path / "out").exists()
 
 
-def test_a_link_in_the_place_of_the_cards_picture_is_refused(trained):
-    edit_card("A card", "![](figure.png)")(trained)
-    add_link("figure.png")(trained)
-    with pytest.raises(ValueError, match="figure.png' is a link"):
-        publish.main([str(trained), "--dry-run"])
-
-
-def test_what_lies_beside_a_model_stays_here(trained, tmp_path):
-    edit_card("A card", "![](data.png)")(trained)
-    strays = {"access_tokens.json", "token.json", "chat_log.txt", "vocab.bak", "a.png", "notes.txt"}
-    for name in (*strays, "data.png"):
-        (trained / name).touch()
-    publish.main([str(trained), "--output", str(tmp_path / "out")])
-    published = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "data.png" in published and not strays & published
-
-
-def test_a_repository_has_an_owner(trained):
-    with pytest.raises(ValueError, match="REPO_ID is 'model', expected owner/name"):
-        publish.main([str(trained), "model", "--dry-run"])
-
-
 def test_code_that_computes_something_else_is_found(trained):
     edit_code(trained)
     with pytest.raises(ValueError, match="Without frugalvit the model computes something else, by up to"):
@@ -301,17 +274,13 @@ def test_code_of_others_does_not_run(tmp_path):
     assert not (tmp_path / "ran").exists() and "evil" not in (tmp_path / "out" / "config.json").read_text()
 
 
-def test_cards_of_the_papers_models_are_those_of_the_recipes(monkeypatch):
-    """`python model_cards/render.py` writes them; whose weights are not here says so, and whose numbers it has."""
-    monkeypatch.syspath_prepend(str(ROOT / "model_cards"))
-    import render
-
-    cards, folder = render.render(), ROOT / "model_cards"
-    assert cards == {
-        str(path.relative_to(folder)): path.read_text(encoding="utf-8")
-        for path in (folder / "README.md", *folder.glob("papers/*.md"))
-    }
-    of_papers = {path: text for path, text in cards.items() if path != "README.md"}
+def test_cards_are_as_rendered():
+    """`python model_cards/render.py` writes them, with the numbers of results/."""
+    cards, folder = render(), ROOT / "model_cards"
+    assert {str(path.relative_to(folder)) for path in folder.glob("papers/*.md")} < cards.keys()
+    for path, text in cards.items():
+        assert (folder / path).read_text(encoding="utf-8") == text, path
+    of_papers = {path: text for path, text in cards.items() if path.startswith("papers/")}
     assert len(of_papers) == len(RECIPES) > 20
     for path, text in of_papers.items():
         name = Path(path).stem
@@ -333,22 +302,9 @@ def test_cards_are_templates(tmp_path):
         "{{ name }}: {{ results('mine').epochs[-1].accuracy | percent }}, {{ row('mine', 'a').x | round(2) }}\n"
     )
     assert render_card(card, tmp_path) == "card: 25.00 %, 0.12\n"
-    for wrong, message in (
-        ("{{ accuracy }}", "'accuracy' is undefined"),
-        ("{{ row('mine', 'b') }}", "mine.json has no row 'b'"),
-        ("{{ cycler.__init__.__globals__.os.system('touch ran') }}", "access to attribute '__init__'"),
-    ):
-        card.write_text(wrong)
-        with pytest.raises(ValueError, match=message):
-            render_card(card, tmp_path)
-    card.write_text("{{ results('other') }}")
-    with pytest.raises(FileNotFoundError):
+    card.write_text("{{ cycler.__init__.__globals__.os.system('touch ran') }}")
+    with pytest.raises(SecurityError):
         render_card(card, tmp_path)
-
-
-def test_results_are_for_a_template(trained):
-    with pytest.raises(ValueError, match="--results has numbers for a template; name it with --card"):
-        publish.main([str(trained), "--dry-run", "--results", "results"])
 
 
 @pytest.mark.parametrize("card", sorted(CARDS.glob("cifar10-*.md")), ids=lambda card: card.stem)
@@ -367,22 +323,9 @@ def test_small_shipped_models_are_as_published(card, tmp_path):
 
 @pytest.mark.parametrize("card", sorted(CARDS.glob("c*.md")), ids=lambda card: card.stem)
 class TestShippedModels:
-    def test_carry_cards_with_the_numbers_of_the_results(self, card):
-        assert (frugalvit.checkpoint_path(card.stem) / "README.md").read_text("utf-8") == render_card(card, RESULTS)
-
     def test_are_listed_in_the_readme(self, card):
-        [result] = ModelCard(render_card(card, RESULTS)).data.eval_results
+        [result] = ModelCard(render_card(card)).data.eval_results
         [line] = re.findall(rf"^\| `{card.stem}` \|.*$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
         *_, parameters, accuracy = line.strip("| ").split(" | ")
         assert accuracy == f"{100 * result.metric_value:.2f} %"
         assert parameters == f"{describe(card.stem)['parameters']:,}"
-
-    def test_cards_say_what_cards_should(self, card):
-        content = ModelCard(render_card(card, RESULTS))
-        [result] = content.data.eval_results
-        assert f"{100 * result.metric_value:.2f} %" in content.text
-        for title in ("Measured", "Intended use", "Limits", "Training", "Cost", "Method", "License"):
-            assert f"**{title}.** " in content.text
-        # Numbers come from results, but for those of the papers, which are marked as such.
-        typed = re.findall(r"\d+\.\d+ %", re.sub(r"\(The\s+paper.*?\)", "", card.read_text("utf-8"), flags=re.DOTALL))
-        assert not typed

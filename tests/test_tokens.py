@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from frugalvit_cli import main
 
 from frugalvit import PatchSparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
-from frugalvit.cli import main
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image

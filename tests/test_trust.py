@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
+from frugalvit_cli import main
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, exporters
 
-from frugalvit.cli import main
 from frugalvit.common.exported import ExportedModule
 
 

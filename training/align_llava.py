@@ -3,29 +3,28 @@
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
 
-The tower takes the place of the LLaVA's own, as in `frugalvit swap`; tower and language model stay as they are. A
-PaliGemma is such a LLaVA, too.
-Without text, the LLaVA as it was is the teacher: it answers a question about each image, and the new one learns to
-give its answers, token by token with its distribution, from projected tokens whose mean is that of the old ones. With
-LLaVA's files of conversations (`--dataset FILE.json`), it learns their answers. `--lora_rank` tunes the language
-model, too (Hu et al. 2022), which is written with what was learned added to its weights.
+The tower takes the place of that of a LLaVA or a PaliGemma, as in `frugalvit swap`; tower and language model are
+frozen. Without text, the original model is the teacher: it answers a question about each image, and the new one learns
+the distribution of each token of the answer, and the mean of the projected tokens. With LLaVA's files of conversations
+(`--dataset FILE.json`), it learns their answers. `--lora_rank` tunes the language model, too (Hu et al. 2022).
 """
 
 import copy
-from collections import defaultdict
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Formatter
 
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PaliGemmaProcessor, PreTrainedModel
 
-from ..common.choices import DEVICE_MAPS, NO_EVALUATION, QUANTIZATIONS
+from ..common.choices import QUANTIZATIONS
 from ..common.loading import load_llava, load_vision_model
 from ..common.names import without_place
-from ..common.splits import hold_back, load_splits
+from ..common.splits import load_parts, load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
@@ -37,37 +36,23 @@ from .arguments import (
     argument,
     check,
     check_from,
-    check_ranges,
-    check_shares,
     run_as_program,
 )
 from .augmentation import BootstrapView, PairedEvalView
 from .cards import write_card
 from .data import as_images
-from .llava import (
-    NO_ANSWER,
-    PALIGEMMA_PROMPT,
-    PROMPT,
-    Answers,
-    Learner,
-    answer,
-    default_prompt,
-    encode,
-    is_conversations,
-    pad,
-    read_conversations,
-    select,
-)
 from .optimizers import parameter_groups, with_rates
 from .trainer import ImageTrainer, run_command, start
 
 
 PROG = "frugalvit align-llava"
-# Of the learning rate: weights of the language model are moved less than those of the projector (LLaVA 1.5 takes 2e-4
-# beside 1e-3).
+# Prompts of LLaVA 1.5 and of PaliGemma.
+PROMPT = "USER: {image}{question} ASSISTANT:"
+PALIGEMMA_PROMPT = "{image}{question}\n"
+# The label of tokens outside of answers, as in Transformers.
+NO_ANSWER = -100
+# Share of the learning rate: LLaVA 1.5 takes 2e-4 for its language model and 1e-3 for the projector.
 LORA_RATE = 0.2
-# The training's precision for weights of another one than float32.
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Code in the model card.
 USE = """
 
@@ -81,19 +66,9 @@ class LlavaArguments:
     """The LLaVA and the tower that it is to read."""
 
     model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
-    vision_model: str = argument(
-        help="Folder or hub id of a SparseFormer that was bootstrapped from its tower, or, with a new first layer of "
-        "the projector, from another vision transformer."
-    )
+    vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped, best from its tower.")
     quantize: str | None = argument(
-        None,
-        "Hold the language model's weights so (pip install 'frugalvit[quantize]'). They are written as they were.",
-        choices=[*QUANTIZATIONS],
-    )
-    device_map: str | None = argument(
-        None,
-        "Share the LLaVA out among the accelerators, the memory and the disk, as Accelerate does, in one process.",
-        choices=[*DEVICE_MAPS],
+        None, "How the language model is held in training; it is written as it was.", choices=[*QUANTIZATIONS]
     )
 
 
@@ -101,27 +76,12 @@ class LlavaArguments:
 class QuestionDataArguments(DataArguments):
     """Images to ask about, or LLaVA's conversations, to train and evaluate on, by their names."""
 
-    image_folder: str | None = argument(
-        None, "Where images of conversations are. Default: the folder of the conversations."
-    )
-
-
-def is_prompt(text: str) -> bool:
-    """Whether a text has places for an image and a question, and no others."""
-    try:
-        return {name for _, name, *_ in Formatter().parse(text) if name is not None} == {"image", "question"}
-    except ValueError:
-        return False
+    image_folder: str | None = argument(None, "Folder of the images of conversations. Default: that of the file.")
 
 
 @dataclass
 class AlignLlavaArguments(ImageTrainingArguments):
-    """`ImageTrainingArguments` of a LLaVA: questions about the images, and what learns. With `bf16` or `fp16`, weights
-    that stay as they are have that precision, too, in memory and as they are written; those that learn are float32.
-
-    Raises:
-        ValueError: if a value does not fit.
-    """
+    """Questions about the images, and what learns. With `bf16` or `fp16`, frozen weights have that precision, too."""
 
     metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
     eval_on_start: bool = argument(True, "Measure the LLaVA with the new tower before training, too.")
@@ -132,40 +92,202 @@ class AlignLlavaArguments(ImageTrainingArguments):
     warmup_steps: float = argument(0.03, "Steps of warm-up, or a share of all.")
     lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
     num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
-    lora_rank: int = argument(
-        0, "Rank of what is learned of the language model's matrices; 0 leaves them as they are."
-    )
+    lora_rank: int = argument(0, "Rank of LoRA in the language model; 0 leaves it as it is.")
     questions: list[str] = argument(
-        ["What is in the image?", "Describe the image.", "What is this?"],
-        "Questions, one of which is asked about each view of an image.",
+        ["What is in the image?", "Describe the image.", "What is this?"], "Questions, one for each view of an image."
     )
-    prompt: str | None = argument(
-        None,
-        "What a question is put into, with {image} and {question}. "
-        f"Default: {PROMPT!r} for a LLaVA, {PALIGEMMA_PROMPT!r} for a PaliGemma.",
-    )
+    prompt: str | None = argument(None, "Text with {image} and {question}. Default: LLaVA 1.5's or PaliGemma's.")
     answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
-    feature_loss_weight: float = argument(
-        1.0, "Weight of an added distance of the projected tokens' mean from that of the LLaVA as it was."
-    )
-    crop_scale: list[float] = argument([0.5, 1.0], "Lowest and highest share of the area that a crop shows.")
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
+    feature_loss_weight: float = argument(1.0, "Weight of the distance of projected tokens' means.")
 
     def __post_init__(self):
         super().__post_init__()
-        check(self, lambda value: value > 0, "a positive number", "learning_rate")
         check(self, lambda value: not value, "0, as answers have no smoothed labels", "label_smoothing_factor")
-        check(self, lambda texts: texts and all(texts), "one text or more", "questions")
-        check(self, is_prompt, "a text with {image}, {question} and no other braces", "prompt")
+        is_prompt = lambda text: "{image}" in text and "{question}" in text  # noqa: E731
+        check(self, is_prompt, "a text with {image} and {question}", "prompt")
         check_from(self, 0, "lora_rank", "feature_loss_weight")
         check_from(self, 1, "num_tokens", "answer_tokens")
-        check_shares(self, "flip")
-        check_ranges(self, "crop_scale")
+
+
+def read_conversations(file: str | Path, image_folder: str | Path | None = None) -> datasets.Dataset:
+    """Read conversations about an image each, in LLaVA's format: a JSON list of records with `image`, a path, and
+    `conversations`, whose `value`s are `from` "human" and "gpt" in turns. Records without an image are left out.
+
+    Returns a `datasets.Dataset` with the columns `image`, not decoded, and `turns`, pairs of question and answer.
+    Paths of images start from `image_folder`, by default the file's.
+    """
+    file = Path(file).expanduser()
+    folder = Path(image_folder or file.parent).expanduser()
+    columns = {"image": [], "turns": []}
+    try:
+        for record in json.loads(file.read_text(encoding="utf-8")):
+            if record.get("image") is not None:
+                columns["image"].append(str(folder / record["image"]))
+                columns["turns"].append(read_turns(record["conversations"]))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ValueError(f"Cannot read LLaVA's conversations from {str(file)!r}: {error!r}") from error
+    return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image(decode=False))
+
+
+def read_turns(conversation: list[dict]) -> list[list[str]]:
+    """Return pairs of question and answer, without the place of the image."""
+    texts = [each["value"].replace("<image>", "").strip() for each in conversation]
+    speakers = [each["from"] for each in conversation]
+    if not texts or speakers != ["human", "gpt"] * (len(texts) // 2) or not all(texts[1::2]):
+        raise ValueError(f'{conversation}, expected texts from "human" and "gpt" in turns, and no empty answer')
+    return [texts[start : start + 2] for start in range(0, len(texts), 2)]
+
+
+def encode(processor, image_tokens: int, turns: Sequence, prompt: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of a conversation and its labels, which are `NO_ANSWER` outside of answers.
+
+    Args:
+        processor: The processor of a LLaVA or a PaliGemma; its tokenizer is used.
+        image_tokens (`int`): Number of the image's tokens, before the first question.
+        turns (sequence of pairs of `str`): Questions and answers; None for an answer that is still to be given.
+        prompt (`str`): The text around each question, with `{image}` and `{question}`.
+    """
+    tokenizer = processor.tokenizer
+    # A PaliGemma's text starts after its image, and its answers on a line of their own.
+    starts_after_image = isinstance(processor, PaliGemmaProcessor)
+    behind, space = (tokenizer.bos_token or "", "") if starts_after_image else ("\n", " ")
+    front = [] if starts_after_image or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+    def tokens(text: str) -> list[int]:
+        return front + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    text, spans = "", []
+    for number, (question, answer) in enumerate(turns):
+        image = "" if number else f"{processor.image_token * image_tokens}{behind}"
+        text += prompt.format(image=image, question=question)
+        if answer is None:
+            break
+        asked, text = tokens(text), f"{text}{space}{answer}{tokenizer.eos_token or ''}"
+        answered = tokens(text)
+        # A tokenizer may put the end of the question and the start of the answer into one token.
+        start = next((i for i, pair in enumerate(zip(asked, answered, strict=False)) if len({*pair}) == 2), len(asked))
+        spans.append((start, len(answered)))
+    ids = tokens(text)
+    labels = [NO_ANSWER] * len(ids)
+    for start, end in spans:
+        labels[start:end] = ids[start:end]
+    return ids, labels
+
+
+def pad(rows: Sequence[tuple[list[int], list[int]]], processor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return a model's inputs besides the images, and their labels, `(images, length)`, of token ids and labels of
+    each text. Padding is at the left, so that all texts end together."""
+    length = max(len(ids) for ids, _ in rows)
+
+    def stack(lists, value: int) -> torch.Tensor:
+        return torch.tensor([[value] * (length - len(each)) + each for each in lists])
+
+    labels = stack([labels for _, labels in rows], NO_ANSWER)
+    inputs = {
+        "input_ids": stack([ids for ids, _ in rows], processor.tokenizer.pad_token_id or 0),
+        "attention_mask": stack([[1] * len(ids) for ids, _ in rows], 0),
+    }
+    if isinstance(processor, PaliGemmaProcessor):
+        # 0 up to the first answer: these tokens attend to each other.
+        inputs["token_type_ids"] = ((labels != NO_ANSWER).cumsum(1) > 0).long()
+    return inputs, labels
+
+
+@torch.no_grad()
+def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], prompt: str, length: int) -> tuple:
+    """Generate the likeliest answer of a LLaVA or a PaliGemma to a question about each image, of at most `length`
+    tokens. Other arguments as in `encode`.
+
+    Returns:
+        The token ids of each answer; the logits of all of them, `(answer tokens, vocabulary)`; and the mean projected
+        token of each image, `(images, channels)`.
+    """
+    features = llava.get_image_features(pixel_values).pooler_output
+    inputs, _ = pad([encode(processor, len(features[0]), [(each, None)], prompt) for each in questions], processor)
+    given = llava.generate(
+        **{name: value.to(pixel_values.device) for name, value in inputs.items()},
+        pixel_values=pixel_values,
+        max_new_tokens=length,
+        do_sample=False,
+        pad_token_id=int(processor.tokenizer.pad_token_id or 0),
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = given.sequences[:, inputs["input_ids"].shape[1] :].cpu()
+    # Up to the end of a text, which is a part of the answer.
+    end = llava.generation_config.eos_token_id
+    ends = torch.isin(tokens, torch.tensor([end] if isinstance(end, int) else end or [], dtype=tokens.dtype))
+    kept = ends.cumsum(1) - ends.int() == 0
+    seen = torch.stack([each.float().mean(0) for each in features])
+    answers = [row[mask].tolist() for row, mask in zip(tokens, kept, strict=True)]
+    logits = torch.stack(given.logits, dim=1)
+    return answers, logits[kept.to(logits.device)].float(), seen
+
+
+class Learner(nn.Module):
+    """A LLaVA, which may share its language model with another one, whose projector learns, as a copy in float32. Its
+    state has the parameters that learn and no others."""
+
+    def __init__(self, llava: PreTrainedModel):
+        super().__init__()
+        self.dtype = llava.dtype
+        llava.requires_grad_(False)
+        llava.model.multi_modal_projector = copy.deepcopy(llava.model.multi_modal_projector).float().requires_grad_()
+        self.llava = llava
+        self.register_state_dict_post_hook(_drop_frozen)
+        self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+
+    def train(self, mode: bool = True):
+        """Stay in evaluation mode: no layer behaves otherwise in training."""
+        return super().train(False)
+
+    def forward(self, **inputs):
+        return self.llava(**inputs)
+
+    def add_lora(self, rank: int):
+        """Let the language model learn, too, by matrices of a low rank that are added to its own."""
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError:
+            raise ValueError("lora_rank is peft's: pip install 'frugalvit[finetune]'.") from None
+        language_model = self.llava.model.language_model
+        linear = {name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), language_model)
+        for parameter in language_model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
 
     @property
-    def place_model_on_device(self) -> bool:
-        """Whether Transformers moves the model; it does not, as the LLaVA may be on several devices."""
-        return False
+    def lora_layers(self) -> dict[str, nn.Module]:
+        """The language model's layers that have LoRA, by their names in it."""
+        modules = self.llava.model.language_model.named_modules()
+        return {name: module for name, module in modules if hasattr(module, "lora_A")}
+
+    def enable_lora(self, enabled: bool):
+        for layer in self.lora_layers.values():
+            layer.enable_adapters(enabled)
+
+    def merged_state(self, language_model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """Return the LLaVA's weights by name, in the precision that it had, with LoRA added to them or to those of
+        `language_model`, if its own is quantized."""
+        where, state, layers = "model.language_model", {}, self.lora_layers
+        for name, value in self.llava.state_dict().items():
+            if not name.startswith(f"{where}."):
+                state[name] = value.to(self.dtype) if "multi_modal_projector." in name else value
+        for name, value in (language_model or self.llava.model.language_model).state_dict().items():
+            owner, _, rest = name.replace(".base_layer.", ".").rpartition(".")
+            if owner in layers and rest == "weight":
+                value = (value.float() + layers[owner].get_delta_weight("default").to(value.device)).to(value.dtype)
+            if ".lora_" not in name:
+                state[f"{where}.{owner}.{rest}"] = value
+        return state
+
+
+def _drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
+    # A head that is its model's embeddings has two names.
+    named = learner.named_parameters(remove_duplicate=False)
+    for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
+        del state[name]
 
 
 class AlignLlavaTrainer(ImageTrainer):
@@ -176,18 +298,12 @@ class AlignLlavaTrainer(ImageTrainer):
         original (`PreTrainedModel`): The LLaVA with its own tower, in the precision that it is to have.
         tower (`SparseFormerPreTrainedModel`): A SparseFormer that was bootstrapped from that tower.
         args (`AlignLlavaArguments`): How it learns.
-        train_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or conversations, as
-            `read_conversations` returns them.
-        eval_dataset (*optional*): The same, to choose the best epoch on.
+        train_dataset, eval_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or
+            conversations, as `read_conversations` returns them.
         processing_class: The LLaVA's processor.
-        callbacks (*optional*): As Transformers has them.
-        base_model, tower_name (`str`, *optional*): Names of LLaVA and tower, for the card; by default where they were
-            loaded from.
         quantize (`str`, *optional*): How the language model of `original` is quantized. The written model has the
             weights of `base_model`, plus what LoRA learned.
-
-    Raises:
-        ValueError: if LLaVA, tower, images and arguments do not fit each other, or with FSDP or DeepSpeed.
+        callbacks, base_model (*optional*): As in `ImageTrainer`.
     """
 
     def __init__(
@@ -200,24 +316,22 @@ class AlignLlavaTrainer(ImageTrainer):
         processing_class=None,
         callbacks=None,
         base_model: str | None = None,
-        tower_name: str | None = None,
         quantize: str | None = None,
     ):
         args = copy.copy(args)
         args.eval_on_start = args.eval_on_start and eval_dataset is not None
-        precision = PRECISIONS.get(original.dtype)
-        if precision and not getattr(args, precision):
-            raise ValueError(f"{precision} is False, expected True for a LLaVA in {original.dtype}.")
-        if not quantize and getattr(original, "hf_device_map", None) is None:
-            original.to(args.device)
-        self.original, self.processor, self.quantize = original, processing_class, quantize
-        self.prompt = default_prompt(processing_class) if args.prompt is None else args.prompt
-        self.tower_name = tower_name or tower.config._name_or_path
-        self.has_new_layer = original.config.vision_config.hidden_size != tower.config.hidden_size
+        self.original = original if quantize else original.to(args.device)
+        self.processor, self.quantize = processing_class, quantize
+        self.prompt = args.prompt or (PALIGEMMA_PROMPT if isinstance(processing_class, PaliGemmaProcessor) else PROMPT)
+        self.tower_name = tower.config._name_or_path
         self.llava = swap_vision_tower(original, tower, new_first_layer=True)
         if args.num_tokens is not None:
             self.llava.set_num_tokens(args.num_tokens)
         processor = matching_processor(processing_class, self.llava)
+        if self.has_new_layer:
+            # A tower of another family than the LLaVA's own.
+            processor.image_processor.image_mean = tower.config.image_mean
+            processor.image_processor.image_std = tower.config.image_std
         learner = Learner(self.llava)
         if args.lora_rank:
             learner.add_lora(args.lora_rank)
@@ -226,14 +340,13 @@ class AlignLlavaTrainer(ImageTrainer):
         student_format = ImageFormat.from_processor(processor.image_processor)
         teacher_format = ImageFormat.from_processor(processing_class.image_processor) if self.has_teacher else None
         eval_view = PairedEvalView(student_format, teacher_format)
-        view = BootstrapView(student_format, teacher_format, args.crop_scale, flip=args.flip)
         super().__init__(
             model=learner,
             args=args,
             train_dataset=train,
             eval_dataset=eval_dataset,
-            # What is said of a part of an image may be about another one.
-            train_view=view if self.has_teacher else eval_view,
+            # Conversations may be about what a crop leaves out.
+            train_view=BootstrapView(student_format, teacher_format) if self.has_teacher else eval_view,
             eval_view=eval_view,
             processing_class=processor,
             callbacks=callbacks,
@@ -241,11 +354,9 @@ class AlignLlavaTrainer(ImageTrainer):
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
-        # Token ids and labels of each image's text, by data set: they are the same in every evaluation.
-        self.known = defaultdict(dict)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """As in Transformers; what goes on was measured before it began."""
+        # A resumed run was measured before it began.
         self.args.eval_on_start = self.args.eval_on_start and not resume_from_checkpoint
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -258,9 +369,9 @@ class AlignLlavaTrainer(ImageTrainer):
         rates = {parameter: LORA_RATE for parameter in model.parameters() if parameter not in in_projector}
         return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
-    def ask(self, batch: dict, images) -> tuple[list[tuple[list[int], list[int]]], Answers | None]:
-        """Return the token ids and labels of a text about each image of a batch, of conversations in `images`, or else
-        with the answers of the LLaVA as it was, which are returned, too."""
+    def ask(self, batch: dict, images) -> tuple:
+        """Return the token ids and labels of a text about each image of a batch: of conversations in `images`, and
+        `None`; or else of the teacher's answers, and their logits and mean projected tokens."""
         args, indices = self.args, batch["index"].tolist()
 
         def encoded(turns: list) -> tuple[list[int], list[int]]:
@@ -272,58 +383,56 @@ class AlignLlavaTrainer(ImageTrainer):
         seeds = [random_seed(args.seed, *key, CAPTION) for key in zip(epochs, indices, strict=True)]
         questions = [args.questions[seed % len(args.questions)] for seed in seeds]
         pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
-        with self.accelerator.autocast(), self.model.as_it_was():
-            answers = answer(self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens)
+        self.model.enable_lora(False)
+        with self.accelerator.autocast():
+            answers, *targets = answer(
+                self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens
+            )
+        self.model.enable_lora(True)
         asked = [encoded([(question, None)]) for question in questions]
-        rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers.tokens, strict=True)]
-        return rows, answers
+        rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers, strict=True)]
+        return rows, targets
 
     def read(self, model, batch: dict, rows: list) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
         """Let the new LLaVA predict each token of the answers.
 
         Returns:
-            Its logits, `(answer tokens, vocabulary)` in float32, the tokens themselves, `(answer tokens,)`, how many
-            of them are about each image, and the mean projected token of each image, `(batch, hidden_size)`.
+            Its logits, `(answer tokens, vocabulary)`, the tokens themselves, `(answer tokens,)`, how many of them are
+            about each image, and the mean projected token of each image, `(batch, hidden_size)`.
         """
-        device = self.args.device
         inputs, labels = pad(rows, self.processing_class)
-        inputs = {name: value.to(device) for name, value in inputs.items()}
-        # Nothing is asked about what stands before the answers; the token before them is asked for the first.
-        asked = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
-        outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=asked + 1, **inputs)
-        labels = labels[:, -asked:]
+        inputs = {name: value.to(self.args.device) for name, value in inputs.items()}
+        # No logits of what stands before the answers, but of the last token before them.
+        length = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
+        outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=length + 1, **inputs)
+        labels = labels[:, -length:]
         answered = labels != NO_ANSWER
         features = torch.cat(list(outputs.image_outputs.pooler_output))
         seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
-        said, tokens = select(outputs.logits[:, :-1], answered).float(), labels[answered].to(device)
-        # The projector may be on another device than what is returned.
-        return said, tokens, answered.sum(1).tolist(), seen.to(device)
+        said = outputs.logits[:, :-1][answered.to(outputs.logits.device)].float()
+        return said, labels[answered].to(said.device), answered.sum(1).tolist(), seen
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        rows, answers = self.ask(inputs, self.train_dataset.images)
+        rows, targets = self.ask(inputs, self.train_dataset.images)
         said, tokens, _, seen = self.read(model, inputs, rows)
-        if answers is None:
+        if targets is None:
             return F.cross_entropy(said, tokens)
-        loss = divergence(said, answers.logits, 1.0)
-        distance = (seen - answers.seen).square().sum(1) / answers.seen.square().sum(1)
-        return loss + self.args.feature_loss_weight * distance.mean()
+        logits, expected = targets
+        distance = (seen - expected).square().sum(1) / expected.square().sum(1)
+        return divergence(said, logits, 1.0) + self.args.feature_loss_weight * distance.mean()
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
         """As in Transformers."""
-        self.evaluated = dataloader.dataset
+        self.evaluated = dataloader.dataset.images
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
         """Return, for each image, the share of the answer's tokens that the model predicts."""
         inputs = self._prepare_inputs(inputs)
-        known = self.known[self.evaluated]
-        indices = inputs["index"].tolist()
-        if not known.keys() >= {*indices}:
-            # Finding the answers takes long.
-            known |= zip(indices, self.ask(inputs, self.evaluated.images)[0], strict=True)
+        rows, _ = self.ask(inputs, self.evaluated)
         with self.accelerator.autocast():
-            said, tokens, lengths, _ = self.read(model, inputs, [known[index] for index in indices])
+            said, tokens, lengths, _ = self.read(model, inputs, rows)
         right = (said.argmax(-1) == tokens).float().split(lengths)
         shares = torch.stack([values.mean() for values in right])
         return None, shares, torch.zeros_like(shares)
@@ -340,50 +449,42 @@ class AlignLlavaTrainer(ImageTrainer):
         if not self.args.should_save:
             return {}
         plain = load_llava(self.base_model, "cpu", self.llava.dtype)[0].model.language_model if self.quantize else None
-        return self.model.whole_state(plain)
+        return self.model.merged_state(plain)
 
     def write_card(self, folder: Path):
         # A PaliGemma's processor ends the line itself.
         token = self.processor.image_token
         place = token if self.prompt.endswith("\n") else f"{token}\n"
         prompt = self.prompt.removesuffix("\n").format(image=place, question=self.args.questions[0])
-        # Its parameters are counted, without LoRA's and as they are before they are quantized.
+        # Its parameters are counted: without LoRA's, and not quantized.
         with torch.device("meta"):
             plain = type(self.llava)(self.llava.config)
         write_card(folder, self, plain, use=USE.format(prompt=prompt))
 
     def summary(self, metrics: dict[str, float]) -> str:
         rank = self.args.lora_rank
-        tokens = self.llava.config.image_seq_length
         language_model = f" and the language model (LoRA of rank {rank})" if rank else ""
-        new = ", its first layer a new one," if self.has_new_layer else ""
         source = "answers of the LLaVA as it was" if self.has_teacher else "conversations"
         text = (
-            f"{without_place(self.base_model)} with {tokens} tokens an image, those of "
-            f"{without_place(self.tower_name)}; the projector{new}{language_model} learned from {source}"
+            f"{without_place(self.base_model)} with {self.llava.config.image_seq_length} tokens an image, those of "
+            f"{without_place(self.tower_name)}; the projector{language_model} learned from {source}"
         )
         if "agreement" not in metrics:
             return f"{text}, not evaluated."
-        start = [
-            each["eval_agreement"] for each in self.state.log_history if each["step"] == 0 and "eval_agreement" in each
-        ]
-        before = f", {start[0]:.2%} before" if start and not (self.data and self.data.tested) else ""
+        start = next((each for each in self.state.log_history if each["step"] == 0), {}).get("eval_agreement")
+        before = "" if start is None or (self.data and self.data.tested) else f", {start:.2%} before"
         return f"{text}: {metrics['agreement']:.2%} of the answers' tokens are right{before}."
 
 
 def load_questions(data: QuestionDataArguments) -> tuple:
     """Load the images or conversations to train, to evaluate and to test on."""
-    if not is_conversations(data.dataset):
+    if not data.dataset[0].endswith(".json"):
         return load_splits(data)
-    train = read_conversations(data.dataset[0], data.image_folder)
-    if data.eval_split == NO_EVALUATION:
-        return train, None, None
-    if data.eval_dataset:
-        check(data, is_conversations, "a file of conversations, too", "eval_dataset")
-        data.evaluated = "all"
-        return train, read_conversations(data.eval_dataset[0], data.image_folder), None
-    data.evaluated = "a tenth, held back"
-    return *hold_back(train), None
+
+    def load(files: list[str], split: str, streaming: bool = False) -> datasets.Dataset:
+        return read_conversations(files[0], data.image_folder)
+
+    return load_parts(data, load, lambda _: ["train"])
 
 
 def make_parser() -> ArgumentParser:
@@ -397,21 +498,12 @@ def make_parser() -> ArgumentParser:
 def make_trainer(options: LlavaArguments, data: QuestionDataArguments, args: AlignLlavaArguments) -> AlignLlavaTrainer:
     """Return the trainer for the arguments of the command."""
     start(args)
-    check(options, lambda _: args.world_size == 1, "none with several processes", "device_map")
     train, evaluation, test = load_questions(data)
-    dtype = next((dtype for dtype, name in PRECISIONS.items() if getattr(args, name)), torch.float32)
-    original, processor = load_llava(options.model, args.device, dtype, options.quantize, options.device_map)
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    original, processor = load_llava(options.model, args.device, dtype, options.quantize)
     tower, _ = load_vision_model(options.vision_model, "cpu")
     trainer = AlignLlavaTrainer(
-        original,
-        tower,
-        args,
-        train,
-        evaluation,
-        processor,
-        base_model=options.model,
-        tower_name=options.vision_model,
-        quantize=options.quantize,
+        original, tower, args, train, evaluation, processor, base_model=options.model, quantize=options.quantize
     )
     trainer.test_images = test
     return trainer

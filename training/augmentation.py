@@ -1,7 +1,7 @@
-"""Views of images in training: for little data and for bootstrapping."""
+"""Views of images in training, for bootstrapping and for segmentation."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from PIL import Image
@@ -9,132 +9,19 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from ..common.choices import IGNORED
-from ..common.masks import MaskReader
 from ..common.views import LONGEST, EvalView, ImageFormat, View
-from .arguments import ImageTrainingArguments, argument, check, check_from, check_ranges, check_shares
-
-
-class SmallDataView(View):
-    """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision.
-
-    Args:
-        image_format (`ImageFormat`): The images that the model takes.
-        crop (`str`): `"padded"`, a crop of the image's size from the padded image, or `"resized"`, a random part of
-            the image resized.
-        padding (`int`): Pixels on every side for `crop="padded"`.
-        padding_mode (`str`): Content of these pixels: `"reflect"`, the image, or `"constant"`, black.
-        crop_size (`int`, *optional*):
-            Pixels of the image, height and width, when it is padded and cropped; it is resized for the model after
-            that. The model's size if not given.
-        scale, ratio (`tuple[float, float]`): Lowest and highest area, as a share of the image's, and aspect ratio of
-            the part for `crop="resized"`.
-        flip (`float`): Probability of a horizontal flip.
-        randaugment_layers, randaugment_magnitude (`int`): Operations for an image, and their strength of 0 to 30.
-        erasing (`float`): Probability of erasing a rectangle, which then shows the mean.
-    """
-
-    def __init__(
-        self,
-        image_format: ImageFormat,
-        crop: str = "padded",
-        padding: int = 4,
-        padding_mode: str = "reflect",
-        crop_size: int | None = None,
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        flip: float = 0.5,
-        randaugment_layers: int = 2,
-        randaugment_magnitude: int = 9,
-        erasing: float = 0.0,
-    ):
-        self.formats = {"pixel_values": image_format}
-        size, interpolation = image_format.size, image_format.interpolation
-        before = (crop_size, crop_size) if crop_size else size
-        if padding >= min(before):
-            raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")
-        steps = [v2.RandomHorizontalFlip(flip)]
-        if crop == "resized":
-            steps.insert(0, v2.RandomResizedCrop(size, scale, ratio, interpolation))
-        else:
-            steps.insert(0, v2.Resize(before, interpolation))
-            steps.append(v2.RandomCrop(before, padding or None, padding_mode=padding_mode))
-            steps.append(v2.Resize(size, interpolation))
-        if randaugment_layers:
-            bilinear = InterpolationMode.BILINEAR
-            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, image_format.fill))
-        steps.append(v2.PILToTensor())
-        if erasing:
-            steps.append(v2.RandomErasing(erasing, value=image_format.fill))
-        self.transform = v2.Compose(steps)
-
-    def __call__(self, image):
-        return {"pixel_values": self.transform(image)}
-
-
-@dataclass
-class SmallDataArguments(ImageTrainingArguments):
-    """Training of classifiers from little data: the optimizer, crops and flips."""
-
-    metric_for_best_model: str = argument("accuracy", "Metric that chooses the best model.")
-    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
-    learning_rate: float = argument(1e-3, "Highest learning rate.")
-    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
-    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
-    attn_implementation: str | None = argument(
-        None, "Attention in training. Default: eager on CPUs, whose fused attention goes back slowly, or the model's."
-    )
-    crop: str = argument(
-        "padded",
-        "padded: a crop from the padded image, for small images. resized: a random part, resized.",
-        choices=["padded", "resized"],
-    )
-    crop_padding: int = argument(4, "Pixels of padding on each side for crop padded.")
-    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
-    crop_size: int | None = argument(
-        None, "Pixels of the images when they are padded and cropped, before they are resized. Default: the model's."
-    )
-    crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
-    crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio for crop resized.")
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check(self, lambda value: value > 0, "a positive number", "learning_rate")
-        check_from(self, 0, "crop_padding")
-        check_from(self, 1, "crop_size")
-        check_ranges(self, "crop_scale", "crop_ratio")
-        check_shares(self, "flip")
-
-    def view(self, image_format: ImageFormat, **options) -> SmallDataView:
-        """Return the view of training images; `options` of `SmallDataView` are added."""
-        return SmallDataView(
-            image_format,
-            crop=self.crop,
-            padding=self.crop_padding,
-            padding_mode=self.padding_mode,
-            crop_size=self.crop_size,
-            scale=self.crop_scale,
-            ratio=self.crop_ratio,
-            flip=self.flip,
-            **options,
-        )
 
 
 class BootstrapView(View):
-    """Views for bootstrapping (Gao et al. 2024): a random part of the image, flipped or not, for student and teacher.
-
-    Crop and flip are drawn once; each model gets the part at its own size and normalization. The teacher's pixels are
-    called `teacher_pixel_values`, and left out where both models take the same.
+    """Views for bootstrapping (Gao et al. 2024): a random part of the image, flipped or not, for student and teacher,
+    each at its own size. The teacher's `teacher_pixel_values` are left out where both models take the same.
 
     Args:
         student, teacher (`ImageFormat`): The images that the models take.
-        scale, ratio (`tuple[float, float]`): Lowest and highest area, as a share of the image's, and aspect ratio of
-            the part.
+        scale, ratio (`tuple[float, float]`): Lowest and highest share of the area, and aspect ratio, of the part.
         flip (`float`): Probability of a horizontal flip.
         zoom_out (`float`): Largest ratio of the sides of a canvas to the image's. Half of the images are put on such a
             canvas first, at a random place; 1 puts none.
-        canvas_images (`float`): Share of the canvases that show another image.
-        draw_image (`Callable`, *optional*): Returns another image, chosen by torch's random numbers.
     """
 
     def __init__(
@@ -145,22 +32,18 @@ class BootstrapView(View):
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         flip: float = 0.5,
         zoom_out: float = 1.0,
-        canvas_images: float = 0.0,
-        draw_image: Callable[[], Image.Image] | None = None,
     ):
-        self.formats = {"pixel_values": student}
-        # How evaluation crops the middle is nothing to a random part.
+        self.formats, self.flip = {"pixel_values": student}, flip
+        # Their center crops, for evaluation, may differ.
         any_crop = {"resize": None, "rounds_center": False}
         if teacher is not None and replace(teacher, **any_crop) != replace(student, **any_crop):
             self.formats["teacher_pixel_values"] = teacher
         self.crop = v2.RandomResizedCrop(student.size, list(scale), list(ratio))
-        self.flip = flip
-        self.zoom_out = v2.RandomZoomOut(student.fill, (1.0, zoom_out)) if zoom_out > 1 else None
-        self.canvas_images, self.draw_image = canvas_images, draw_image
+        self.zoom_out = v2.RandomZoomOut(student.fill, (1.0, zoom_out)) if zoom_out != 1 else None
 
     def __call__(self, image):
-        if self.zoom_out and torch.rand(()) < self.zoom_out.p:
-            image = self.put_on_canvas(image)
+        if self.zoom_out:
+            image = self.zoom_out(image)
         part = self.crop.make_params([image])
         if torch.rand(()) < self.flip:
             image = v2.functional.horizontal_flip(image)
@@ -170,17 +53,6 @@ class BootstrapView(View):
             )
             for name, format_ in self.formats.items()
         }
-
-    def put_on_canvas(self, image):
-        """The image at a random place of a canvas, which is plain or another image."""
-        left, top, right, bottom = self.zoom_out.make_params([image])["padding"]
-        size = (left + image.width + right, top + image.height + bottom)
-        if self.canvas_images and torch.rand(()) < self.canvas_images:
-            canvas = self.draw_image().resize(size, Image.Resampling.BILINEAR)
-        else:
-            canvas = Image.new(image.mode, size, tuple(self.zoom_out.fill))
-        canvas.paste(image, (left, top))
-        return canvas
 
 
 class PairedEvalView(View):
@@ -216,7 +88,7 @@ class SegmentationView(View):
     def __init__(
         self,
         image_format: ImageFormat,
-        read_mask: MaskReader,
+        read_mask,
         scale: Sequence[float] = (0.5, 2.0),
         max_share: float = 0.75,
         flip: float = 0.5,
@@ -249,7 +121,7 @@ class SegmentationView(View):
 class SegmentationEvalView(View):
     """Views for evaluating segmentation: image and mask, resized to the model's size."""
 
-    def __init__(self, image_format: ImageFormat, read_mask: MaskReader):
+    def __init__(self, image_format: ImageFormat, read_mask):
         self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:

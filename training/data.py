@@ -29,10 +29,8 @@ SHUFFLE_BUFFER = 1_000
 class PlainImages:
     """A PyTorch dataset or a list of PIL images, with records and features as a `datasets.Dataset` has them.
 
-    Args:
-        source: Has a length, and items that are images, pairs of image and label, or dictionaries with `image` and
-            perhaps `label`. Its attribute `classes`, as torchvision's data sets have it, names the labels.
-        features (`datasets.Features`, *optional*): Columns; by default those that `source` has.
+    Items of `source` are images, pairs of image and label, or dictionaries with `image` and perhaps `label`. Its
+    attribute `classes`, as torchvision's data sets have it, names the labels.
     """
 
     def __init__(self, source, features: datasets.Features | None = None):
@@ -47,40 +45,29 @@ class PlainImages:
     def __getitem__(self, index: int) -> dict:
         item = self.source[index]
         if isinstance(item, dict):
-            item = (item["image"], *((item["label"],) if "label" in item else ()))
-        item = item if isinstance(item, tuple | list) else (item,)
-        if not isinstance(item[0], Image.Image):
-            raise ValueError(f"Item {index} of the images is a {type(item[0]).__name__}, expected a PIL image.")
-        return {"image": item[0]} | ({"label": int(item[1])} if "label" in self.features else {})
+            item = (item["image"], item.get("label"))
+        image, *label = item if isinstance(item, tuple | list) else (item,)
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"Item {index} of the images is a {type(image).__name__}, expected a PIL image.")
+        return {"image": image} | ({"label": int(label[0])} if "label" in self.features else {})
 
     def select(self, indices) -> "PlainImages":
         """The images of these indices."""
         return PlainImages(Subset(self.source, list(indices)), self.features)
 
-    def take(self, count: int) -> "PlainImages":
-        """The first images."""
-        return self.select(range(min(count, len(self))))
-
     def remove_columns(self, name: str) -> "PlainImages":
-        """The same images without a column, in practice the labels."""
+        """The same images without their labels."""
         return PlainImages(self.source, datasets.Features({"image": self.features["image"]}))
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
-    """Return images of any form as a data set with the columns `image`, not decoded, and perhaps `label`.
-
-    Args:
-        images: A `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset
-            of PyTorch or a list of PIL images, see `PlainImages`; a list of paths of image files; or the name of a
-            folder or a data set.
-
-    Raises:
-        ValueError: if there are no images.
-    """
-    if isinstance(images, datasets.Dataset | datasets.IterableDataset):
-        return select_images(images, "the data set")
+    """Return images of any form as a data set with the columns `image`, not decoded, and perhaps `label`: a
+    `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset of PyTorch or
+    a list of PIL images, see `PlainImages`; a list of paths; or the name of a folder or a data set."""
     if isinstance(images, PlainImages):
         return images
+    if isinstance(images, datasets.Dataset | datasets.IterableDataset):
+        return select_images(images, "the data set")
     if isinstance(images, str | Path):
         return load_images(str(images))
     if isinstance(images, Mapping) or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
@@ -103,26 +90,12 @@ def split_off(images):
 
 
 def labeled_images(train, evaluation=None) -> tuple:
-    """Images to train on and to evaluate on, each as `as_images` returns them, for a trainer that learns from labels.
-
-    Raises:
-        ValueError: if images have no labels, or parts have different classes.
-    """
+    """Images to train on and to evaluate on, each as `as_images` returns them, with the same classes."""
     train, evaluation = (None if images is None else as_images(images) for images in (train, evaluation))
-    for images, what in ((train, "training"), (evaluation, "evaluation")):
-        if images is not None and class_names(images) is None:
-            raise ValueError(
-                f"The {what} images have no labels; expected a column of labels, or a dataset of PyTorch that names "
-                "them by its attribute classes."
-            )
+    if any(images is not None and class_names(images) is None for images in (train, evaluation)):
+        raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
     check_same_classes(class_names(train), evaluation)
     return train, evaluation
-
-
-def draw_image(images) -> Image.Image:
-    """One of the images, chosen by torch's random numbers; raises `ImageError` if it cannot be read."""
-    index = int(torch.randint(len(images), ()))
-    return decode_image(images[index]["image"], index)
 
 
 class Views(Dataset):
@@ -131,10 +104,8 @@ class Views(Dataset):
     Args:
         images: Images of `as_images`, or with a column `mask`.
         view (`View`): Makes a view of an image, and of its mask where there is one.
-        seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch` besides their `index`; None
-            in evaluation.
-        skip_corrupt (`bool`): Replace an image that cannot be read by the next one, instead of raising
-            `CorruptImageError`.
+        seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch`, too; None in evaluation.
+        skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
         classes (sequence of `int`, *optional*): The model's number of each class of the data set.
     """
 
@@ -162,11 +133,9 @@ class Views(Dataset):
             # Ctrl-C reaches workers, too, and the main process still needs their images.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
+            parts = [decode_image(record["image"], index, self.view.at_least)]
             if "mask" in record:
-                image = decode_image(record["image"], index)
-                parts = (image, self.view.read_mask(record["mask"], index, image.size))
-            else:
-                parts = (decode_image(record["image"], index, self.view.at_least),)
+                parts.append(self.view.read_mask(record["mask"], index, parts[0].size))
             if self.seed is None:
                 sample = self.view(*parts) | {"index": index}
             else:
@@ -201,14 +170,14 @@ class StreamedViews(IterableDataset, Views):
 
 def training_views(images, view: View, args, classes=None) -> Views:
     """Views of images to train on, of a stream in an order that is drawn."""
-    if not isinstance(images, datasets.IterableDataset):
-        return Views(images, view, args.seed, args.skip_corrupt, classes)
-    shuffled = images.shuffle(seed=args.seed, buffer_size=SHUFFLE_BUFFER)
-    return StreamedViews(shuffled, view, args.seed, args.skip_corrupt, classes)
+    kind = Views
+    if isinstance(images, datasets.IterableDataset):
+        kind, images = StreamedViews, images.shuffle(seed=args.seed, buffer_size=SHUFFLE_BUFFER)
+    return kind(images, view, args.seed, args.skip_corrupt, classes)
 
 
 class SetEpoch(TrainerCallback):
-    """Tells views their epoch: where a run goes on, Accelerate's `skip_first_batches` hides `set_epoch` from them."""
+    """Sets the views' epoch: where a run goes on, Accelerate's `skip_first_batches` hides their `set_epoch`."""
 
     def __init__(self, views: Views):
         self.views = views
@@ -218,13 +187,10 @@ class SetEpoch(TrainerCallback):
 
 
 class Collator:
-    """Makes a batch of views: normalized images, masks as they are, numbers as int64.
+    """Makes a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64.
 
-    Args:
-        formats (`dict[str, ImageFormat]`): Normalize pixels of these names.
-        mix (`Callable`, *optional*): Mixes images and one-hot labels of a training batch, for example `mixing(…)`;
-            what it draws is a function of (seed, epoch, first index).
-        seed (`int`): Of the mix.
+    `mix`, for example `mixing(…)`, mixes images and labels of a training batch; what it draws is a function of (seed,
+    epoch, first index).
     """
 
     def __init__(self, formats: dict[str, ImageFormat], mix=None, seed: int = 0):
@@ -246,7 +212,6 @@ class Collator:
 def mixing(num_labels: int, mixup: float, cutmix: float):
     """Mixup and CutMix by torchvision, with these parameters of their Beta distributions; None where both are 0. With
     both, each batch takes one of them with equal chance."""
-    mixes = [
-        kind(alpha=alpha, num_classes=num_labels) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
-    ]
+    kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+    mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
     return v2.RandomChoice(mixes) if mixes else None

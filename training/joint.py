@@ -23,12 +23,12 @@ from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .arguments import ArgumentParser, DataArguments, argument, check, check_from, read_values, run_as_program
-from .augmentation import SmallDataArguments
+from .arguments import ArgumentParser, DataArguments, argument, check, read_values, run_as_program
 from .cards import name_images, write_card
 from .data import labeled_images
-from .models import choose_attention, configure_start
-from .trainer import ImageTrainer, run_command, start
+from .models import configure_start
+from .train import SmallDataArguments, SmallDataView
+from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
 PROG = "frugalvit joint"
@@ -46,13 +46,10 @@ class TwinArguments:
     vit: str = argument("", "Other values of the ViT's configuration, for example image_size=32,patch_size=4.")
     agent: str = argument("", "Other values of the agent's, for example patch_size=4.")
     config_overrides: str = argument("", "Other values of the pair's, for example hint_weight=5,temperature=2.")
-    without_hint_at: list[float] = argument(
-        [], "Relative depths, above 0 to 1, where tokens get no hint: 1 is the last block."
-    )
+    without_hint_at: list[float] = argument([], "Relative depths without a hint, above 0 to 1, the last block.")
     initialization: str = argument(
         REFERENCE,
-        "reference, of both models, as the paper's code has it; default, Transformers' and PyTorch's own; or that and "
-        "another start of the ViT's attention.",
+        "reference: as the paper's code has it. default: Transformers'. Else of the ViT's attention.",
         choices=[REFERENCE, "default", *INITIALIZATIONS],
     )
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
@@ -64,77 +61,38 @@ class TwinArguments:
 
 @dataclass
 class JointArguments(SmallDataArguments):
-    """How both are trained: views of images, clipping, and Transformers' arguments.
-
-    Args:
-        vit_max_grad_norm (`float`, *optional*): Norm that the ViT's gradient alone is clipped to, before
-            `max_grad_norm` would clip that of both; with `sam_rho`, the second gradient of a step.
-
-    Raises:
-        ValueError: if a value does not fit.
-    """
+    """Training of both: views of images and clipping."""
 
     num_train_epochs: float = argument(240, "Epochs, in whose steps the weight of the hints decays linearly to 0.")
     per_device_train_batch_size: int = argument(64, "Images of a step on a device.")
     max_grad_norm: float = argument(0.0, "Norm that the gradient of both models is clipped to; 0 clips none.")
     vit_max_grad_norm: float | None = argument(
-        None,
-        "Norm that the ViT's gradient is clipped to; 0 clips none. Default: the reference's, 2 for joint-base, 0.1 "
-        "for shared-base, 0 for the small ones and with sam_rho.",
+        None, "Norm that the ViT's gradient is clipped to; 0 clips none. Default: the reference's for the variant."
     )
     padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
-    crop_size: int | None = argument(
-        32, "Pixels of the images when they are padded and cropped, before they are resized for the model."
-    )
+    crop_size: int | None = argument(32, "Pixels of the images for crop padded, before they are resized.")
     crop_scale: list[float] = argument([0.6, 1.0], "Lowest and highest share of the area for crop resized.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_from(self, 0, "vit_max_grad_norm")
 
 
 class HintDecayCallback(TrainerCallback):
-    """Decays the hints of a `BootstrappedViTForImageClassification` as `frugalvit joint` does.
+    """Decay the weight of a `BootstrappedViTForImageClassification`'s hints linearly to 0 (Zhang et al., arXiv
+    2112.03552), step by step; in the reference implementation it falls with every epoch.
 
-    Their weight falls linearly to 0 (Zhang et al., arXiv 2112.03552), step by step; in the reference implementation it
-    falls with every epoch. The callback sets the model's `hint_share`, from 1 to 0, while the model trains, also for
-    evaluations in between. Afterwards it is 1 again.
-
-    Example:
-        `Trainer(model, arguments, train_dataset=images, callbacks=[HintDecayCallback()])`
-
-    Raises:
-        ValueError: when training begins, if the model has no hints.
+    The model's `hint_share` falls from 1 to 0 in training; afterwards it is 1 again. Any `Trainer` takes it:
+    `Trainer(model, arguments, train_dataset=images, callbacks=[HintDecayCallback()])`.
     """
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         # Within what others, such as PEFT, may have wrapped around it.
-        self.pairs = [module for module in model.modules() if "hint_share" in vars(module)]
-        if not self.pairs:
-            raise ValueError(
-                f"A {type(model).__name__} has no hints to decay; expected a BootstrappedViTForImageClassification."
-            )
+        [self.pair] = [module for module in model.modules() if "hint_share" in vars(module)]
         # A tensor, as a compiled model would be compiled anew for each number.
-        share = torch.ones((), device=args.device)
-        for pair in self.pairs:
-            pair.hint_share = share
+        self.pair.hint_share = torch.ones((), device=args.device)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.pairs[0].hint_share.fill_(1 - state.global_step / state.max_steps)
+        self.pair.hint_share.fill_(1 - state.global_step / state.max_steps)
 
     def on_train_end(self, args, state, control, **kwargs):
-        for pair in self.pairs:
-            pair.hint_share = 1.0
-
-
-class ClipViTCallback(TrainerCallback):
-    """Clips the gradient of a trainer's ViT to `args.vit_max_grad_norm`."""
-
-    def __init__(self, trainer: "JointTrainer"):
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.trainer.accelerator.clip_grad_norm_(self.trainer.trained.vit.parameters(), args.vit_max_grad_norm)
+        self.pair.hint_share = 1.0
 
 
 class JointTrainer(ImageTrainer):
@@ -145,13 +103,9 @@ class JointTrainer(ImageTrainer):
 
     Args:
         model (`BootstrappedViTForImageClassification`): The ViT and its agent.
-        args (`JointArguments`): How it is trained.
-        train_dataset: Images with labels, see `BootstrapTrainer`.
-        eval_dataset (*optional*): The same, to choose the best epoch on.
-        callbacks (*optional*): As Transformers has them.
-
-    Raises:
-        ValueError: if model, images and arguments do not fit each other.
+        args (`JointArguments`): Its arguments.
+        train_dataset, eval_dataset (*optional*): Images with labels, see `BootstrapTrainer`.
+        callbacks (*optional*): As in Transformers.
     """
 
     def __init__(
@@ -163,26 +117,35 @@ class JointTrainer(ImageTrainer):
         callbacks=None,
     ):
         train, evaluation = labeled_images(train_dataset, eval_dataset)
-        values = image_processor_config(model.config)
-        values.pop("image_processor_type")
-        processor = ViTImageProcessor(**values)
+        processor = ViTImageProcessor(**image_processor_config(model.config))
         image_format = ImageFormat.from_processor(processor)
         super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train,
-            eval_dataset=evaluation,
-            train_view=args.view(image_format, randaugment_layers=0),
-            eval_view=EvalView(image_format),
+            model,
+            args,
+            train,
+            evaluation,
+            SmallDataView(image_format, args),
+            EvalView(image_format),
             processing_class=processor,
             callbacks=[HintDecayCallback(), *(callbacks or ())],
         )
-        if args.vit_max_grad_norm:
-            if self.is_deepspeed_enabled:
-                raise ValueError(f"vit_max_grad_norm is {args.vit_max_grad_norm}, expected 0 with DeepSpeed.")
-            self.add_callback(ClipViTCallback(self))
         # An agent has no attention.
-        choose_attention(model.vit, args.attn_implementation, args.device)
+        choose_attention(model.vit, args)
+        self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """As in Transformers; clips the ViT's gradient before each step."""
+        optimizer, norm = super().create_optimizer(model), self.args.vit_max_grad_norm
+        if norm and self.is_deepspeed_enabled:
+            raise ValueError(f"vit_max_grad_norm is {norm}, expected 0 with DeepSpeed.")
+        parameters = list(self.trained.vit.parameters())
+
+        def clip(*_):
+            torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+        if norm:
+            optimizer.register_step_pre_hook(clip)
+        return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The loss of both models; in evaluation, without hints."""
@@ -190,11 +153,6 @@ class JointTrainer(ImageTrainer):
         outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"], **hints)
         logits = {"vit": outputs.logits, "agent": outputs.agent_logits}
         return (outputs.loss, logits) if return_outputs else outputs.loss
-
-    def evaluation_loop(self, *args, **kwargs):
-        """As in Transformers."""
-        self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
-        return super().evaluation_loop(*args, **kwargs)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch, or all images, to the ViT's `accuracy` and to `agent_accuracy`; return these with the last
@@ -205,14 +163,10 @@ class JointTrainer(ImageTrainer):
         return {name: metric.compute()["accuracy"] for name, metric in self.accuracies.items() if compute_result}
 
     def summary(self, metrics: dict[str, float]) -> str:
-        return f"A ViT and its agent CNN, {self.result(metrics)}"
-
-    def result(self, metrics: dict[str, float]) -> str:
-        """Describe how the two were trained, and how well they classify."""
-        together = f"trained together on {name_images(self.data)}"
-        if "accuracy" not in metrics:
-            return f"{together}, not evaluated."
-        return f"{together}: accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}{self.of_images}."
+        measured = ", not evaluated"
+        if "accuracy" in metrics:
+            measured = f": accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}{self.of_images}"
+        return f"A ViT and its agent CNN, trained together on {name_images(self.data)}{measured}."
 
     def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
         """As in `ImageTrainer`; also leaves the two models alone in `vit` and `agent`."""
@@ -224,8 +178,7 @@ class JointTrainer(ImageTrainer):
                 own = {"accuracy": metrics[accuracy]} if accuracy in metrics else {}
                 model.save_pretrained(folder)
                 self.processing_class.save_pretrained(folder)
-                summary = f"The {name} of the two that were {self.result(metrics)}"
-                write_card(folder, self, model, summary, metrics=own)
+                write_card(folder, self, model, f"The {name} of two models. {self.summary(metrics)}", metrics=own)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Models alone")
         return metrics
@@ -245,8 +198,7 @@ def build_twins(options: TwinArguments, names: list[str], seed: int = 0) -> Boot
     }
     config = BootstrappedViTConfig(**fields)
     blocks = config.vit_config.num_hidden_layers
-    without = {math.ceil(depth * blocks - 1e-6) - 1 for depth in options.without_hint_at}
-    if without:
+    if without := {math.ceil(depth * blocks - 1e-6) - 1 for depth in options.without_hint_at}:
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
     configure_start(config, options.initialization, options.initialization_options, seed)
@@ -257,8 +209,7 @@ def make_parser() -> ArgumentParser:
     return ArgumentParser(
         [TwinArguments, DataArguments, JointArguments],
         PROG,
-        "Train a BootstrappedViT: a ViT together with an agent CNN, from which it learns its biases (Zhang et al., "
-        "Bootstrapping ViTs).",
+        "Train a BootstrappedViT: a ViT together with an agent CNN, from which it learns its biases.",
     )
 
 

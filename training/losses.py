@@ -1,17 +1,17 @@
-"""Losses of all trainings, as modules."""
+"""Losses of bootstrapping, as modules."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.backbone_utils import BackboneMixin
 
 from ..modeling.dense import shares_of_tokens, spread
+from ..modeling.focusing import sample_features
 from ..modeling.hosts import Anatomy
 from ..modeling.layers import divergence
-from ..modeling.modeling_sparseformer import SparseFormerBackbone
-from ..modeling.pyramid import sample_features
 
 
 # Points on each side of a token's RoI at which the teacher's tokens are read and averaged.
@@ -22,40 +22,14 @@ ATTENDING_SHARE = 1 / 3
 
 @dataclass
 class Targets:
-    """A teacher's outputs for a batch of images, with which a student is aligned.
-
-    Args:
-        embedding (`torch.Tensor`): `(batch, embedding_size)` float32.
-        attention (`torch.Tensor`, *optional*): Shares of its attention that fall on patches, `(batch, rows, columns)`.
-        tokens (`list[torch.Tensor]`, *optional*):
-            Tokens before the first block and after each, `(batch, prefix + patches, hidden_size)`.
-        maps (`list[torch.Tensor]`, *optional*):
-            Feature maps of the layers that the loss compares, `(batch, hidden_size, rows, columns)`.
-    """
+    """A teacher's outputs for a batch of images: the embedding, `(batch, embedding_size)` float32, and, where the loss
+    reads them, shares of attention, `(batch, rows, columns)`, tokens before the first block and after each, `(batch,
+    prefix + patches, hidden_size)`, and feature maps, `(batch, hidden_size, rows, columns)`."""
 
     embedding: torch.Tensor
     attention: torch.Tensor | None = None
-    tokens: list[torch.Tensor] = field(default_factory=list)
-    maps: list[torch.Tensor] = field(default_factory=list)
-
-
-def foretells_attention(student: nn.Module) -> bool:
-    """Whether a student learns to predict where its teacher attends."""
-    config = student.config
-    return config.embeds_patches and config.placement == "content" and config.placement_rule == "learned"
-
-
-def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """Kullback-Leibler divergence of a predicted attention from a teacher's, a scalar, the mean over images.
-
-    Args:
-        logits (`torch.Tensor`): The prediction, `(batch, rows, columns)` float32.
-        attention (`torch.Tensor`): The teacher's shares, `(batch, rows, columns)`, of any number of rows and columns.
-    """
-    if attention.shape != logits.shape:
-        attention = F.adaptive_avg_pool2d(attention, logits.shape[1:])
-        attention = attention / attention.sum((1, 2), keepdim=True)
-    return F.kl_div(logits.flatten(1).log_softmax(1), attention.flatten(1), reduction="batchmean")
+    tokens: list[torch.Tensor] | None = None
+    maps: list[torch.Tensor] | None = None
 
 
 class AlignmentLoss(nn.Module):
@@ -63,58 +37,34 @@ class AlignmentLoss(nn.Module):
     terms that `args` adds.
 
     Args:
-        student (`SparseFormerPreTrainedModel`): The student, whose classifier or projection is read. The outputs of
-            its base model are compared.
-        teacher (`Anatomy`): The teacher's anatomy.
+        student (`SparseFormerPreTrainedModel`), teacher (`Anatomy`): The two, whose heads are read.
         args (`BootstrapArguments`): Names the loss and the weights of the terms.
-
-    Raises:
-        ValueError: if student and teacher lack the tokens, layers or counts that a term needs.
     """
 
     def __init__(self, student: nn.Module, teacher: Anatomy, args):
         super().__init__()
+        config, self.args = student.config, args
         self.project = getattr(student, "visual_projection", nn.Identity())
-        # Not theirs to train or to save.
+        # In a tuple, as they are neither trained nor saved with the loss.
         self.heads = (getattr(student, "classifier", None), teacher.classifier)
-        self.args, self.num_prefix_tokens = args, student.config.num_prefix_tokens
-        if args.elastic_loss_weight and len(student.config.trained_token_counts) == 1:
-            raise ValueError(
-                "elastic_loss_weight compares counts of tokens, and the student has one; give num_tokens."
-            )
-        self.align_tokens = None
+        self.align_tokens = self.align_maps = None
         if args.token_loss_weight:
             self.align_tokens = TokenAlignment(student, teacher, args.token_layers, args.token_distance)
-        self.align_maps = None
         if args.dense_loss_weight:
-            maps_of = MapsOfBackbone if isinstance(student, SparseFormerBackbone) else MapsOfTokens
-            self.align_maps = maps_of(student, teacher, args.dense_layers)
-        self.foretells = foretells_attention(student)
+            self.align_maps = MapAlignment(student, teacher, args.dense_layers)
+        # Whether the student learns to predict where its teacher attends.
+        self.forecasts = config.embeds_patches and (config.placement, config.placement_rule) == ("content", "learned")
+        # Arguments of the student's base model for its embedding, and for all that the loss reads.
+        backbone = isinstance(student, BackboneMixin) and self.align_maps
+        self.embedding_options = {"output_embedding": True} if backbone else {"output_tokens": False}
+        self.options = dict(self.embedding_options)
+        if self.align_tokens or self.align_maps:
+            self.options |= {"output_tokens": True} | TokenAlignment.arguments
+        if self.forecasts:
+            self.options["output_attention_forecast"] = True
 
-    @property
-    def embedding_asked_for(self) -> dict[str, bool]:
-        """Arguments with which the model that learns is called, so that it returns the embedding."""
-        return {"output_embedding": True} if isinstance(self.align_maps, MapsOfBackbone) else {"output_tokens": False}
-
-    @property
-    def outputs_asked_for(self) -> dict[str, bool]:
-        """Arguments with which the model that learns is called, so that it returns all that the loss reads."""
-        reads_tokens = self.align_tokens or self.align_maps or self.args.elastic_loss_weight
-        asked = self.embedding_asked_for
-        if reads_tokens:
-            asked = asked | {"output_tokens": True} | TokenAlignment.arguments
-        return {**asked, "output_attention_forecast": True} if self.foretells else asked
-
-    def forward(self, outputs, targets: Targets, labels: torch.Tensor | None = None, largest=None) -> torch.Tensor:
-        """Return the loss, a scalar.
-
-        Args:
-            outputs (`SparseFormerModelOutput`): Outputs of the student's base model for `outputs_asked_for`.
-            targets (`Targets`): The teacher's, for the same images.
-            labels (`torch.Tensor`, *optional*): `(batch,)` int64, for `args.label_loss_weight`.
-            largest (`SparseFormerModelOutput`, *optional*): Outputs with the largest count of tokens, for
-                `args.elastic_loss_weight`.
-        """
+    def forward(self, outputs, targets: Targets, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the loss, a scalar, of the outputs of the student's base model for `options`."""
         args, (classify, classify_teacher) = self.args, self.heads
         embedding = self.project(outputs.pooler_output).float()
         if args.loss == "cosine":
@@ -123,28 +73,22 @@ class AlignmentLoss(nn.Module):
             loss = divergence(classify(embedding), classify_teacher(targets.embedding), args.temperature)
         if args.label_loss_weight:
             loss = loss + args.label_loss_weight * F.cross_entropy(classify(embedding), labels)
-        if self.foretells:
-            # Learned by weights of its own alone, so that it needs no weight.
+        if self.forecasts:
+            # Its weights have no other loss, so that it needs no factor.
             loss = loss + forecast_loss(outputs.attention_forecast, targets.attention)
         if self.align_tokens:
             loss = loss + args.token_loss_weight * self.align_tokens(outputs, targets.tokens)
         if self.align_maps:
             loss = loss + args.dense_loss_weight * self.align_maps(outputs, targets.maps)
-        if args.elastic_loss_weight and largest is not None:
-            distance = distance_from_largest(outputs, largest, self.num_prefix_tokens)
-            loss = loss + args.elastic_loss_weight * distance
         return loss
 
 
 class MapAlignmentLoss(nn.Module):
-    """Distance of feature maps from a teacher's, averaged over cells and layers: of what distinguishes an image's
-    cells, 1 minus the cosine of two vectors, and the squared log of the ratio of their lengths.
+    """Distance of feature maps from a teacher's, averaged over cells and layers: 1 minus the cosine of two vectors,
+    and `scale_weight` times the squared log of the ratio of their lengths.
 
     The mean of the teacher's map over an image's cells is subtracted from both maps, as what all cells have in common
     is no help in telling them apart.
-
-    Args:
-        scale_weight (`float`, *optional*, defaults to 0.1): Weight of the term about lengths.
     """
 
     def __init__(self, scale_weight: float = 0.1):
@@ -152,24 +96,8 @@ class MapAlignmentLoss(nn.Module):
         self.scale_weight = scale_weight
 
     def forward(self, maps: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the loss, a scalar in float32.
-
-        Args:
-            maps (sequence of `torch.Tensor`):
-                Feature maps of a `SparseFormerBackbone`, one for each layer, `(batch, channels, rows, columns)`.
-            targets (sequence of `torch.Tensor`):
-                The teacher's, of the same layers and images, see `Anatomy.feature_maps`. If they have more cells, as
-                those of larger images do, the student's are interpolated.
-
-        Raises:
-            ValueError: if there are no maps, or maps and targets differ in number, batch or channels.
-        """
-        shapes = [[tuple(each.shape[:2]) for each in several] for several in (maps, targets)]
-        if not maps or shapes[0] != shapes[1]:
-            raise ValueError(
-                f"Got maps of batch and channels {shapes[0]} for a teacher's of {shapes[1]}; expected the same, one "
-                "for each layer."
-            )
+        """Return the loss, a scalar in float32, of feature maps `(batch, channels, rows, columns)`, one for each
+        layer, beside the teacher's (`Anatomy.feature_maps`), to whose cells they are interpolated."""
         losses = []
         for found, target in zip(maps, targets, strict=True):
             found, target = found.float(), target.float()
@@ -185,74 +113,41 @@ class MapAlignmentLoss(nn.Module):
         return torch.stack(losses).mean()
 
 
-class MapsOfTokens(nn.Module):
-    """Distance of a student's feature maps from its teacher's, see `MapAlignmentLoss`. A student's map is that of
-    `SparseFormerBackbone` without an upsampler: each cell has the state of the tokens whose RoIs cover it.
+class MapAlignment:
+    """Distance of a student's feature maps from its teacher's, see `MapAlignmentLoss`.
 
-    Args:
-        student (`SparseFormerPreTrainedModel`): The student, whose final norm is read.
-        teacher (`Anatomy`): The teacher's anatomy, read for the images that it sees.
-        layers (`list[int]`, *optional*): Layers, numbered from the last, -1, backwards; -1 alone by default.
+    The maps of a `SparseFormerBackbone` are its outputs, which its upsamplers refine. Any other student's map has in
+    each cell the state of the tokens whose RoIs cover it.
 
-    Raises:
-        ValueError: if the student or its teacher has no such layer.
+    `layers` are numbered from the last, -1, backwards: -1 alone by default, or the `out_indices` of a backbone.
     """
 
     def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
-        super().__init__()
-        self.layers, most = layers or [-1], min(len(student.base_model.layers), len(teacher.blocks)) + 1
+        config, self.layers = student.config, layers or [-1]
+        self.norm, self.teacher = student.base_model.layernorm, teacher
+        self.num_prefix_tokens, self.distance = config.num_prefix_tokens, MapAlignmentLoss()
+        if isinstance(student, BackboneMixin):
+            self.layers = [index - len(student.stage_names) for index in student.out_indices]
+            if layers and sorted(layers) != self.layers:
+                raise ValueError(f"dense_layers are {layers}, and the backbone has maps of {self.layers}.")
+            if not (config.apply_layernorm and config.reshape_hidden_states):
+                raise ValueError("A backbone is aligned with apply_layernorm and reshape_hidden_states.")
+        most = min(len(student.base_model.layers), len(teacher.blocks)) + 1
         if wrong := [layer for layer in self.layers if not -most <= layer < 0]:
             raise ValueError(f"dense_layers has {wrong[0]}, expected -1, the last, to {-most}, before all blocks.")
-        self.num_prefix_tokens = student.config.num_prefix_tokens
-        self.distance = MapAlignmentLoss()
-        # Not theirs to train or to save.
-        self.parts = (student.base_model.layernorm, teacher)
 
     def of_teacher(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
         """The teacher's maps, of its `states`."""
-        teacher = self.parts[1]
-        tokens = (teacher.normalize(states[layer])[:, -teacher.num_patches :] for layer in self.layers)
-        return [each.mT.unflatten(-1, teacher.grid) for each in tokens]
+        tokens = (self.teacher.normalize(states[layer])[:, -self.teacher.num_patches :] for layer in self.layers)
+        return [each.mT.unflatten(-1, self.teacher.grid) for each in tokens]
 
-    def forward(self, outputs, targets: list[torch.Tensor]) -> torch.Tensor:
-        """The loss of the student's `outputs`, with hidden states and RoIs, beside the teacher's maps of the same
-        images."""
-        norm, teacher = self.parts
-        shares = shares_of_tokens(outputs.rois[-1], *teacher.grid)
-        maps = [
-            spread(norm(outputs.hidden_states[layer])[:, self.num_prefix_tokens :], shares) for layer in self.layers
-        ]
+    def __call__(self, outputs, targets: list[torch.Tensor]) -> torch.Tensor:
+        """The loss of the student's `outputs` beside the teacher's maps of the same images."""
+        if (maps := getattr(outputs, "feature_maps", None)) is None:
+            shares = shares_of_tokens(outputs.rois[-1], *self.teacher.grid)
+            states = [self.norm(outputs.hidden_states[layer]) for layer in self.layers]
+            maps = [spread(each[:, self.num_prefix_tokens :], shares) for each in states]
         return self.distance(maps, targets)
-
-
-class MapsOfBackbone(MapsOfTokens):
-    """Distance of the feature maps of a `SparseFormerBackbone`, which its upsamplers refine, from its teacher's.
-
-    Args:
-        student (`SparseFormerBackbone`): The student, whose `out_indices` are the layers.
-        teacher (`Anatomy`), layers (`list[int]`, *optional*): As of `MapsOfTokens`.
-
-    Raises:
-        ValueError: if `layers` are not those of the backbone, or its maps are not normalized or in rows.
-    """
-
-    def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
-        own = [index - len(student.stage_names) for index in student.out_indices]
-        if layers is not None and sorted(layers) != own:
-            raise ValueError(
-                f"dense_layers are {layers}, and the backbone has maps of {own}; leave dense_layers out, and name "
-                "other layers by the backbone's out_indices."
-            )
-        if not (student.config.apply_layernorm and student.config.reshape_hidden_states):
-            raise ValueError(
-                "A backbone is aligned with apply_layernorm and reshape_hidden_states; set them to False when it has "
-                "been trained."
-            )
-        super().__init__(student, teacher, own)
-
-    def forward(self, outputs, targets: list[torch.Tensor]) -> torch.Tensor:
-        """The loss of the backbone's `outputs` beside the teacher's maps of the same images."""
-        return self.distance(outputs.feature_maps, targets)
 
 
 class TokenAlignment:
@@ -264,18 +159,14 @@ class TokenAlignment:
     [CLS] and registers take no part, and RoIs get no gradient.
 
     Args:
-        student (`SparseFormerForImageClassification`): Has the teacher's blocks but the leading ones.
-        teacher (`Anatomy`): The teacher's anatomy, read for the images that it sees.
-        layers (`list[int]`, *optional*): Depths, as indices of the student's hidden states, -1 for the last; all by
-            default. A LLaVA reads -2.
+        student (`SparseFormerPreTrainedModel`): Has the teacher's blocks but the leading ones.
+        teacher (`Anatomy`): The teacher's anatomy.
+        layers (`list[int]`, *optional*): Indices of the student's hidden states; all by default. A LLaVA reads -2.
         distance (`str`, *optional*, defaults to `"normalized"`): `"normalized"`, between LayerNorm-ed tokens, or
             `"raw"`, which a projector behind the student needs.
-
-    Raises:
-        ValueError: if the student has more blocks than the teacher, or not such a layer.
     """
 
-    # What the student is to be called with.
+    # What the student is called with.
     arguments = {"output_hidden_states": True, "output_rois": True}
 
     def __init__(
@@ -283,33 +174,28 @@ class TokenAlignment:
     ):
         self.grid, self.skipped = teacher.grid, student.config.num_prefix_tokens
         self.depths = len(student.base_model.layers) + 1
-        if self.depths - 1 > len(teacher.blocks):
-            raise ValueError(
-                f"The student has {self.depths - 1} blocks and the teacher {len(teacher.blocks)}; their tokens cannot "
-                "be aligned. Leave token_loss_weight at 0."
-            )
-        for layer in layers or ():
-            if not -self.depths <= layer < self.depths:
-                raise ValueError(
-                    f"token_layers has {layer}, the student's layers are {-self.depths} to {self.depths - 1}."
-                )
         self.layers, self.distance = layers or range(self.depths), distance
+        if self.depths > len(teacher.blocks) + 1:
+            raise ValueError("The student has more blocks than the teacher; leave token_loss_weight at 0.")
+        if wrong := [layer for layer in self.layers if not -self.depths <= layer < self.depths]:
+            raise ValueError(f"token_layers has {wrong[0]}, expected {-self.depths} to {self.depths - 1}.")
 
     def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
         """The loss of the student's `outputs`; `teacher_tokens` are the teacher's `states` of the same images."""
-        shares = self._shares(outputs.rois[-1].detach())
+        shares = self.shares_of_patches(outputs.rois[-1].detach())
         held_by_depth = teacher_tokens[-self.depths :]
         losses = []
         for layer in self.layers:
             patches = held_by_depth[layer][:, -shares.shape[-1] :].float()
             tokens, expected = outputs.hidden_states[layer][:, self.skipped :].float(), shares @ patches
             if self.distance == "normalized":
-                losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))
+                normalized = [F.layer_norm(each, each.shape[-1:]) for each in (tokens, expected)]
+                losses.append(F.mse_loss(*normalized))
             else:
                 losses.append(F.mse_loss(tokens, expected) / patches.var((0, 1)).mean())
         return torch.stack(losses).mean()
 
-    def _shares(self, rois: torch.Tensor) -> torch.Tensor:
+    def shares_of_patches(self, rois: torch.Tensor) -> torch.Tensor:
         """The share of each of the teacher's patches in a token, `(batch, tokens, patches)`: the mean over a grid of
         points in its RoI, within the image, at which patches are interpolated bilinearly."""
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
@@ -322,62 +208,31 @@ class TokenAlignment:
         return sample_features(one_hot, points, padding_mode="border").mean(2)
 
 
-def distance_from_largest(outputs, largest, num_prefix_tokens: int) -> torch.Tensor:
-    """Distance between a student with few tokens and the same student with many: the mean squared difference of each
-    token from the mean of those in its RoI, LayerNorm-ed, averaged over all depths.
-
-    Args:
-        outputs, largest (`SparseFormerModelOutput`): The student's outputs with few and with many tokens, with hidden
-            states and RoIs.
-        num_prefix_tokens (`int`): Number of [CLS] and registers, which take no part.
-
-    Returns:
-        `torch.Tensor`: A scalar; `largest` and the RoIs get no gradient from it.
-    """
-    shares = _overlaps(outputs.rois[-1].detach(), largest.rois[-1].detach())
-    losses = []
-    for few, many in zip(outputs.hidden_states, largest.hidden_states, strict=True):
-        tokens, expected = few[:, num_prefix_tokens:].float(), shares @ many[:, num_prefix_tokens:].detach().float()
-        losses.append(F.mse_loss(_normalize(tokens), _normalize(expected)))
-    return torch.stack(losses).mean()
-
-
-def _overlaps(boxes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Shares of the other boxes in each box, `(batch, boxes, others)`: the area that one covers of the box, divided by
-    the sum over all. They sum to 1 where any other box touches it, else to 0."""
-    boxes, others = boxes.unsqueeze(2), others.unsqueeze(1)
-    low, high = torch.maximum(boxes[..., :2], others[..., :2]), torch.minimum(boxes[..., 2:], others[..., 2:])
-    areas = (high - low).clamp(min=0).prod(-1)
-    return areas / areas.sum(-1, keepdim=True).clamp(min=1e-8)
-
-
-def _normalize(tokens: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(tokens, tokens.shape[-1:])
+def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence of a predicted attention, `(batch, rows, columns)`, from a teacher's shares, of any
+    number of rows and columns; a scalar, the mean over images."""
+    if attention.shape != logits.shape:
+        attention = F.adaptive_avg_pool2d(attention, logits.shape[1:])
+        attention = attention / attention.sum((1, 2), keepdim=True)
+    return F.kl_div(logits.flatten(1).log_softmax(1), attention.flatten(1), reduction="batchmean")
 
 
 def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
-    """A teacher's attention to patches: that of its class tokens or, where there are none, of all patches, averaged
-    over heads and over the last third of its blocks.
-
-    Args:
-        teacher (`Anatomy`): The teacher's anatomy, read for the images that it sees.
-        states (`list[torch.Tensor]`): Its tokens before the first block and after each (`Anatomy.watch`).
-
-    Returns:
-        `torch.Tensor`: `(batch, patches)` float32, sums to 1.
-    """
+    """A teacher's attention to patches, `(batch, rows, columns)`, sums to 1: that of its class tokens or, where there
+    are none, of all patches, averaged over heads and the last third of its blocks. `states` are its tokens before the
+    first block and after each (`Anatomy.watch`)."""
     count = max(round(ATTENDING_SHARE * len(teacher.blocks)), 1)
     pairs = list(zip(teacher.blocks, states, strict=False))[-count:]
-    return torch.stack([attention_to_patches(teacher, block, tokens) for block, tokens in pairs]).mean(0)
+    attention = torch.stack([attention_to_patches(teacher, block, tokens) for block, tokens in pairs]).mean(0)
+    return attention.unflatten(1, teacher.grid)
 
 
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:
     """A block's attention to each patch, `(batch, patches)` float32; sums to 1."""
-    attention, tokens = block.attention, block.attention_norm(tokens)
     asking = slice(0, teacher.num_class_tokens) if teacher.num_class_tokens else slice(teacher.num_prefix_tokens, None)
-    queries, keys = attention.queries_and_keys(tokens, rotate=teacher.rotation(tokens.dtype))
+    queries, keys = teacher.queries_and_keys(block, tokens)
     keys = keys[:, :, teacher.num_prefix_tokens :]
-    scores = queries[:, :, asking].float() @ keys.float().transpose(2, 3) * attention.head_dim**-0.5
+    scores = queries[:, :, asking].float() @ keys.float().transpose(2, 3) * block.attention.head_dim**-0.5
     return scores.softmax(-1).mean((1, 2))
 
 

@@ -1,4 +1,4 @@
-"""Optimizers: groups of parameters with rates of their own, and what `TrainingArguments.optim` does not name."""
+"""Optimizers: groups of parameters with rates of their own, and sharpness-aware minimization."""
 
 import torch
 from transformers import Trainer
@@ -8,12 +8,7 @@ from ..modeling.hosts.timm import is_timm
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     """Return the groups of a model's trainable parameters for an optimizer. Matrices and filters decay; biases, norms,
-    positions, [CLS] and the like do not, nor do the parameters that a model names by a method `no_weight_decay()`.
-
-    Args:
-        model (`nn.Module`): The model.
-        weight_decay (`float`): Weight decay of the first group.
-    """
+    positions, [CLS] and the like do not, nor do the parameters that a model names by a method `no_weight_decay()`."""
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
     decayed, kept = [], []
@@ -21,11 +16,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
         if parameter.requires_grad:
             spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
             (kept if spare else decayed).append(parameter)
-    # timm's Muon leaves the second group to AdamW, with what is no matrix of the first.
-    return [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": kept, "weight_decay": 0.0, "use_fallback": True},
-    ]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
 def learning_rate_factors(
@@ -36,21 +27,10 @@ def learning_rate_factors(
     It is 1 for the last block, of the longest list of blocks, and for the parameters behind it. Each block before has
     `layer_decay` times the factor of the next, and so do the parameters before the first block. The head, outside of
     the base model or, in timm's models, the classifier within, has `head_multiplier`.
-
-    Args:
-        model (`nn.Module`): The model.
-        head_multiplier (`float`): Factor of the head.
-        layer_decay (`float`): Factor from a block to the one before it.
-
-    Raises:
-        ValueError: if there is nothing outside the base model.
     """
     base = model.base_model
     if base is model and head_multiplier != 1:
-        raise ValueError(
-            f"head_multiplier is {head_multiplier}, but a {type(model).__name__} does not say what its head is; "
-            "expected 1."
-        )
+        raise ValueError(f"head_multiplier is {head_multiplier}, expected 1 for a {type(model).__name__}.")
     # timm keeps its blocks in an `nn.Sequential`.
     kinds = (torch.nn.ModuleList, torch.nn.Sequential) if is_timm(base) else torch.nn.ModuleList
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, kinds)]
@@ -69,10 +49,7 @@ def learning_rate_factors(
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Prefixes of the names of the parameters of a base model that are its classifier's.
-
-    A timm model has its classifier inside; Transformers' models have it beside their base model, and so no prefix.
-    """
+    """Prefixes of the names of a timm model's classifier, which is inside; Transformers' models have it beside."""
     if not is_timm(base):
         return ()
     heads = base.get_classifier()
@@ -91,24 +68,9 @@ def with_rates(groups: list[dict], rates: dict[torch.nn.Parameter, float], learn
 
 
 def make_optimizer(args, groups: list[dict]) -> torch.optim.Optimizer:
-    """Return the optimizer that training arguments name, for groups of parameters.
-
-    Args:
-        args (`ImageTrainingArguments`): With `timm_optimizer` or `sam_rho`, its optimizer is timm's or SAM around
-            AdamW; else it is that of `optim`.
-        groups (`list[dict]`): Groups of parameters; empty ones, which DeepSpeed would drop, are left out.
-
-    Raises:
-        ValueError: if its library is not installed, or knows no such optimizer.
-    """
+    """Return the optimizer of training arguments for groups of parameters, that of `optim`, with `sam_rho` in SAM."""
+    # DeepSpeed would drop empty groups.
     groups = [group for group in groups if group["params"]]
-    if args.timm_optimizer:
-        from timm.optim import get_optimizer_class
-
-        kind = get_optimizer_class(args.timm_optimizer)
-        return kind(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
-    for group in groups:
-        group.pop("use_fallback", None)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
     if not args.sam_rho:
         return kind(groups, **options)

@@ -6,10 +6,8 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the recipe of
 ViT-Adapter (Chen et al. 2023) with 80,000 iterations and more images a step. The defaults are what that has for both
-sizes of AugReg models: AdamW, 2e-5, linear decay after 1,500 steps of warm-up, images resized to 0.5 to 2 times the
-crop, cropped, flipped and distorted in color; and where the sizes differ, ten times the rate for the head, weight
-decay 0.01 and drop path 0.3 as for base (large: 1, 0.05, 0.4), and a rate that falls by 0.95 from block to block
-towards the image as for large (base: 1).
+sizes of AugReg models; where they differ, the head's rate, weight decay and drop path of base (large: 1, 0.05, 0.4)
+and the layer decay of large (base: 1).
 """
 
 from dataclasses import dataclass
@@ -18,15 +16,15 @@ from pathlib import Path
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSemanticSegmentation, PreTrainedModel, SegformerImageProcessor
+from transformers import AutoModelForSemanticSegmentation, SegformerImageProcessor
 
 from ..common.choices import IGNORED
 from ..common.loading import load_image_processor
 from ..common.masks import MaskReader, load_masked_images, load_masked_splits
-from ..common.metrics import scores_of_pixels
+from ..common.metrics import SegmentationScores
 from ..common.scores import check_scores
 from ..common.views import ImageFormat
-from ..configuration.configuration_sparseformer_base import is_sparseformer
+from ..configuration.configuration_base import is_sparseformer
 from ..modeling.segmentation import semantic_segmentation_loss
 from .arguments import (
     ArgumentParser,
@@ -36,13 +34,12 @@ from .arguments import (
     check,
     check_from,
     check_ranges,
-    check_shares,
     run_as_program,
 )
 from .augmentation import SegmentationEvalView, SegmentationView
 from .cards import name_images
 from .data import PlainImages
-from .models import load_checkpoint, new_config, new_model, read_config, set_drop_path
+from .models import label_fields, load_checkpoint, new_config, new_model, read_config, set_drop_path
 from .optimizers import learning_rate_factors, parameter_groups, with_rates
 from .trainer import ImageTrainer, run_command, start
 
@@ -56,9 +53,7 @@ KIND = "a model to go on from"
 class SegmenterArguments:
     """The segmentation model to train."""
 
-    model: str | None = argument(
-        None, "Folder or hub id (@revision, too) of a bootstrapped SparseFormer or a segmentation model."
-    )
+    model: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer or a segmentation model.")
     model_type: str | None = argument(None, "Architecture to train from scratch instead, a model_type.")
     config_overrides: str = argument("", "Its configuration, for example hidden_sizes=[32,64,160,256].")
     num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 256 in the paper.")
@@ -79,8 +74,8 @@ class MaskedDataArguments(DataArguments):
     """Images with masks to train and evaluate on, by their names."""
 
     dataset: list[str] = argument(
-        help="datasets hub id, parquet files or folder of them, folder with images/ and annotations/, or folder of "
-        "images with labelme's files beside them, whose labels are class_names or else sorted."
+        help="datasets hub id, parquet files or folder of them, folder with images/ and annotations/ or with "
+        "labelme's files, whose labels are class_names or else sorted."
     )
     mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
     num_labels: int | None = argument(None, "Number of classes, where class_names does not name them.")
@@ -93,27 +88,21 @@ class MaskedDataArguments(DataArguments):
 
 @dataclass
 class SegmentationArguments(ImageTrainingArguments):
-    """`ImageTrainingArguments` of semantic segmentation: augmentation, learning rates, and labels that do not count.
-
-    Raises:
-        ValueError: if a value does not fit.
-    """
+    """Training of segmentation: augmentation, learning rates, and labels that do not count."""
 
     metric_for_best_model: str = argument("mean_iou", "Metric that chooses the best model.")
+    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
     num_train_epochs: float | None = argument(None, "Epochs. Default: as many as max_steps needs.")
     max_steps: int = argument(-1, "Optimizer steps. Default: 80,000 without num_train_epochs.")
     per_device_train_batch_size: int = argument(32, "Images of a step on a device.")
     per_device_eval_batch_size: int = argument(16, "Images of an evaluation step on a device.")
     learning_rate: float = argument(2e-5, "Highest learning rate, that of the last block.")
     weight_decay: float = argument(0.01, "Weight decay; none on biases, norms, positions and [CLS].")
-    warmup_steps: float = argument(1500, "Steps of linear warm-up from 0, or a share of all.")
+    warmup_steps: float = argument(0.01875, "Steps of linear warm-up from 0, or a share of all: 1,500 of 80,000.")
     lr_scheduler_type: str = argument("linear", "Schedule after the warm-up, a name of Transformers.")
     head_multiplier: float = argument(10.0, "The head's learning rate, in those of the last block.")
     layer_decay: float = argument(0.95, "Factor of the learning rate from a block to the one before it.")
     scale: list[float] = argument([0.5, 2.0], "Shorter side of the resized image, in shorter sides of the crop.")
-    max_share: float = argument(0.75, "Crops with more of one class are drawn anew.")
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
-    distort: float = argument(0.5, "Probability of each change of brightness, contrast, saturation and hue.")
     ignored_labels: list[int] = argument([], "Numbers in the masks that do not count, besides 255.")
     reduce_labels: bool = argument(False, "0 in the masks does not count, 1 is the first class (ADE20K).")
 
@@ -122,60 +111,38 @@ class SegmentationArguments(ImageTrainingArguments):
             self.num_train_epochs = 3.0
             self.max_steps = self.max_steps if self.max_steps > 0 else 80_000
         super().__post_init__()
-        check(self, lambda value: value > 0, "a positive number", "learning_rate")
         check(self, lambda value: 0 < value <= 1, "a number above 0, up to 1", "layer_decay")
         check(self, lambda value: not value, "0, as pixels have no smoothed labels", "label_smoothing_factor")
         check_from(self, 0, "head_multiplier")
-        check_shares(self, "max_share", "flip", "distort")
         check_ranges(self, "scale")
 
 
 class PlainPairs(PlainImages):
-    """A PyTorch dataset or a list of pairs of an image and its mask, or dictionaries of `image` and `mask`, as PIL
-    images, for example torchvision's `VOCSegmentation`."""
+    """A PyTorch dataset, for example torchvision's `VOCSegmentation`, or a list of pairs of an image and its mask."""
 
     def __init__(self, source):
         super().__init__(source, datasets.Features(dict.fromkeys(("image", "mask"), datasets.Image())))
 
     def __getitem__(self, index: int) -> dict:
-        item = self.source[index]
-        image, mask = (item["image"], item["mask"]) if isinstance(item, dict) else item
+        image, mask = self.source[index]
         return {"image": image, "mask": mask}
 
 
 class SegmentationTrainer(ImageTrainer):
     """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe.
 
-    ```python
-    args = SegmentationArguments(output_dir="trained", num_train_epochs=100, warmup_steps=0.05)
-    trainer = SegmentationTrainer(model, args, "path/to/images", processing_class=processor)
-    trainer.train()
-    trainer.save_model()
-    ```
-
     Args:
         model (`PreTrainedModel`): A `SparseFormerForSemanticSegmentation` or a model of Transformers for segmentation.
         args (`SegmentationArguments`): How it is trained.
-        train_dataset: Images with masks: a `datasets.Dataset` or stream with the columns `image` and `mask`, a dataset
-            of PyTorch or a list of such pairs (see `PlainPairs`), or the name of what `load_masked_images` loads.
+        train_dataset: A `datasets.Dataset` or stream with the columns `image` and `mask`, a dataset of PyTorch or a
+            list of pairs of PIL images, or the name of what `load_masked_images` loads.
         eval_dataset (*optional*): The same, to choose the best epoch on.
         processing_class: The model's image processor.
-        callbacks (*optional*): As Transformers has them.
-        base_model (`str`, *optional*): The model from which training starts, for the card.
-
-    Raises:
-        ValueError: if model, images and arguments do not fit each other.
+        kwargs (*optional*): `callbacks` and `base_model`, as in `ImageTrainer`.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        args: SegmentationArguments,
-        train_dataset,
-        eval_dataset=None,
-        processing_class=None,
-        callbacks=None,
-        base_model: str | None = None,
+        self, model, args: SegmentationArguments, train_dataset, eval_dataset=None, processing_class=None, **kwargs
     ):
         image_format = ImageFormat.from_processor(processing_class)
         self.num_labels = model.config.num_labels
@@ -185,12 +152,13 @@ class SegmentationTrainer(ImageTrainer):
             args=args,
             train_dataset=self.take_images(train_dataset),
             eval_dataset=eval_dataset,
-            train_view=SegmentationView(image_format, read_mask, args.scale, args.max_share, args.flip, args.distort),
+            train_view=SegmentationView(image_format, read_mask, args.scale),
             eval_view=SegmentationEvalView(image_format, read_mask),
             processing_class=processing_class,
-            callbacks=callbacks,
-            base_model=base_model,
+            **kwargs,
         )
+        # Models that do not compute a loss themselves have labels, too.
+        self.label_names, self.scores = ["labels"], SegmentationScores(self.num_labels)
 
     def take_images(self, images):
         if isinstance(images, str | Path):
@@ -202,52 +170,26 @@ class SegmentationTrainer(ImageTrainer):
         return images
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(pixel_values=inputs["pixel_values"])
-        loss = semantic_segmentation_loss(outputs.logits, inputs["labels"], self.num_labels)
-        return (loss, outputs) if return_outputs else loss
+        logits = model(pixel_values=inputs["pixel_values"]).logits
+        loss = semantic_segmentation_loss(logits, inputs["labels"], self.num_labels)
+        return (loss, {"logits": logits}) if return_outputs else loss
 
     def parameter_groups(self, model) -> list[dict]:
         rates = learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
         return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """As in Transformers.
-
-        Raises:
-            ValueError: if the warm-up does not end.
-        """
-        if (warmup := self.args.get_warmup_steps(num_training_steps)) >= num_training_steps:
-            raise ValueError(
-                f"warmup_steps is {warmup}, expected less than the training's {num_training_steps} steps."
-            )
-        return super().create_scheduler(num_training_steps, optimizer)
-
-    @torch.no_grad()
-    def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return, for each image and class, the predicted, the rightly predicted and the real pixels that count,
-        `(batch, 3, num_labels)`, at the masks' resolution."""
-        inputs = self._prepare_inputs(inputs)
-        labels = inputs["labels"]
-        logits = model(pixel_values=inputs["pixel_values"]).logits.float()
+    def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
+        """Add a batch to `mean_iou`, `mean_accuracy` and `pixel_accuracy`, at the masks' resolution; return these with
+        the last one."""
+        logits, labels = torch.as_tensor(prediction.predictions).float(), torch.as_tensor(prediction.label_ids)
         check_scores(logits)
         logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
-        classes = self.num_labels
-        # One class more, for what does not count.
-        real = labels.flatten(1).long().clamp(max=classes)
-        predicted = logits.argmax(1).flatten(1).where(real < classes, classes)
-        right = real.where(predicted == real, classes)
-        numbers = torch.stack([predicted, right, real], dim=1).flatten(0, 1)
-        counts = torch.stack([each.bincount(minlength=classes + 1)[:classes] for each in numbers]).unflatten(
-            0, (-1, 3)
-        )
-        return None, counts, counts.new_zeros(len(counts))
-
-    def measure(self, prediction) -> dict[str, float]:
-        """`mean_iou`, `mean_accuracy` and `pixel_accuracy` of all pixels, as `SegmentationScores` has them."""
-        predicted, right, real = prediction.predictions.sum(0)
-        if not real.any():
+        self.scores.add_batch(predictions=logits.argmax(1).cpu().numpy(), references=labels.cpu().numpy())
+        if not compute_result:
+            return {}
+        scores = self.scores.compute()
+        if scores["mean_iou"] is None:
             raise ValueError("No pixel of the evaluation masks counts; check ignored_labels and reduce_labels.")
-        scores = scores_of_pixels(predicted, right, real)
         return {name: value for name, value in scores.items() if name != "iou"}
 
     def summary(self, metrics: dict[str, float]) -> str:
@@ -263,8 +205,7 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
     """Return the model for the data's classes, in float32, and its image processor."""
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
     if data.class_names:
-        names = dict(enumerate(data.class_names))
-        labels = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+        labels = label_fields(data.class_names)
     height, width = options.image_size[0], options.image_size[-1]
     preprocessing = {}
     if options.model:
@@ -274,29 +215,21 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
                 f"model {options.model} is no segmentation model, which has classes; give num_labels or class_names."
             )
         set_drop_path(config, options.drop_path)
-        sparse = is_sparseformer(config)
-        if sparse:
+        if is_sparseformer(config):
             config.image_size, config.resize_size = [height, width], None
-        elif options.num_latent_tokens:
-            raise ValueError(f"num_latent_tokens is for SparseFormers, {options.model} is a {config.model_type}.")
-        remote = {"trust_remote_code": options.trust_remote_code}
-        values = {"num_latent_tokens": options.num_latent_tokens} if sparse else remote
+        values = {"trust_remote_code": options.trust_remote_code}
+        if options.num_latent_tokens:
+            values["num_latent_tokens"] = options.num_latent_tokens
         model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, **values)
         given = load_image_processor(options.model, options.trust_remote_code, KIND)
-        if getattr(given, "do_flip_channel_order", False):
-            raise ValueError(f"model {options.model} takes blue, green and red, which `segment` does not.")
-        names = ("image_mean", "image_std", "resample", "do_normalize")
-        preprocessing = {name: getattr(given, name, None) for name in names}
+        for name in ("image_mean", "image_std", "resample", "do_normalize"):
+            preprocessing[name] = getattr(given, name, None)
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])
     else:
         if not labels:
             raise ValueError(f"A new {options.model_type} needs its classes: class_names or num_labels.")
         config = new_config(options.model_type, options.config_overrides, options.drop_path, **labels)
         model = new_model(AutoModelForSemanticSegmentation, config)
-    # The logits do not depend on these: they would have no gradient, which several processes do not take.
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("auxiliary_head", "pooling_head"):
-            module.requires_grad_(False)
     size = {"height": height, "width": width}
     return model, SegformerImageProcessor(size=size, do_reduce_labels=reduce_labels, **preprocessing)
 

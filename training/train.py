@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
+from torchvision.transforms import InterpolationMode, v2
 from transformers import PreTrainedModel
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
@@ -20,81 +20,101 @@ from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
 from ..common.splits import load_splits
-from ..common.views import EvalView, ImageFormat
+from ..common.views import EvalView, ImageFormat, View
 from ..modeling.layers import divergence
-from .arguments import (
-    ArgumentParser,
-    DataArguments,
-    argument,
-    check,
-    check_from,
-    check_shares,
-    run_as_program,
-)
-from .augmentation import SmallDataArguments
+from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
 from .cards import name_images
 from .data import labeled_images, mixing
-from .models import build_model, check_takes, choose_attention, choose_variant, typical_pixels
+from .models import build_model
 from .optimizers import learning_rate_factors, parameter_groups, with_rates
-from .trainer import ImageTrainer, run_command, start
+from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
 PROG = "frugalvit train"
-# How many times their size images may be enlarged for a new model without a note.
-MOST_ENLARGED = 3
 
 
 @dataclass
 class ModelArguments:
     """The classifier to train."""
 
-    model: str | None = argument(
-        None, "Folder or hub id (owner/name@revision, too) of an image classifier to go on from."
-    )
-    model_type: str | None = argument(
-        None,
-        "Architecture to train from scratch, a model_type of Transformers or frugalvit. Default: vit; without "
-        "config_overrides a ViT-T for images of the size that the data set's first ones have.",
-    )
+    model: str | None = argument(None, "Folder or hub id (@revision, too) of an image classifier to go on from.")
+    model_type: str | None = argument(None, "Architecture to train from scratch, a model_type. Default: vit.")
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
         "default",
-        "default, the architecture's own; of a ViT's attention; or reference, of a whole vit or agent_cnn, as "
-        "`frugalvit joint` has it.",
+        "default, the architecture's; of a ViT's attention; or reference, of a whole vit or agent_cnn.",
         choices=["default", *INITIALIZATIONS, REFERENCE],
     )
-    initialization_options: str = argument(
-        "", "Arguments of frugalvit.initialize_attention_, for example kernel_size=5,value_init=mimetic."
-    )
-    context_broadcast: str | None = argument(
-        None, "Context Broadcasting to insert into every block.", choices=[*CONTEXT_BROADCASTS]
-    )
-    context_broadcast_position: list[str] = argument(
-        ["mlp_end"], "Where to insert it.", choices=[*CONTEXT_BROADCAST_POSITIONS]
-    )
+    initialization_options: str = argument("", "Arguments of initialize_attention_, for example kernel_size=5.")
+    context_broadcast: str | None = argument(None, "Kind to insert into every block.", choices=[*CONTEXT_BROADCASTS])
+    context_broadcast_position: list[str] = argument(["mlp_end"], "Where.", choices=[*CONTEXT_BROADCAST_POSITIONS])
     context_broadcast_scale_init: float = argument(0.0, "Initial scale of cb_s.")
-    context_broadcast_blend: bool = argument(
-        False, "Insert it with a learned blend that leaves outputs unchanged at first, for trained models."
-    )
+    context_broadcast_blend: bool = argument(False, "Insert it with a learned blend that begins at 0.")
     drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
-    image_size: int | None = argument(
-        None, "Pixels of the images, for architectures that take any size and to go on from model at another one."
-    )
+    image_size: int | None = argument(None, "Pixels of the images, where model or architecture takes several sizes.")
     image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, of values in 0..1, from scratch.")
     image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
 
     def __post_init__(self):
-        check_shares(self, "drop_path")
-        check_from(self, 1, "image_size")
+        if not (self.model or self.model_type or self.config_overrides):
+            raise ValueError("Give model, to go on from, or model_type and config_overrides, to train from scratch.")
+
+
+@dataclass
+class SmallDataArguments(ImageTrainingArguments):
+    """Training of classifiers from little data: the optimizer, crops and flips."""
+
+    metric_for_best_model: str = argument("accuracy", "Metric that chooses the best model.")
+    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
+    learning_rate: float = argument(1e-3, "Highest learning rate.")
+    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
+    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
+    attn_implementation: str | None = argument(None, "Attention in training. Default: eager on CPUs.")
+    crop: str = argument("padded", "Crop of the padded image, or a random part.", choices=["padded", "resized"])
+    crop_padding: int = argument(4, "Pixels of padding on each side for crop padded.")
+    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
+    crop_size: int | None = argument(None, "Pixels of the images for crop padded. Default: the model's.")
+    crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+
+
+class SmallDataView(View):
+    """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision."""
+
+    def __init__(
+        self,
+        image_format: ImageFormat,
+        args: SmallDataArguments,
+        randaugment_layers: int = 0,
+        randaugment_magnitude: int = 9,
+        erasing: float = 0.0,
+    ):
+        self.formats = {"pixel_values": image_format}
+        size, interpolation, fill = list(image_format.size), image_format.interpolation, image_format.fill
+        before, padding = 2 * [args.crop_size] if args.crop_size else size, args.crop_padding
+        flip = v2.RandomHorizontalFlip(args.flip)
+        if args.crop == "resized":
+            steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
+        else:
+            if padding >= min(before):
+                raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")
+            crop = v2.RandomCrop(before, padding or None, padding_mode=args.padding_mode)
+            steps = [v2.Resize(before, interpolation), flip, crop, v2.Resize(size, interpolation)]
+        if randaugment_layers:
+            bilinear = InterpolationMode.BILINEAR
+            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, fill))
+        steps.append(v2.PILToTensor())
+        if erasing:
+            steps.append(v2.RandomErasing(erasing, value=fill))
+        self.transform = v2.Compose(steps)
+
+    def __call__(self, image):
+        return {"pixel_values": self.transform(image)}
 
 
 @dataclass
 class ImageClassificationArguments(SmallDataArguments):
-    """How it is trained: augmentation, distillation, learning rates of head and layers, and Transformers' arguments.
-
-    Raises:
-        ValueError: if a value does not fit.
-    """
+    """Training of a classifier: augmentation, distillation, and learning rates of head and layers."""
 
     num_train_epochs: float = argument(100, "Epochs.")
     per_device_train_batch_size: int = argument(128, "Images of a step on a device.")
@@ -107,54 +127,24 @@ class ImageClassificationArguments(SmallDataArguments):
     cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
     distill_from: str | None = argument(None, "Folder or hub id (@revision, too) of a classifier to learn from.")
     distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
-    distill_kind: str = argument(
-        "soft", "soft: divergence from its distribution. hard: its best class is a label.", choices=["soft", "hard"]
-    )
+    distill_kind: str = argument("soft", "Divergence from it, or its best class.", choices=["soft", "hard"])
     distill_temperature: float = argument(1.0, "Temperature of both distributions in the divergence.")
-    head_multiplier: float = argument(1.0, "The classifier's learning rate, in those of the last block.")
-    layer_decay: float = argument(
-        1.0, "Factor of the learning rate from a block to the one before it; 0.65 to 0.85 for pretrained models."
-    )
-    train_image_size: int | None = argument(
-        None,
-        "Pixels of training images where they are fewer than the model's, which then interpolates its positions: a "
-        "quarter of the time at half of them, for the first epochs of fine-tuning.",
-    )
+    head_multiplier: float = argument(1.0, "Factor of the classifier's learning rate.")
+    layer_decay: float = argument(1.0, "Factor of the learning rate from a block to the one before it.")
+    train_image_size: int | None = argument(None, "Pixels of training images, if other than the model's.")
     trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_shares(self, "erasing", "label_smoothing_factor", "distill_weight")
-        check_from(self, 0, "randaugment_layers", "mixup", "cutmix", "head_multiplier")
-        check_from(self, 1, "train_image_size")
-        check(self, lambda value: 0 <= value <= 30, "0 to 30", "randaugment_magnitude")
-        check(self, lambda value: 0 < value <= 1, "a number above 0, up to 1", "layer_decay")
-        check(self, lambda value: value > 0, "a positive number", "distill_temperature")
 
 
 class ImageClassificationTrainer(ImageTrainer):
     """Transformers' `Trainer` with the recipe for little data: RandAugment, mixup, CutMix, label smoothing, learning
     rates that fall from block to block, and distillation.
 
-    ```python
-    model = AutoModelForImageClassification.from_config(config)
-    args = ImageClassificationArguments(output_dir="trained", num_train_epochs=100)
-    trainer = ImageClassificationTrainer(model, args, images, held_back, processing_class=processor)
-    trainer.train()
-    trainer.save_model()
-    ```
-
     Args:
         model (`PreTrainedModel`): An image classifier.
-        args (`ImageClassificationArguments`): How it is trained.
-        train_dataset: Images with labels, see `BootstrapTrainer`.
-        eval_dataset (*optional*): The same, to choose the best epoch on.
+        args (`ImageClassificationArguments`): Its arguments.
+        train_dataset, eval_dataset (*optional*): Images with labels, see `BootstrapTrainer`.
         processing_class: The model's image processor.
-        callbacks (*optional*): As Transformers has them.
-        base_model (`str`, *optional*): The model from which training starts, for the card.
-
-    Raises:
-        ValueError: if model, images and arguments do not fit each other.
+        kwargs (*optional*): `callbacks`, as in Transformers, and `base_model`, the name of the model to go on from.
     """
 
     def __init__(
@@ -164,8 +154,7 @@ class ImageClassificationTrainer(ImageTrainer):
         train_dataset,
         eval_dataset=None,
         processing_class=None,
-        callbacks=None,
-        base_model: str | None = None,
+        **kwargs,
     ):
         config = model.config
         if config.problem_type not in (None, "single_label_classification"):
@@ -179,43 +168,30 @@ class ImageClassificationTrainer(ImageTrainer):
         if pixels := args.train_image_size:
             if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
                 self.interpolation["interpolate_pos_encoding"] = True
-            check_takes(model, pixels, "train_image_size", **self.interpolation)
             self.view_format = replace(image_format, size=(pixels, pixels))
-        view = args.view(
-            self.view_format,
-            randaugment_layers=args.randaugment_layers,
-            randaugment_magnitude=args.randaugment_magnitude,
-            erasing=args.erasing,
-        )
         super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train,
-            eval_dataset=evaluation,
-            train_view=view,
-            eval_view=EvalView(image_format),
-            mix=mixing(config.num_labels, args.mixup, args.cutmix),
+            model,
+            args,
+            train,
+            evaluation,
+            SmallDataView(self.view_format, args, args.randaugment_layers, args.randaugment_magnitude, args.erasing),
+            EvalView(image_format),
+            mixing(config.num_labels, args.mixup, args.cutmix),
             classes=None if names == own else match_labels(names, config.id2label),
             processing_class=processing_class,
-            callbacks=callbacks,
-            base_model=base_model,
+            **kwargs,
         )
         # Models that do not compute a loss themselves have labels, too.
-        self.label_names, self.accuracies = ["labels"], accuracies()
-        choose_attention(model, args.attn_implementation, args.device)
-        self.teacher = None
+        self.label_names, self.accuracies, self.teacher = ["labels"], accuracies(), None
+        choose_attention(model, args)
         if args.distill_from:
-            self.load_teacher(args.distill_from, config.num_labels)
-
-    def load_teacher(self, name: str, num_labels: int):
-        """Load and freeze the classifier to learn from."""
-        self.teacher, processor = load_image_classifier(name, self.args.device, self.args.trust_remote_code)
-        hold_teacher(self.accelerator, self.teacher)
-        self.teacher_format = ImageFormat.from_processor(processor)
-        if self.teacher.config.num_labels != num_labels:
-            raise ValueError(
-                f"distill_from {name} has {self.teacher.config.num_labels} classes, the data set {num_labels}."
-            )
+            self.teacher, processor = load_image_classifier(args.distill_from, args.device, args.trust_remote_code)
+            hold_teacher(self.accelerator, self.teacher)
+            self.teacher_format = ImageFormat.from_processor(processor)
+            if (count := self.teacher.config.num_labels) != config.num_labels:
+                raise ValueError(
+                    f"distill_from {args.distill_from} has {count} classes, the data set {config.num_labels}."
+                )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The recipe's loss; in evaluation, the cross-entropy alone."""
@@ -253,11 +229,6 @@ class ImageClassificationTrainer(ImageTrainer):
         rates = learning_rate_factors(model, args.head_multiplier, args.layer_decay)
         return with_rates(groups, rates, args.learning_rate)
 
-    def evaluation_loop(self, *args, **kwargs):
-        """As in Transformers."""
-        self.accuracies = accuracies()
-        return super().evaluation_loop(*args, **kwargs)
-
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch, or all images, to `accuracy` and `top5_accuracy`; return these with the last one."""
         logits, labels = (torch.as_tensor(each).cpu() for each in (prediction.predictions, prediction.label_ids))
@@ -286,22 +257,8 @@ def make_trainer(
     """Return the trainer for the arguments of the command."""
     start(args)
     train, evaluation, test = load_splits(data, learns_labels=True)
-    pixels = None if options.model else options.image_size or typical_pixels(train)
-    is_chosen = not (options.model or options.model_type or options.config_overrides)
-    if is_chosen:
-        variant = choose_variant(options, pixels)
-        fields = f"model_type {options.model_type}, config_overrides {options.config_overrides}"
-        PartialState().print(f"No model is named; images of {pixels} pixels have {variant}: {fields}")
     model, processor = build_model(options, args, class_names(train))
-    size = min(ImageFormat.from_processor(processor).size)
-    if pixels and not is_chosen and size > MOST_ENLARGED * pixels:
-        PartialState().print(
-            f"Note: the new model sees images of {size} pixels, and these have {pixels}: they are enlarged. One for "
-            f"their own size is faster: config_overrides image_size={pixels},patch_size=…"
-        )
-    trainer = ImageClassificationTrainer(
-        model, args, train, evaluation, processing_class=processor, base_model=options.model
-    )
+    trainer = ImageClassificationTrainer(model, args, train, evaluation, processor, base_model=options.model)
     trainer.test_images = test
     return trainer
 

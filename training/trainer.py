@@ -1,27 +1,23 @@
-"""`Trainer` of images: Transformers' own, whose data are views of images, and which writes a card.
-
-Besides, a loss that is not finite ends the run in one sentence, Ctrl-C saves a checkpoint first, and logs have images
-a second.
-"""
+"""`Trainer` of images: Transformers' own, whose data sets are views of images, and which writes a model card."""
 
 import copy
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from ..common.files import permit_as_usual
 from ..common.labels import check_same_classes, class_names
@@ -33,18 +29,17 @@ from .optimizers import make_optimizer, parameter_groups
 
 
 class ImageTrainer(Trainer):
-    """Transformers' `Trainer` with what trainings here have in common. A subclass defines `compute_loss`, `measure`,
-    the metrics of an evaluation, and `summary`, what the card says.
+    """Transformers' `Trainer` with what trainings here have in common. A subclass defines `compute_loss`,
+    `measure(prediction)`, the metrics of an evaluation, and `summary(metrics)`, the card's first sentence.
 
     Args:
-        model (`PreTrainedModel`): The model that learns.
-        args (`ImageTrainingArguments`): How it learns.
+        model (`PreTrainedModel`), args (`ImageTrainingArguments`): The model that learns, and how.
         train_dataset, eval_dataset: Images of `as_images`; without an `eval_dataset`, nothing is evaluated.
         train_view, eval_view (`View`): Make their views.
         mix (`Callable`, *optional*): See `Collator`.
         classes (sequence of `int`, *optional*): See `Views`.
-        processing_class, callbacks (*optional*): As Transformers has them.
         base_model (`str`, *optional*): The model from which training starts, for the card.
+        callbacks, kwargs (*optional*): As in Transformers.
     """
 
     def __init__(
@@ -57,14 +52,15 @@ class ImageTrainer(Trainer):
         eval_view: View,
         mix=None,
         classes=None,
-        processing_class=None,
         callbacks=None,
         base_model: str | None = None,
+        **kwargs,
     ):
         args = copy.copy(args)
         if eval_dataset is None:
             args.eval_strategy, args.load_best_model_at_end = "no", False
         self.images, self.eval_view, self.classes, self.base_model = train_dataset, eval_view, classes, base_model
+        self.skip_corrupt = args.skip_corrupt
         self.interruption = SaveWhenInterrupted()
         views = training_views(train_dataset, train_view, args, classes)
         super().__init__(
@@ -72,41 +68,31 @@ class ImageTrainer(Trainer):
             args=args,
             data_collator=Collator(train_view.formats | eval_view.formats, mix, args.seed),
             train_dataset=views,
-            eval_dataset=None if eval_dataset is None else self.evaluation_views(eval_dataset, args.skip_corrupt),
-            processing_class=processing_class,
+            eval_dataset=None if eval_dataset is None else self.evaluation_views(eval_dataset),
             compute_metrics=self.measure,
             callbacks=[SetEpoch(views), self.interruption, *(callbacks or ())],
+            **kwargs,
         )
         # The loss is a mean over a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
-        # On the device until it is read; the command's images and line, for the card.
-        self.unread_loss, self.data, self.command = None, None, f"frugalvit.{type(self).__name__}"
-        # To measure the model on that was chosen on others.
-        self.test_images = None
-        # Step and time from which images a second are counted.
+        # For the card: names of the images, and the command. Images to measure on the model that was chosen on others.
+        self.data, self.command, self.test_images = None, f"frugalvit.{type(self).__name__}", None
+        # Step and time from which images per second are counted.
         self.since = None
 
-    def evaluation_views(self, images, skip_corrupt: bool) -> Views:
+    def evaluation_views(self, images) -> Views:
         """Views of images to evaluate on, of any form that `as_images` takes."""
         images = self.take_images(images)
         check_same_classes(class_names(self.images), images)
-        return Views(images, self.eval_view, None, skip_corrupt, self.classes)
+        return Views(images, self.eval_view, None, self.skip_corrupt, self.classes)
 
     def take_images(self, images):
         """Return images of any form in the one that views are made of."""
         return as_images(images)
 
-    def measure(self, prediction) -> dict[str, float]:
-        """Metrics of an evaluation, from an `EvalPrediction`."""
-        raise NotImplementedError
-
-    def summary(self, metrics: dict[str, float]) -> str:
-        """Describe the trained model in a sentence or two, with its measured `metrics`."""
-        raise NotImplementedError
-
     @property
     def of_images(self) -> str:
-        """The number of images that were measured, in words behind a number; not of test images."""
+        """The number of evaluated images, in words behind a number; not of test images."""
         return "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
 
     @property
@@ -117,14 +103,12 @@ class ImageTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset=None):
         """As in Transformers, also of images in any form that the trainer takes."""
         if eval_dataset is not None and not isinstance(eval_dataset, Views | str):
-            eval_dataset = self.evaluation_views(eval_dataset, self.args.skip_corrupt)
+            eval_dataset = self.evaluation_views(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
         """As `get_eval_dataloader`."""
-        if not isinstance(test_dataset, Views):
-            test_dataset = self.evaluation_views(test_dataset, self.args.skip_corrupt)
-        return super().get_test_dataloader(test_dataset)
+        return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in Transformers, with the groups of `parameter_groups`."""
@@ -133,58 +117,58 @@ class ImageTrainer(Trainer):
         return self.optimizer
 
     def parameter_groups(self, model) -> list[dict]:
-        """Groups of a model's trainable parameters, with what an optimizer is told of each."""
+        """Groups of a model's trainable parameters."""
         return parameter_groups(model, self.args.weight_decay)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        """As in Transformers; ends the run if a loss is not finite, before it is logged or saved.
-
-        Raises:
-            ValueError: if it is not finite; the last checkpoint stays.
-        """
-        step = self.state.global_step
-        self.since = self.since or (step, time.perf_counter())
+        """As in Transformers; SAM computes a second gradient."""
+        self.since = self.since or (self.state.global_step, time.perf_counter())
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.sam_rho:
-            # The gradient is computed once more, where the first one has led.
             if self.args.max_grad_norm:
                 self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
             self.optimizer.optimizer.first_step(zero_grad=True)
             super().training_step(model, inputs, num_items_in_batch)
-        self.unread_loss = loss if self.unread_loss is None else self.unread_loss + loss
-        # Reading makes an accelerator wait.
-        if loss.device.type == "cpu" or (step + 1) % max(self.state.logging_steps, 1) == 0:
-            self.check_finite(step + 1)
         return loss
 
-    def check_finite(self, step: int, weights: Iterable[torch.Tensor] = ()):
-        """Raise a ValueError, which ends the run, if a loss since the last call or a weight is not finite."""
-        found = None
-        if self.unread_loss is not None and not math.isfinite(self.unread_loss.item()):
-            found = f"loss at step {step} is"
-        # What is offloaded stays as it was.
-        elif not all(weight.isfinite().all() for weight in weights if not weight.is_meta):
-            found = f"weights at step {step} are"
-        self.unread_loss = None
-        if found:
+    def log(self, logs: dict[str, float], start_time: float | None = None):
+        """As in Transformers, with images per second.
+
+        Raises:
+            ValueError: if the loss is not finite; the last checkpoint stays.
+        """
+        step = self.state.global_step
+        if not math.isfinite(logs.get("loss", logs.get("train_loss", 0))):
             checkpoint = last_checkpoint(self.args.output_dir)
-            kept = f"{checkpoint} is kept." if checkpoint else "There is no checkpoint yet."
             raise ValueError(
-                f"The {found} not finite, so training stopped. Lower learning_rate or warm up longer. {kept}"
+                f"The loss at step {step} is not finite, so training stopped. Lower learning_rate or warm up longer. "
+                f"{f'{checkpoint} is kept.' if checkpoint else 'There is no checkpoint yet.'}"
             )
+        if "loss" in logs:
+            images = (step - self.since[0]) * self.get_total_train_batch_size(self.args)
+            logs["images_per_second"] = images / (time.perf_counter() - self.since[1])
+        self.since = None
+        super().log(logs, start_time)
+
+    def train(self, *args, **kwargs):
+        """As in Transformers; an error leaves no signal handler and no open progress bar behind."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.interruption.restore()
+            for each in self.callback_handler.callbacks:
+                for name in ("prediction_bar", "training_bar"):
+                    if bar := getattr(each, name, None):
+                        bar.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """Write a complete repository: the trained model, its processor and its card; or what a checkpoint has."""
-        step = self.state.global_step
-        self.check_finite(step)
+        """Write a complete repository: the trained model, its processor and its card; or a checkpoint's weights."""
         if _internal_call and output_dir is not None:
+            # FSDP's weights are written after `Trainer` has looked for the folder of the best checkpoint.
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
             if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(self.model, PreTrainedModel):
-                # FSDP's weights are written after `Trainer` has looked for the folder of the best checkpoint.
-                Path(output_dir).mkdir(parents=True, exist_ok=True)
                 super().save_model(output_dir, _internal_call)
-                return
-            self.check_finite(step, (weight for weight in self.model.parameters() if weight.requires_grad))
-            if self.args.should_save:
+            elif self.args.should_save:
                 # `Trainer` loads weights by the names that they have in the model, and `save_pretrained` gives those
                 # of a ViT their older ones: a resumed run and the best model would have other weights
                 # (huggingface/transformers#48805).
@@ -193,7 +177,6 @@ class ImageTrainer(Trainer):
         # All processes gather the weights where each has a part of them.
         weights, folder = self.weights(), Path(output_dir or self.args.output_dir)
         if self.args.should_save:
-            self.check_finite(step, weights.values())
             self.trained.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
@@ -206,52 +189,24 @@ class ImageTrainer(Trainer):
         """The weights of `trained`, by their names in it."""
         return self.accelerator.get_state_dict(self.model)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None):
-        """As in Transformers, with the images a second since the last log, or since the evaluation after it."""
-        if "loss" in logs:
-            steps = self.state.global_step - self.since[0]
-            images = steps * self.get_total_train_batch_size(self.args)
-            logs["images_per_second"] = images / (time.perf_counter() - self.since[1])
-        self.since = None
-        super().log(logs, start_time)
-
-    def train(self, *args, **kwargs):
-        """As in Transformers."""
-        if self.model_wrapped is self.model:
-            # Accelerate would not wrap what an evaluation has prepared: processes would not share their gradients.
-            vars(self.model).pop("_is_accelerate_prepared", None)
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.interruption.restore()
-            # What is said of an error has a line of its own.
-            shown = [each for each in self.callback_handler.callbacks if isinstance(each, ProgressCallback)]
-            for bar in (bar for each in shown for bar in (each.prediction_bar, each.training_bar) if bar is not None):
-                bar.close()
-
     def create_model_card(self, *args, **kwargs):
         """Nothing: `save_model` writes the card."""
 
     def write_card(self, folder: Path):
-        """Write the model's card into a folder: what it is, how it is loaded, what was measured, what made it."""
+        """Write the model's card into a folder."""
         write_card(folder, self)
 
     def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
-        """Train to the end, from the last checkpoint in `output_dir` on if there is one, measure the best model, and
-        leave it in `output_dir` as a complete repository.
-
-        Args:
-            data (`DataArguments`, *optional*): The names of the images, for the card.
-            test_dataset (*optional*): Images to measure the model on that was chosen on others.
-
-        Returns:
-            `dict[str, float]`: The metrics by name, of the test images where there are any.
-        """
+        """Train to the end, from the last checkpoint in `output_dir` on if there is one, measure the best model, on
+        `test_dataset` if given, and leave it in `output_dir` as a complete repository. `data` names the images for the
+        card. Return the metrics by name."""
         self.data = data
         checkpoint = self.args.resume_from_checkpoint or last_checkpoint(self.args.output_dir)
         result = self.train(resume_from_checkpoint=checkpoint)
-        self.log_metrics("train", result.metrics)
-        self.save_metrics("train", result.metrics)
+        # It is 0 where the run had been finished before.
+        if result.training_loss:
+            self.log_metrics("train", result.metrics)
+            self.save_metrics("train", result.metrics)
         if test_dataset is not None:
             self.evaluate(test_dataset, metric_key_prefix="test")
         if metrics := self.metrics:
@@ -269,12 +224,10 @@ class ImageTrainer(Trainer):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the best model's metrics without a prefix, those on test images where there are any."""
+        """The kept model's metrics without a prefix, those on test images where there are any."""
         found = {}
-        for prefix in ("eval_", "test_"):
-            records = [each for each in self.state.log_history if any(name.startswith(prefix) for name in each)]
-            best = [each for each in records if prefix == "eval_" and each["step"] == self.kept_step]
-            record = next(reversed(best or records), {})
+        for record in self.state.log_history:
+            prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
             found |= {name.removeprefix(prefix): record[name] for name in record if name.startswith(prefix)}
         return found
 
@@ -282,8 +235,8 @@ class ImageTrainer(Trainer):
 class SaveWhenInterrupted(TrainerCallback):
     """Ends a run after Ctrl-C with a checkpoint of the step under way. A second Ctrl-C ends it at once."""
 
-    def __init__(self):
-        self.received, self.ends, self.before = False, False, None
+    received = ends = False
+    before = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.received = self.ends = False
@@ -301,15 +254,19 @@ class SaveWhenInterrupted(TrainerCallback):
             self.before = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        received, reads = self.received, True
-        if args.world_size > 1:
-            # All end at one step. Reading makes an accelerator wait.
-            reads = args.device.type == "cpu" or state.global_step % max(state.logging_steps, 1) == 0
-            if reads:
-                received = torch.tensor(float(received), device=args.device)
-                torch.distributed.all_reduce(received)
-        self.ends = reads and bool(received)
-        control.should_save = control.should_save or self.ends
+        if args.world_size == 1:
+            self.ends = self.received
+        elif control.should_log:
+            # All processes end at one step. Reading makes an accelerator wait, as logging does.
+            received = torch.tensor(float(self.received), device=args.device)
+            torch.distributed.all_reduce(received)
+            self.ends = bool(received)
+        control.should_save |= self.ends
+        # A loss that is not finite ends the run before its weights are saved.
+        control.should_log |= control.should_save
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        control.should_log |= control.should_save
 
     def on_save(self, args, state, control, **kwargs):
         if self.ends:
@@ -317,26 +274,25 @@ class SaveWhenInterrupted(TrainerCallback):
                 print(f"Stopped at step {state.global_step}; the same command goes on from there.", file=sys.stderr)
             raise KeyboardInterrupt
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.restore()
-
-
-def checkpoints_in(folder: str | Path) -> list[Path]:
-    """The folders that `Trainer` takes for checkpoints, by their steps."""
-    steps = {path: re.fullmatch(r"checkpoint-([0-9]+)", path.name) for path in Path(folder).glob("checkpoint-*")}
-    return sorted((path for path in steps if steps[path]), key=lambda path: int(steps[path][1]))
-
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest whole checkpoint in a folder. One that was not finished, which lacks what `Trainer` writes last, is
-    removed."""
-    for path in reversed(checkpoints_in(folder)):
+    """Return the newest checkpoint in a folder. One that lacks what `Trainer` writes last is removed."""
+    while os.path.isdir(folder) and (path := get_last_checkpoint(folder)):
         try:
-            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            return str(path)
+            json.loads(Path(path, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            return path
         except (OSError, ValueError):
-            shutil.rmtree(path, ignore_errors=True)
+            # Another process may be removing it, too.
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path)
     return None
+
+
+def choose_attention(model, args):
+    """Set `args.attn_implementation`, or eager attention on CPUs: their fused attention has a slow backward pass, in
+    bf16 at half the speed of a ViT with 65 tokens."""
+    if attention := args.attn_implementation or ("eager" if args.device.type == "cpu" else None):
+        model.set_attn_implementation(attention)
 
 
 def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] | None = None) -> int:
@@ -352,39 +308,21 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
 
 
 def start(args: ImageTrainingArguments):
-    """Begin a command: check its output folder, and seed the draws of new weights.
-
-    Raises:
-        ValueError: as `check_output_dir`, or if several processes were started and each would train alone.
-    """
-    started = int(os.environ.get("WORLD_SIZE") or 1)
+    """Begin a command: check its output folder, and seed the draws of new weights."""
+    started, folder = int(os.environ.get("WORLD_SIZE") or 1), Path(args.output_dir)
     if started > args.world_size and "RANK" in os.environ:
-        raise ValueError(
-            f"{started} processes were started and Accelerate sees {args.world_size}, so that each would train alone. "
-            "On CPUs, give use_cpu."
-        )
-    check_output_dir(args)
+        raise ValueError(f"{started} processes were started, of which each would train alone; on CPUs, give use_cpu.")
+    if folder.exists() and args.process_index == 0:
+        if not folder.is_dir():
+            raise ValueError(f"output_dir {folder} is a file; expected a folder, or a name that is free.")
+        while args.overwrite_output_dir and (path := get_last_checkpoint(folder)):
+            shutil.rmtree(path)
+        known = args.overwrite_output_dir or last_checkpoint(folder)
+        if not known and not {path.name for path in folder.iterdir()} <= {"runs"}:
+            raise ValueError(
+                f"output_dir {folder} is not empty and holds no run to go on with; give another folder, or "
+                "overwrite_output_dir."
+            )
     set_seed(args.seed)
     # Saving a model would draw its own bar through that of the training.
     transformers.utils.logging.disable_progress_bar()
-
-
-def check_output_dir(args: ImageTrainingArguments):
-    """Refuse an output folder that holds something else than a run, and empty that of a run that is to start anew.
-
-    Raises:
-        ValueError: if it holds something else, unless `args.overwrite_output_dir`.
-    """
-    folder = Path(args.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir {folder} is a file; expected a folder, or a name that is free.")
-    if not folder.is_dir() or args.process_index:
-        return
-    if args.overwrite_output_dir:
-        for path in checkpoints_in(folder):
-            shutil.rmtree(path)
-    elif not (last_checkpoint(folder) or {path.name for path in folder.iterdir()} <= {"runs"}):
-        raise ValueError(
-            f"output_dir {folder} is not empty and holds no run to go on with; give another folder, or "
-            "overwrite_output_dir."
-        )

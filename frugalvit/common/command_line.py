@@ -1,5 +1,4 @@
-"""One spelling of options for all commands: hyphens, and `--output` for the file or folder to write. Underscores are
-taken, too."""
+"""Parsers and options that commands share. Options have hyphens; underscores are taken, too."""
 
 import argparse
 import difflib
@@ -14,85 +13,51 @@ from .choices import DEVICE_MAPS, SUBSET
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 
 
-def spelled(option: str) -> str:
-    """An option's name as help and messages have it, for example `--batch-size` of `--batch_size`."""
-    return option.replace("_", "-")
-
-
-class HelpFormatter(argparse.HelpFormatter):
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help texts in which no word is broken, with every default said once."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return textwrap.indent("\n".join(self._split_lines(text, width)), indent)
-
     def _get_help_string(self, action: argparse.Action) -> str:
-        nothing = action.default is None or action.default is False or action.default in ("", [], argparse.SUPPRESS)
-        if nothing or "default" in action.help.lower() or not action.option_strings:
-            return action.help
-        many = isinstance(action.default, (list, tuple))
-        default = " ".join(map(str, action.default)) if many else str(action.default)
-        return f"{action.help.rstrip('.')} (default: {default.replace('%', '%%')})"
+        says = "default" in action.help.lower() or action.default in (None, False, "", [], argparse.SUPPRESS)
+        return action.help if says else super()._get_help_string(action)
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         # What HfArgumentParser makes of a switch: `--compare true` is taken and need not be listed.
         is_switch = action.nargs == "?" and action.const is True
         return "" if is_switch else super()._format_args(action, default_metavar)
 
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return {int: "N", positive: "N", float: "X"}.get(action.type, action.dest.rpartition("_")[2].upper())
 
+class CommandParser(argparse.ArgumentParser):
+    """The parser of commands that train nothing. An error is one line, and names the nearest option."""
 
-class OneSpelling:
-    """Mixin of an `argparse.ArgumentParser`. Options are listed in one spelling and taken in all; an error about an
-    unknown option names the nearest one."""
-
-    def add_argument(self, *names, **kwargs):
-        names, kwargs = _one_spelling(names, kwargs)
-        return super().add_argument(*names, **kwargs)
-
-    def add_argument_group(self, *args, **kwargs):
-        group = super().add_argument_group(*args, **kwargs)
-        add = group.add_argument
-
-        def add_argument(*names, **kwargs):
-            names, kwargs = _one_spelling(names, kwargs)
-            return add(*names, **kwargs)
-
-        group.add_argument = add_argument
-        return group
+    def __init__(self, *args, **kwargs):
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        super().__init__(*args, **kwargs)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
     def parse_known_args(self, args=None, namespace=None):
-        args = sys.argv[1:] if args is None else args
-        args = [_respelled(text) for text in args]
-        self.refuse_unknown_options(args)
+        args = list(sys.argv[1:] if args is None else args)
+        for index, text in enumerate(args):
+            name, equals, value = str(text).partition("=")
+            if _OPTION.fullmatch(name):
+                args[index] = f"{name.replace('_', '-')}{equals}{value}"
+        # A command within this one has options of its own.
+        if not any(isinstance(action.choices, dict) for action in self._actions):
+            self._refuse_unknown_options(args)
         return super().parse_known_args(args, namespace)
 
-    def refuse_unknown_options(self, args: list[str]):
-        """End the process with an error that names the nearest option, before another error hides it."""
-        if any(isinstance(action.choices, dict) for action in self._actions):
-            # Commands within this one have options of their own.
-            return
+    def _refuse_unknown_options(self, args: list[str]):
+        """Name the nearest option before another error hides it."""
         known = [name for action in self._actions for name in action.option_strings]
-        listed = [n for action in self._actions if action.help != argparse.SUPPRESS for n in action.option_strings]
         for text in itertools.takewhile(lambda text: text != "--", args):
             name = text.partition("=")[0]
             if _OPTION.fullmatch(name) and not any(option.startswith(name) for option in known):
-                close = difflib.get_close_matches(name, listed, n=1)
+                close = difflib.get_close_matches(name, known, n=1)
                 self.error(f"there is no option {name}" + (f"; did you mean {close[0]}?" if close else ""))
-
-
-class CommandParser(OneSpelling, argparse.ArgumentParser):
-    """The parser of commands that train nothing."""
-
-    def __init__(self, *args, **kwargs):
-        kwargs.setdefault("formatter_class", HelpFormatter)
-        super().__init__(*args, **kwargs)
 
 
 def positive(text: str) -> int:
@@ -100,6 +65,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
+def probability(text: str) -> float:
+    """A number from 0 to 1, for argparse."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
     return value
 
 
@@ -149,17 +122,6 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCORE",
         help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1",
     )
-
-
-def probability(text: str) -> float:
-    """A number from 0 to 1, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
-    return value
 
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,18 +180,3 @@ def add_training_images_arguments(parser: argparse.ArgumentParser):
         help="to judge by, where it is not a split of --dataset (default: --dataset)",
     )
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="take the images of these classes alone")
-
-
-def _one_spelling(names: tuple[str, ...], kwargs: dict) -> tuple[tuple[str, ...], dict]:
-    """Names of an argument in one spelling, and its attribute's name, which does not depend on the spelling."""
-    if names and names[0].startswith("--"):
-        kwargs.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
-        names = tuple(dict.fromkeys(spelled(name) for name in names))
-    return names, kwargs
-
-
-def _respelled(text: str) -> str:
-    name, equals, value = str(text).partition("=")
-    if not _OPTION.fullmatch(name):
-        return text
-    return f"{spelled(name)}{equals}{value}"

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import torch
 
 from .choices import SUBSET
-from .folders import find_parts, image_files, leave_out, metadata_files, parquet_files, read_folder, say_unread, unpack
+from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS
+from .folders import METADATA_FILES, ImageFolder, files_within, leave_out, part_called, say_unread, unpack
 from .labels import name_labels
 from .loading import split_revision
 from .resources import shipped_images
@@ -20,7 +21,7 @@ from .tables import first_line, shortened
 
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
-# Columns of images that have no type of their own, and columns of their files.
+# Names of columns of images that have no type of their own, and of columns of their files.
 IMAGE_COLUMNS = re.compile(r"(image|img|picture|photo)s?(_bytes)?|jpe?g|png|webp", re.IGNORECASE)
 PATH_COLUMNS = re.compile(r"((image|img)_)?(file|path)|file_?(name|path)", re.IGNORECASE)
 
@@ -35,22 +36,21 @@ def load_images(
     class_names: list[str] | None = None,
     default_names: list[str] | None = None,
     streaming: bool = False,
+    source: ImageFolder | dict | None = None,
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load images and, where there are any, labels.
 
     Args:
-        dataset (`str` or `list[str]`):
-            A hub id (owner/name@revision, too), a folder of images or a zip file of one, see `read_folder`, a folder
-            that `datasets.load_dataset` reads, parquet files (several, or with wildcards), or `"cifar10-subset"`,
-            which ships with frugalvit.
-        split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files that are given directly are
-            "train".
+        dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
+            see `ImageFolder`, a folder that `datasets.load_dataset` reads, parquet files or patterns of them, or
+            `"cifar10-subset"`, which ships with frugalvit.
+        split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
         image_column, label_column (`str`, *optional*): Their names, where the types do not tell.
-        class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, where the data set has none, or the texts
-            that are its labels, in their order.
-        default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set say.
+        class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
+        default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
         streaming (`bool`): Whether images are read as training goes on, without a copy on disk.
+        source (*optional*): What `find_source` returned for the data set.
 
     Returns:
         A `datasets.Dataset` (`IterableDataset` when streaming) with the columns `image`, not decoded, and `label`, a
@@ -59,7 +59,7 @@ def load_images(
     Raises:
         ValueError: if there is no such data set, split or column, or a label is none of the classes.
     """
-    loaded = load_table(dataset, split, name, streaming)
+    loaded = load_table(dataset, split, name, streaming, source)
     return select_images(loaded, dataset, image_column, label_column, class_names, default_names)
 
 
@@ -92,25 +92,31 @@ def select_images(
 
 
 def load_table(
-    dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
+    dataset: str | list[str],
+    split: str,
+    name: str | None = None,
+    streaming: bool = False,
+    source: ImageFolder | dict | None = None,
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load a data set with all its columns. Arguments and errors as in `load_images`."""
-    source = find_source(dataset, name)
+    source = source or find_source(dataset, name)
     with _one_error(dataset, split):
-        if isinstance(source, Path):
-            return read_folder(source, split, streaming)
+        if isinstance(source, ImageFolder):
+            return source.read(split, streaming)
         return datasets.load_dataset(**source, split=split, streaming=streaming)
 
 
-def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
+def split_names(
+    dataset: str | list[str], name: str | None = None, source: ImageFolder | dict | None = None
+) -> list[str]:
     """The splits of a data set. Arguments and errors as in `load_images`."""
-    source = find_source(dataset, name)
-    if isinstance(source, Path):
-        return list(find_parts(source))
+    source = source or find_source(dataset, name)
+    if isinstance(source, ImageFolder):
+        return list(source.parts)
     if "data_files" in source:
         return list(source["data_files"])
     with _one_error(dataset):
-        return datasets.get_dataset_split_names(source.pop("path"), source.pop("name"), **source)
+        return datasets.get_dataset_split_names(source["path"], source["name"], revision=source.get("revision"))
 
 
 def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
@@ -121,24 +127,24 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
     return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
 
 
-def find_source(dataset: str | list[str], name: str | None = None) -> Path | dict:
+def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolder | dict:
     """Return the folder of images that is a data set, or else arguments of `datasets.load_dataset`.
 
     Raises:
         ValueError: if there is no such data set, or its parquet files name their classes differently.
     """
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
-    path = Path(paths[0])
-    if paths == [SUBSET]:
-        path = shipped_images("cifar10")
+    path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
     if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
-        found = {pattern: [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern)) for pattern in paths}
-        if lacking := [pattern for pattern, files in found.items() if not files]:
-            raise ValueError(f"There is no file {lacking[0]!r}; expected a parquet file or a pattern of some.")
-        files = [file for each in found.values() for file in each]
+        files = []
+        for pattern in paths:
+            found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
+            if not found:
+                raise ValueError(f"There is no file {pattern!r}; expected a parquet file or a pattern of some.")
+            files += found
         with _one_error(dataset):
             _check_names_of_classes(files)
-        return {"path": "parquet", "data_files": {"train": [*map(glob.escape, files)]}}
+        return {"path": "parquet", "data_files": {"train": [glob.escape(file) for file in files]}}
     if len(paths) > 1:
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
     if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
@@ -150,20 +156,26 @@ def find_source(dataset: str | list[str], name: str | None = None) -> Path | dic
     return {"path": hub_id, "name": name, **revision}
 
 
-def _find_in_folder(folder: Path, name: str | None) -> Path | dict:
-    """`find_source` of a folder: its images, or else what `datasets` reads, or else its zip files."""
-    tables, archives = parquet_files(folder), sorted(folder.glob("*.zip"))
-    if next(image_files(folder), None):
+def _find_in_folder(folder: Path, name: str | None) -> ImageFolder | dict:
+    """`find_source` of a folder: its images, or else what `datasets` reads, or else its zip file."""
+    endings = {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", *(Path(name).suffix for name in METADATA_FILES)}
+    files = list(files_within(folder, endings))
+    images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
+    metadata = [path for path in files if path.name in METADATA_FILES]
+    tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
+    archives = sorted(folder.glob("*.zip"))
+    say_unread(folder, files)
+    if images:
         if tables or archives:
             leave_out([*tables, *archives], "images come first")
-        metadata = {part: metadata_files(inside) for part, inside in find_parts(folder).items()}
-        data_files = {part: [glob.escape(str(files[0]))] for part, files in metadata.items() if files}
-        return {"path": "imagefolder", "data_files": data_files} if data_files else folder
-    if archives and not tables:
-        return _find_in_folder(unpack(*archives), name)
-    if not tables and not next(folder.rglob("*.tar"), None):
-        say_unread(folder)
-        raise ValueError(f"it has no images; {EXPECTED}")
+        parts = {part_called(file.parent.name) or "train": file for file in metadata}
+        if parts and all(file.parent == folder or part_called(file.parent.name) for file in metadata):
+            return {"path": "imagefolder", "data_files": {part: [glob.escape(str(parts[part]))] for part in parts}}
+        return ImageFolder(folder, images)
+    if len(archives) == 1 and not tables:
+        return _find_in_folder(unpack(archives[0]), name)
+    if not tables and not any(path.suffix == ".tar" for path in files):
+        raise ValueError(f"it has no images, and {len(archives)} zip files; {EXPECTED}")
     if glob.has_magic(str(folder.resolve())):
         raise ValueError("its path has one of *?[, which datasets takes for a pattern; rename it")
     _check_names_of_classes(tables)
@@ -205,16 +217,14 @@ def find_image_column(features: Mapping, given: str | None, dataset) -> str:
 
 def find_column(features: Mapping, given: str | None, found: list[str], what: str, dataset) -> str | None:
     """Return the column that is given, or else the only one that was found; there may be none of labels."""
-    if given is not None:
-        if given not in features:
-            raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
-        return given
-    if len(found) > 1 or (what == "image" and not found):
+    if given is not None and given not in features:
+        raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
+    if given is None and (len(found) > 1 or (what == "image" and not found)):
         raise ValueError(
             f"{dataset!r} has {len(found) or 'no'} {what} columns among {', '.join(features)}; expected one. "
             f"Name it with --{what}-column."
         )
-    return found[0] if found else None
+    return given or next(iter(found), None)
 
 
 def check_image_column(features: Mapping, column: str, dataset):
@@ -244,8 +254,7 @@ def _one_error(dataset: str | list[str], split: str | None = None):
     try:
         yield
     except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"Cannot read the data set {given!r}: {first_line(error.__cause__ or error)}") from error
-    except (datasets.exceptions.DatasetsError, OSError) as error:
-        raise ValueError(f"Cannot load the data set {given!r} ({first_line(error)}); {EXPECTED}.") from error
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"Cannot load {part}{given!r}: {first_line(error)}") from error
+        raise ValueError(f"Cannot load {part}{given!r}: {first_line(error.__cause__ or error)}") from error
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, AssertionError) as error:
+        hint = f"; {EXPECTED}" if isinstance(error, datasets.exceptions.DatasetNotFoundError | OSError) else ""
+        raise ValueError(f"Cannot load {part}{given!r}: {first_line(error)}{hint}") from error

@@ -21,35 +21,25 @@ with contextlib.suppress(ImportError):
     import pillow_jxl  # noqa: F401
 
 Image.init()
-# PostScript is a program, which Pillow gives to Ghostscript; IPTC holds a file of any format, PostScript, too; of MPEG
-# Pillow knows the size alone, and of others (stubs) the name.
-_NOT_READ = {"EPS", "IPTC", "MPEG"}
-# Formats of Pillow that are read.
-FORMATS = [
+# PostScript is a program, which Pillow gives to Ghostscript; IPTC holds a file of any format, PostScript, too. Of MPEG
+# and of stubs, Pillow knows the size or the name alone.
+_NOT_READ = {"EPS", "IPTC", "MPEG"} | {
     name
-    for name in Image.ID
-    if name not in _NOT_READ
-    and not (isinstance(reader := Image.OPEN[name][0], type) and issubclass(reader, ImageFile.StubImageFile))
-]
+    for name, (reader, _) in Image.OPEN.items()
+    if isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
+}
+FORMATS = [name for name in Image.ID if name not in _NOT_READ]
 # Endings of files in these formats; MPO is what Pillow calls a JPEG with several pictures.
 IMAGE_ENDINGS = frozenset(
     ending for ending, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"}
 )
-_EXTRA, _RAW = "pip install 'frugalvit[pictures]'", "convert them to JPEG or TIFF"
-# Endings of pictures that are not read, and how they could be.
-UNREAD_ENDINGS = {
-    ending: advice
-    for endings, advice in {
-        ".heic .heics .heif .heifs .hif": f"{_EXTRA}, which brings pillow-heif",
-        ".avif .avifs": "pip install -U pillow",
-        ".jxl": f"{_EXTRA}, which brings pillow-jxl-plugin",
-        ".3fr .arw .cr2 .cr3 .dng .erf .kdc .mef .mrw .nef .nrw .orf .pef .raf .rw2 .sr2 .srf .srw .x3f": _RAW,
-        ".eps .jxr .ps .psb .svg .svgz .wdp .wmf .emf .xcf": "convert them to PNG",
-    }.items()
-    for ending in endings.split()
-    if ending not in IMAGE_ENDINGS
-}
-# Folders of operating systems; those whose names begin with a dot or an @ are hidden, or of network disks.
+_OTHERS = (
+    ".heic .heics .heif .heifs .hif .jxl .avif .avifs .arw .cr2 .cr3 .dng .nef .orf .pef .raf .rw2 .srw .eps .ps .psb "
+    ".svg .svgz .wmf .emf .xcf"
+)
+# Endings of pictures that are not read.
+UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
+# Folders of operating systems; hidden ones and those of network disks begin with a dot or an @.
 _SYSTEM_FOLDERS = ("__macosx", "$recycle.bin", "system volume information", "lost+found")
 ORIENTATION = ExifTags.Base.Orientation
 
@@ -82,15 +72,19 @@ def open_image(file: str | Path | io.BytesIO) -> Image.Image:
     return Image.open(file, formats=FORMATS)
 
 
-def open_record(record: Mapping | Image.Image) -> Image.Image:
-    """Open the image of an undecoded `datasets` record, in its bytes or at its path or address, without decoding it.
-    A PIL image is copied."""
+def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
+    """Open the image of an undecoded `datasets` record, in its bytes or at its path or address, or the image in a
+    file, without decoding it. A PIL image is copied."""
     if isinstance(record, Image.Image):
         return record.copy()
+    if isinstance(record, Path):
+        return open_image(record)
     path, encoded = record.get("path"), record.get("bytes")
     if encoded is None and path is None:
         raise ValueError("it has neither bytes nor a path")
     if encoded is None and is_local_path(path):
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError("it is no file but a device, a pipe or a folder")
         return open_image(path)
     if encoded is None:
         with xopen(path, "rb") as file:
@@ -101,17 +95,11 @@ def open_record(record: Mapping | Image.Image) -> Image.Image:
 def read_image(
     file: str | Path | io.BytesIO, max_pixels: int | None = None, at_least: tuple[int, int] | None = None
 ) -> Image.Image:
-    """Read the RGB image in a file, upright, see `to_rgb`.
+    """Read the RGB image in a file, upright, see `to_rgb`; raise a ValueError if it has more than `max_pixels`, or
+    what Pillow raises for a broken file.
 
-    Args:
-        file (`str`, `Path` or `io.BytesIO`): The file.
-        max_pixels (`int`, *optional*): Most pixels that it may have.
-        at_least (pair of `int`, *optional*): Width and height that suffice: a JPEG is decoded at 1/2, 1/4 or 1/8 where
-            that has as many pixels each way, in less time. Other images are decoded as they are.
-
-    Raises:
-        ValueError: if it has more than `max_pixels`, which is known before they are decoded.
-        Exception: any other that Pillow raises for a broken file.
+    If `at_least`, a width and a height, suffices, a JPEG is decoded at 1/2, 1/4 or 1/8 where that has as many pixels
+    each way, in less time.
     """
     with open_image(file) as image:
         if max_pixels and image.width * image.height > max_pixels:
@@ -121,9 +109,8 @@ def read_image(
         return _upright_rgb(image, at_least)
 
 
-def read_record(record: Mapping | Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The RGB image of an undecoded `datasets` record, or of an image of any mode, see `to_rgb`, upright; `at_least`
-    and errors as in `read_image`."""
+def read_record(record: Mapping | Image.Image | Path, at_least: tuple[int, int] | None = None) -> Image.Image:
+    """The upright RGB image of what `open_record` opens; `at_least` and errors as in `read_image`."""
     with open_record(record) as image:
         return _upright_rgb(image, at_least)
 
@@ -142,7 +129,7 @@ def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) ->
 
 
 def _decode_smaller(image: Image.Image, at_least: tuple[int, int], parts: bool) -> tuple[float, float] | None:
-    """Let a JPEG be decoded at 1/8, 1/4 or 1/2, the first that has so many pixels each way. With `parts`, sides need
+    """Let a JPEG be decoded at 1/8, 1/4 or 1/2, the first that has enough pixels each way. With `parts`, sides need
     not be multiples of that, and their fractions are returned."""
     width, height = image.size
     for scale in (8, 4, 2):
@@ -162,21 +149,25 @@ def orientation_of(image: Image.Image) -> int:
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to 8-bit RGB as it is meant to be seen, with transparent parts on white.
 
-    Other numbers are scaled to 8 bits. 16-bit numbers have a known range. A file does not note the range of 32-bit
-    integers and of floats: it is the smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that
-    holds all values.
+    Other numbers are scaled to 8 bits. A file does not note the range of 32-bit integers and of floats: it is the
+    smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds all values, rounding aside.
 
     Raises:
         ValueError: if values are negative or no numbers.
     """
-    if image.mode == "F" or image.mode.startswith("I"):
+    if ";16" in image.mode:
+        values = np.asarray(image)
+        # As rounding a 257th, in 16 bits.
+        scaled = values // 257 + (values % 257 > 128)
+        return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
+    if image.mode in ("F", "I"):
         values = np.asarray(image).astype(np.float64)
         lowest, highest = values.min(initial=0), values.max(initial=0)
         if not (lowest >= 0 and highest < 2**31):
             raise ValueError(f"its values are {lowest:g} to {highest:g}, expected none below 0 or above 2^31 - 1")
-        ranges = [65_535] if ";16" in image.mode else [*([1] if image.mode == "F" else []), 255, 65_535, 2**31 - 1]
-        full = next((each for each in ranges if highest <= each), highest)
-        return Image.fromarray((values * (255 / full)).round().astype(np.uint8)).convert("RGB")
+        ranges = [*([1] if image.mode == "F" else []), 255, 65_535, 2**31 - 1]
+        full = next((each for each in ranges if highest <= 1.001 * each), highest)
+        return Image.fromarray((values * (255 / full)).round().clip(0, 255).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

@@ -1,7 +1,7 @@
 """Models as programs of OpenVINO or ONNX Runtime, written and run by Transformers' exporters.
 
-A folder has the programs, what Transformers needs to run them (`export.json`), the model's configuration and, from
-`frugalvit export`, a report of what was compared (`report.json`).
+A folder has the programs, Transformers' `export.json`, the model's configuration and `report.json`, which
+`frugalvit export` writes.
 """
 
 import ast
@@ -21,48 +21,43 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlavaForConditionalGeneration, PreTrainedConfig, PreTrainedModel, exporters
+from transformers import PreTrainedConfig, PreTrainedModel, exporters
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
-from ..modeling.sparse_tokens import place_among
+from ..modeling.layers import place_among
 from .files import forget_code
 from .tables import first_line
 from .views import vision_config_of
 
 
 MANIFEST, REPORT = "export.json", "report.json"
-# The largest batch that a program takes.
 MAX_BATCH_SIZE = 4_096
-# Operators that ONNX Runtime computes in integers. All others stay in floating point.
-INTEGER_OPERATORS = ["MatMul", "Gemm", "Conv"]
 
 
 class Format(NamedTuple):
-    """A runtime: prefix of Transformers' classes for it, packages, precisions, and a program's file by its name."""
-
+    # Of Transformers' classes.
     prefix: str
     packages: tuple[str, ...]
     precisions: tuple[str, ...]
+    # A program's file, by its name.
     program: str
 
 
 FORMATS = {
     "openvino": Format("OpenVINO", ("openvino", "nncf"), ("float32", "bfloat16", "int8"), "openvino_{}.xml"),
-    # Not bfloat16: on CPUs, ONNX Runtime 1.32 has no products, convolutions or additions in it.
+    # ONNX Runtime's CPU kernels have no bfloat16.
     "onnx": Format("Onnx", ("onnx", "onnxruntime", "onnxscript"), ("float32", "int8"), "{}.onnx"),
 }
 PRECISIONS = FORMATS["openvino"].precisions
 
-
-# Outputs of programs that are kept, each where the model has it.
+# Outputs that programs keep, each where the model has it.
 OUTPUTS = {
     "logits": "scores of the labels",
     "image_embeds": "the image's embedding, of norm 1",
     "text_embeds": "the text's embedding, of norm 1",
     "pooler_output": "the image's embedding",
     "last_hidden_state": "tokens",
-    "image_features": "tokens of the image for the language model, (images, tokens, width)",
     "feature_maps": "the feature map of each layer, (images, channels, rows, columns)",
     "rois": "left, top, right, bottom of each token's RoI after each adjustment, 0 to 1 across the image",
     "sampling_points": "where each token samples the image, x and y, 0 to 1",
@@ -73,11 +68,11 @@ class Part(nn.Module):
     """The part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors.
 
     Args:
-        model (`PreTrainedModel`): In evaluation mode.
-        kind (`str`): "model", "image_embeds", "text_embeds" or "image_features".
+        model (`PreTrainedModel`): In evaluation mode, on the CPU, in float32.
+        kind (`str`): "model", "image_embeds" or "text_embeds".
         output_rois (`bool`): With `rois` and `sampling_points`.
-        token_counts (sequence of `int`): Numbers of latent tokens that the program takes as an input, increasing; none
-            if the number is fixed.
+        token_counts (sequence of `int`): Latent token counts among which the program's input `num_tokens` chooses,
+            increasing; empty if the number is fixed.
     """
 
     def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False, token_counts: Sequence[int] = ()):
@@ -88,8 +83,15 @@ class Part(nn.Module):
         self.token_counts = tuple(token_counts)
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """Return noise as inputs and, if the number of tokens can be chosen, the largest one."""
-        inputs = example_of(self.model.config, self.kind == "text_embeds", batch_size)
+        """Return noise as inputs, with the largest number of tokens if it can be chosen."""
+        generator = torch.Generator().manual_seed(0)
+        if self.kind == "text_embeds":
+            text = self.model.config.text_config
+            ids = torch.randint(text.vocab_size, (batch_size, text.max_position_embeddings), generator=generator)
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        vision = vision_config_of(self.model.config)
+        shape = (batch_size, vision.num_channels, *pair(vision.image_size))
+        inputs = {"pixel_values": torch.randn(shape, generator=generator)}
         return inputs | ({"num_tokens": torch.tensor(self.token_counts[-1])} if self.token_counts else {})
 
     def forward(
@@ -100,7 +102,7 @@ class Part(nn.Module):
         num_tokens: torch.Tensor | int | None = None,
     ) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
         if isinstance(num_tokens, torch.Tensor):
-            # Only these counts are compared with the original.
+            # Round down to a count that was compared with the original.
             num_tokens = torch.tensor(self.token_counts)[place_among(self.token_counts, num_tokens)]
         options = {} if num_tokens is None else {"num_tokens": num_tokens}
         if self.kind == "text_embeds":
@@ -109,61 +111,30 @@ class Part(nn.Module):
         if self.kind == "image_embeds":
             images = self.model.get_image_features(pixel_values=pixel_values, **options)
             return {"image_embeds": F.normalize(images.pooler_output, dim=-1)}
-        if self.kind == "image_features":
-            return {"image_features": _image_features(self.model, pixel_values, **options)}
         if self.output_rois:
             options["output_rois"] = True
         outputs = self.model(pixel_values, **options)
         return {name: outputs[name] for name in OUTPUTS if outputs.get(name) is not None}
 
 
-def _image_features(model: PreTrainedModel, pixel_values: torch.Tensor, **options) -> torch.Tensor:
-    """Return the tokens that a LLaVA's language model reads, `(batch, tokens, width)`. The model's own method returns
-    a list with one entry an image, which fixes the size of the batch."""
-    config = model.config
-    states = model.model.vision_tower(pixel_values, output_hidden_states=True, **options).hidden_states
-    layers = config.vision_feature_layer
-    layers = [layers] if isinstance(layers, int) else layers
-    first = 1 if config.vision_feature_select_strategy == "default" else 0
-    return model.model.multi_modal_projector(torch.cat([states[layer][:, first:] for layer in layers], dim=-1))
-
-
 def parts_of(model: PreTrainedModel, output_rois: bool = False, token_counts: Sequence[int] = ()) -> dict[str, Part]:
-    """Return the programs that a model becomes, by name; arguments as of `Part`.
-
-    Raises:
-        ValueError: if the model is a VLM other than a LLaVA: it cuts images into tiles, or pools its grid of patches.
-    """
+    """Return the programs that a model becomes, by name; arguments as in `Part`."""
     if hasattr(model, "get_text_features"):
         vision = Part(model, "image_embeds", token_counts=token_counts)
         return {"vision_model": vision, "text_model": Part(model, "text_embeds")}
-    if isinstance(model, LlavaForConditionalGeneration):
-        return {"vision_model": Part(model, "image_features", token_counts=token_counts)}
     if hasattr(model, "get_image_features"):
         raise ValueError(
-            f"Cannot export the image side of a {type(model).__name__}, expected a LLaVA 1.5. Export the SparseFormer "
-            "that was swapped into it, from its own folder."
+            f"Cannot export a {type(model).__name__}. Export the SparseFormer that was swapped into it, from its own "
+            "folder."
         )
     return {"model": Part(model, "model", output_rois, token_counts)}
-
-
-def example_of(config: PreTrainedConfig, reads_texts: bool, batch_size: int) -> dict[str, torch.Tensor]:
-    """Return noise as inputs: images, or texts for a CLIP's second program."""
-    generator = torch.Generator().manual_seed(0)
-    if reads_texts:
-        text = config.text_config
-        ids = torch.randint(text.vocab_size, (batch_size, text.max_position_embeddings), generator=generator)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    vision = vision_config_of(config)
-    size = pair(vision.image_size)
-    return {"pixel_values": torch.randn(batch_size, vision.num_channels, *size, generator=generator)}
 
 
 def check_format(name: str, precision: str):
     """Raise a ValueError if a format does not take a precision, or a package that it needs is not installed."""
     found = FORMATS[name]
     if precision not in found.precisions:
-        raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)} here.")
+        raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)}.")
     needed = [package for package in found.packages if package != "nncf" or precision == "int8"]
     if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
         raise ValueError(f"{name} needs {', '.join(missing)}: pip install 'frugalvit[export]'.")
@@ -178,29 +149,15 @@ def export_parts(
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
     float_layers: Iterable[str] = (),
 ):
-    """Write parts of a model as programs, with the model's configuration.
-
-    Args:
-        parts (mapping of `str` to `Part`): As of `parts_of`, on the CPU in float32.
-        config (`PreTrainedConfig`): The model's.
-        name, precision (`str`): One of `FORMATS`, and one of its precisions.
-        folder (`Path`): Where to write.
-        calibration (mapping, *optional*): For int8, by part, inputs from which activations' ranges are measured.
-        float_layers (iterable of `str`, *optional*): For int8, names or patterns, as of `modules_named`, of modules
-            whose linear layers and convolutions stay in floating point.
-
-    Raises:
-        ValueError: for int8, if a range of activations is not finite.
-    """
+    """Write parts of a model as programs, with its configuration. For int8, `calibration` has inputs by part, and
+    modules that match `float_layers` stay in float32."""
+    prefix, components = FORMATS[name].prefix, {}
     with _quiet():
-        prefix = FORMATS[name].prefix
         exporter = getattr(exporters, f"{prefix}Exporter")()
-        components = {}
         for part_name, part in parts.items():
             example = part.example(2)
             batch = torch.export.Dim("batch", min=1, max=MAX_BATCH_SIZE)
-            shapes = {name: {0: batch} if values.dim() else None for name, values in example.items()}
-            options = {"dynamic_shapes": shapes}
+            options = {"dynamic_shapes": {key: {0: batch} if value.dim() else None for key, value in example.items()}}
             if precision == "int8":
                 kept = modules_named(part.model, float_layers)
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
@@ -208,15 +165,8 @@ def export_parts(
             if precision == "bfloat16":
                 # OpenVINO computes in bfloat16 from weights of either half precision; float16 keeps more digits.
                 options["compress_to_fp16"] = True
-            try:
-                with torch.no_grad():
-                    exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
-            except AssertionError as error:
-                # ONNX Runtime's quantizer, of ranges that are not finite.
-                raise ValueError(
-                    f"Cannot write {part_name!r} in {precision} for {name}: {error}. Some of what it computes is not "
-                    "finite, or too large; its weights may be damaged."
-                ) from error
+            with torch.no_grad():
+                exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
             components[part_name] = exported.components["model"]
         exporters.ExportedModel(components, exporter.export_format, config).save_pretrained(folder)
     forget_code(folder)
@@ -229,50 +179,43 @@ def first_layer(model: nn.Module) -> str:
 
 
 def modules_named(model: nn.Module, patterns: Iterable[str]) -> set[str]:
-    """Return the names of a model's modules that match patterns such as `classifier` or `*.mlp`.
-
-    Raises:
-        ValueError: if a pattern matches none.
-    """
-    names, found = [name for name, _ in model.named_modules() if name], set()
+    """Return the names of a model's modules that match names or patterns such as `classifier` or `*.mlp`."""
+    names, found = [name for name, _ in model.named_modules()], set()
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            children = ", ".join(name for name, _ in model.named_children())
             raise ValueError(
-                f"{type(model).__name__} has no module {pattern!r}. Expected a name such as those of its parameters, "
-                f"or a pattern with *; it begins with {children}."
+                f"--float-layers: {type(model).__name__} has no module {pattern!r}; expected a name such as "
+                f"{names[-1]}, or a pattern with *."
             )
         found.update(matches)
     return found
 
 
 def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept: set[str]):
-    """Return NNCF's quantizer for transformers, which leaves norms, softmax and additions of positions in floating
-    point. `kept` are modules of the part's model whose layers stay so, too."""
+    """Return NNCF's quantizer for transformers; layers in the modules `kept` stay in floating point."""
     import nncf
 
     config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         # Its sums of 8-bit products saturate unless weights use half of their range.
         config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-    if kept:
-        # OpenVINO's converter counts layers by kind, in the order of the program.
-        kinds = {torch.ops.aten.linear.default: "linear", torch.ops.aten.conv2d.default: "convolution"}
-        counts, patterns = Counter(), []
-        for node in torch.export.export(part, (), part.example(2)).graph.nodes:
-            if kind := kinds.get(node.target):
-                modules = (name for name, _ in node.meta.get("nn_module_stack", {}).values())
-                if any(name.removeprefix("model.") in kept for name in modules):
-                    patterns.append(f"{kind}_{counts[kind]}/.*")
-                counts[kind] += 1
-        # Layers that OpenVINO computed beforehand are no longer in its graph.
-        config.ignored_scope = nncf.IgnoredScope(patterns=patterns, validate=False)
+    # OpenVINO's converter counts layers by kind, in the order of the program.
+    kinds = {torch.ops.aten.linear.default: "linear", torch.ops.aten.conv2d.default: "convolution"}
+    counts, patterns = Counter(), []
+    for node in torch.export.export(part, (), part.example(2)).graph.nodes:
+        if kind := kinds.get(node.target):
+            modules = (name for name, _ in node.meta.get("nn_module_stack", {}).values())
+            if any(name.removeprefix("model.") in kept for name in modules):
+                patterns.append(f"{kind}_{counts[kind]}/.*")
+            counts[kind] += 1
+    # Layers that OpenVINO computed beforehand are no longer in its graph.
+    config.ignored_scope = nncf.IgnoredScope(patterns=patterns, validate=False)
     return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)
 
 
 def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept: set[str]):
-    """Return ONNX Runtime's quantizer; `kept` as of `_openvino_quantizer`."""
+    """Return ONNX Runtime's quantizer; layers in the modules `kept` stay in floating point."""
 
     class OnnxQuantizer(exporters.OnnxRuntimeQuantizer):
         def quantize(self, model, sample_inputs, export_format):
@@ -287,7 +230,7 @@ def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept
 
     config = exporters.OnnxRuntimeStaticConfig(
         per_channel=True,
-        op_types_to_quantize=INTEGER_OPERATORS,
+        op_types_to_quantize=["MatMul", "Gemm", "Conv"],
         # Products of activations (attention, mixing) stay in floating point.
         extra_options={"MatMulConstBOnly": True},
     )
@@ -296,7 +239,7 @@ def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence the exporters, which report each step, and the packages that they call. Errors pass."""
+    """Silence the exporters and the packages that they call; errors pass."""
     # NNCF, when it is imported, replaces the class of all loggers to come.
     disabled, logger_class = logging.root.manager.disable, logging.getLoggerClass()
     logging.disable(logging.WARNING)
@@ -315,14 +258,11 @@ def is_exported(folder: str | os.PathLike) -> bool:
 
 
 def read_report(folder: Path) -> dict:
-    """Read the report that `frugalvit export` wrote into a folder.
-
-    Raises:
-        ValueError: if the folder is damaged, or from another program.
-    """
+    """Read the `report.json` of an exported folder; raise a ValueError if the folder could run code or is damaged."""
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         manifest = (folder / MANIFEST).read_text(encoding="utf-8")
+        # Transformers' other formats are pickled.
         if report["format"] not in FORMATS or report["format"] != json.loads(manifest)["export_format"]:
             raise ValueError(f"format {report['format']!r}, expected {' or '.join(FORMATS)} in both files")
         # PyTorch imports the module that a defaultdict's structure names.
@@ -332,22 +272,19 @@ def read_report(folder: Path) -> dict:
             if not {*part["outputs"]} <= OUTPUTS.keys():
                 raise ValueError(f"outputs {part['outputs']}, expected some of {', '.join(OUTPUTS)}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        message = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"Cannot load {str(folder)!r}: {REPORT} or {MANIFEST} is not from frugalvit export ({message})."
+            f"Cannot load {str(folder)!r}: {REPORT} or {MANIFEST} is not from frugalvit export "
+            f"({type(error).__name__}: {first_line(error)})."
         ) from error
     return report
 
 
 class ExportedModule(nn.Module):
-    """A program, called as the model that it came from: `config`, `device`, and outputs with names.
+    """A program, called like the model that it was made from, with its `config`, `device` and named outputs.
 
     Args:
         folder (`str` or `os.PathLike`): Folder that `frugalvit export` wrote.
-        part (`str`, *optional*): The program, of several; the one that sees images if not given.
-
-    Raises:
-        ValueError: if the folder is damaged, its runtime is not installed, or it has no such program.
+        part (`str`, *optional*): The program, of several; by default the one that sees images.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str | None = None):
@@ -356,15 +293,13 @@ class ExportedModule(nn.Module):
         self.report = read_report(self.folder)
         self.format, self.precision = self.report["format"], self.report.get("precision")
         check_format(self.format, self.precision)
+        options = _runner_options(self.format, self.precision)
         try:
             with _quiet():
-                program = exporters.ExportedModel.from_pretrained(
-                    self.folder, device="cpu", **_runner_options(self.format, self.precision)
-                )
-        # As many ways to fail as there are runtimes.
+                program = exporters.ExportedModel.from_pretrained(self.folder, device="cpu", **options)
+        # Each runtime has errors of its own.
         except Exception as error:
-            line = first_line(error)
-            raise ValueError(f"Cannot load {str(self.folder)!r} as a program of {self.format}: {line}") from error
+            raise ValueError(f"Cannot load {str(self.folder)!r} in {self.format}: {first_line(error)}") from error
         # In the order of `parts_of`.
         part = part or next(iter(program.runners))
         if part not in program.runners or part not in self.report["parts"]:
@@ -381,23 +316,15 @@ class ExportedModule(nn.Module):
         self.dtype = torch.float32
         self.eval()
 
-    @property
-    def base_model(self) -> "ExportedModule":
-        return self
-
     def check_num_tokens(self, num_tokens: int) -> int:
-        """Return the number if the program takes it.
-
-        Raises:
-            ValueError: if it does not.
-        """
+        """Return the number if the program takes it; raise a ValueError if it does not."""
         if num_tokens not in self.token_counts:
             counts = ", ".join(map(str, self.token_counts)) or "only the one that it was exported with"
             raise ValueError(f"`num_tokens` is {num_tokens}, expected one that the program takes: {counts}.")
         return num_tokens
 
     def set_num_tokens(self, num_tokens: int):
-        """Choose the latent tokens of calls that choose none; errors as of `check_num_tokens`."""
+        """Set the default number of latent tokens."""
         self.num_tokens = self.check_num_tokens(num_tokens)
 
     def forward(
@@ -407,11 +334,7 @@ class ExportedModule(nn.Module):
         num_tokens: int | None = None,
         **inputs,
     ) -> ModelOutput:
-        """Run the program. Inputs are those of the original model; `output_rois` was chosen by the export.
-
-        Raises:
-            ValueError: if it has no RoIs that are asked for, does not take the number of tokens, or does not run.
-        """
+        """Run the program on inputs of the original model; `output_rois` was chosen by the export."""
         if output_rois and "rois" not in self.outputs:
             raise ValueError("The model was exported without its RoIs; `frugalvit export --output-rois` keeps them.")
         if pixel_values is not None:
@@ -419,31 +342,24 @@ class ExportedModule(nn.Module):
         num_tokens = self.num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
         if num_tokens is not None:
             inputs["num_tokens"] = torch.tensor(num_tokens)
-        try:
-            return ModelOutput(**self._runner(**inputs))
-        # As many ways to fail as there are runtimes.
-        except Exception as error:
-            line = first_line(error)
-            raise ValueError(f"The program of {self.format} in {str(self.folder)!r} does not run: {line}") from error
+        return ModelOutput(**self._runner(**inputs))
 
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:
-    """Return a runtime's options: as many threads as PyTorch, and the precision of the export."""
+    """Return a runtime's options: PyTorch's number of threads, and the precision of the export."""
+    threads = torch.get_num_threads()
     if name == "openvino":
-        threads = torch.get_num_threads()
-        return {
-            "config": {"INFERENCE_PRECISION_HINT": openvino_precision(precision), "INFERENCE_NUM_THREADS": threads}
-        }
+        config = {"INFERENCE_PRECISION_HINT": openvino_precision(precision), "INFERENCE_NUM_THREADS": threads}
+        return {"config": config}
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    # Its threads would spin after each call, and take the cores from PyTorch's work around it.
+    options.intra_op_num_threads = threads
+    # Spinning threads would take the cores from PyTorch's work around each call.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return {"session_options": options}
 
 
 def openvino_precision(precision: str) -> str:
-    """Return the precision in which OpenVINO computes where numbers are not int8. By default it takes bfloat16 where
-    that is fast, so a model's answers would differ from machine to machine."""
+    """Return OpenVINO's precision outside of int8. Its own default differs from machine to machine."""
     return "bf16" if precision == "bfloat16" else "f32"

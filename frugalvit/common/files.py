@@ -5,7 +5,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -26,37 +25,22 @@ EXPORT_FILES = (*PROGRAMS, "index.html", "ort*.mjs", "ort*.wasm")
 def check_file_path(path: str | os.PathLike) -> Path:
     """Return the path if a file can be written there; raise a ValueError or an OSError otherwise."""
     path = Path(path)
-    # A link to itself is an error now rather than when all is done.
-    with suppress(FileNotFoundError):
-        path.stat()
-    if path.is_dir():
-        raise ValueError(f"Cannot write {str(path)!r}: it is a folder, expected a file name.")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"Cannot write {str(path)!r}: it is a folder, a device or a pipe, expected a file name.")
     if not path.parent.is_dir():
         raise FileNotFoundError(
             f"Cannot write {str(path)!r}: the folder {str(path.parent)!r} does not exist; create it."
         )
-    if not os.access(path if _is_stream(path) else path.parent, os.W_OK):
+    if not os.access(path.parent, os.W_OK):
         raise PermissionError(f"Cannot write {str(path)!r}: permission denied. Choose another place.")
     return path
 
 
-def _is_stream(path: Path) -> bool:
-    """Whether a path is a pipe or a device, or `/dev/stdout` redirected to a file: written to and not replaced."""
-    return path.exists() and (not path.is_file() or {Path("/dev"), Path("/proc")} & {*path.parents})
-
-
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path to write to, which replaces `path` if the block succeeds; a pipe or device is written to itself."""
-    path = check_file_path(path)
-    if _is_stream(path):
-        with tempfile.TemporaryDirectory() as folder:
-            yield (aside := Path(folder) / f"output{path.suffix}")
-            with path.open("ab") as stream:
-                stream.write(aside.read_bytes())
-        return
+    """Yield a path to write to, which replaces `path` if the block succeeds."""
     # A symbolic link stays.
-    path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(check_file_path(path)))
     aside = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
         yield aside
@@ -151,26 +135,19 @@ def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _check_free(output: Path, overwrite: bool):
-    with suppress(FileNotFoundError):
-        output.stat()
     if output.exists() and not output.is_dir():
         raise ValueError(f"The output {str(output)!r} is a file, expected a folder to write; choose another name.")
     if not output.is_dir() or not any(output.iterdir()):
         return
+    problem = None
     if not overwrite:
-        raise ValueError(
-            f"The output folder {str(output)!r} exists and is not empty; choose another one or pass --overwrite."
-        )
-    if not (output / "config.json").is_file():
-        raise ValueError(
-            f"The output folder {str(output)!r} has no config.json, so it is no model folder and is not "
-            "overwritten; choose another one."
-        )
-    if others := unexpected_files(output):
-        raise ValueError(
-            f"The output folder {str(output)!r} has more than a model in it ({', '.join(others[:3])}"
-            f"{', …' if len(others) > 3 else ''}) and is not overwritten, so that nothing is lost; choose another."
-        )
+        problem = "exists and is not empty; choose another one or pass --overwrite"
+    elif not (output / "config.json").is_file():
+        problem = "has no config.json, so it is no model folder and is not overwritten; choose another one"
+    elif others := unexpected_files(output):
+        problem = f"has more than a model in it ({', '.join(others[:3])}), and is not overwritten; choose another one"
+    if problem:
+        raise ValueError(f"The output folder {str(output)!r} {problem}.")
 
 
 def unexpected_files(folder: Path) -> list[str]:

@@ -8,13 +8,13 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import datasets
 from accelerate import PartialState
 
-from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, is_image_file, made_by_machines, undecoded
+from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, made_by_machines, undecoded
 from .labels import compose
 from .tables import first_line, printable, shortened
 
@@ -25,9 +25,50 @@ PART_FOLDERS = {
     "validation": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
+# Tables of images and labels that `datasets` reads.
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Shards of a stream of a folder's images.
 FOLDER_SHARDS = 1_024
+
+
+class ImageFolder:
+    """The images of a folder, by the splits that folders are named for, see `PART_FOLDERS`.
+
+    The first folder in a part is an image's class, however deep the image lies. A part without folders has no labels.
+
+    Attributes:
+        parts (`dict[str, list[tuple[str, Path]]]`): Class (or "") and file of each image, by split.
+    """
+
+    def __init__(self, folder: Path, images: list[Path]):
+        self.parts = {}
+        holding = {path.parent for path in images}
+        for split, part in find_parts(folder, holding).items():
+            inside = {parent: parent.relative_to(part).parts for parent in holding if parent.is_relative_to(part)}
+            classes = {parent: compose(folders[0]) if folders else "" for parent, folders in inside.items()}
+            files = sorted((classes[path.parent], path) for path in images if path.parent in classes)
+            labeled = [(label, path) for label, path in files if label]
+            if 0 < len(labeled) < len(files):
+                leave_out([path for label, path in files if not label], "they lie beside folders of classes")
+            self.parts[split] = labeled or files
+
+    def read(self, split: str, streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
+        """Return images of parts, or of slices of these, not decoded."""
+        sizes = {part: len(files) for part, files in self.parts.items()}
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        found = [file for each in slices for file in self.parts[each.splitname][each.from_ : each.to]]
+        labels = [label for label, _ in found if label]
+        if not found or 0 < len(labels) < len(found):
+            raise ValueError("only some of these parts have classes" if labels else "there are no images")
+        columns = {"image": [undecoded(path) for _, path in found]}
+        features = datasets.Features({"image": datasets.Image(decode=False)})
+        if labels:
+            # From all parts: one may lack a class.
+            names = sorted({label for files in self.parts.values() for label, _ in files if label})
+            features["label"] = datasets.ClassLabel(names=names)
+            columns["label"] = features["label"].str2int(labels)
+        table = datasets.Dataset.from_dict(columns, features)
+        return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS)) if streaming else table
 
 
 def part_called(name: str) -> str | None:
@@ -35,61 +76,24 @@ def part_called(name: str) -> str | None:
     return next((split for split, names in PART_FOLDERS.items() if name.lower() in names), None)
 
 
-def find_parts(folder: Path) -> dict[str, Path]:
-    """Find the folders that are parts of a data set by their names, see `PART_FOLDERS`.
+def find_parts(folder: Path, holding: Collection[Path]) -> dict[str, Path]:
+    """Find the folders that are parts of a data set, given all folders that hold images themselves.
 
     A single one beside other folders with images is a class. A folder that holds one folder alone is entered. Without
     parts, all images are "train".
     """
     while True:
-        children = [child for child in subfolders(folder) if next(image_files(child), None)]
+        below = [parent.relative_to(folder).parts for parent in holding if parent.is_relative_to(folder)]
+        children = sorted({folder / parts[0] for parts in below if parts})
         parts = {split: child for split in PART_FOLDERS for child in children if part_called(child.name) == split}
         others = [child for child in children if child not in parts.values()]
-        metadata = metadata_files(folder)
         if len(parts) > 1 or (parts and not others):
-            if metadata:
-                raise ValueError(f"{metadata[0]} lies beside the parts {', '.join(parts)}, expected one in each")
             if others:
                 leave_out(others, f"the folders beside them are {' and '.join(parts)}")
             return parts
-        if len(children) != 1 or metadata or has_images(folder) or has_images(children[0]):
+        if len(children) != 1 or folder in holding or children[0] in holding:
             return {"train": folder}
         folder = children[0]
-
-
-def read_folder(folder: Path, split: str, streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
-    """Read the images of parts of a folder, or of slices of these, not decoded.
-
-    The first folder in a part is an image's class, however deep the image lies. A part without folders has no labels.
-    """
-    say_unread(folder)
-    parts = {part: _labeled_files(files) for part, files in find_parts(folder).items()}
-    sizes = {part: len(files) for part, files in parts.items()}
-    slices = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    found = [file for each in slices for file in parts[each.splitname][each.from_ : each.to]]
-    labels = [label for label, _ in found if label]
-    if not found or 0 < len(labels) < len(found):
-        raise ValueError("only some of these parts have classes" if labels else "there are no images")
-    columns = {"image": [undecoded(path) for _, path in found]}
-    features = {"image": datasets.Image(decode=False)}
-    if labels:
-        # Of all parts: one may lack a class.
-        features["label"] = datasets.ClassLabel(
-            names=sorted({name for files in parts.values() for name, _ in files if name})
-        )
-        columns["label"] = features["label"].str2int(labels)
-    table = datasets.Dataset.from_dict(columns, datasets.Features(features))
-    return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS)) if streaming else table
-
-
-def _labeled_files(part: Path) -> list[tuple[str, Path]]:
-    """The class and path of each image of a part; all classes are "" where there are none."""
-    inside = [(path.relative_to(part).parts, path) for path in image_files(part)]
-    found = [(compose(parts[0]), path) for parts, path in inside if len(parts) > 1]
-    loose = [("", path) for parts, path in inside if len(parts) == 1]
-    if found and loose:
-        leave_out([path for _, path in loose], "they lie beside folders of classes")
-    return sorted(found or loose)
 
 
 def subfolders(folder: Path) -> list[Path]:
@@ -97,21 +101,11 @@ def subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not made_by_machines(path.name))
 
 
-def has_images(folder: Path) -> bool:
-    """Whether images lie in a folder itself."""
-    return any(map(is_image_file, folder.iterdir()))
-
-
-def metadata_files(folder: Path) -> list[Path]:
-    """Tables of a folder's images as `datasets` reads them."""
-    return [folder / name for name in METADATA_FILES if (folder / name).is_file()]
-
-
 def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
     """Yield the files with these endings in a folder and all within it, but those in folders that programs made.
 
     Links are followed after the folders themselves, and no folder is entered twice. A folder that may not be read is
-    an `OSError`: its images would be missing without a word.
+    an `OSError`.
     """
 
     def refuse(error: OSError):
@@ -136,38 +130,29 @@ def image_files(folder: str | Path) -> Iterator[Path]:
     return files_within(folder, IMAGE_ENDINGS)
 
 
-def parquet_files(folder: str | Path) -> list[Path]:
-    """The parquet files in a folder and all within it, but tables of images."""
-    return [path for path in files_within(folder, {".parquet"}) if path.name not in METADATA_FILES]
-
-
 @functools.cache
-def unpack(*archives: Path) -> Path:
-    """Unpack zip files into a temporary folder of this process, each into a folder of its name, and return the folder
-    of one file, or the folder of these folders: parts, or classes."""
-    root = Path(tempfile.mkdtemp(prefix="frugalvit-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    for archive in archives:
-        folder = root / (archive.stem.strip(".") or "zip")
-        folder.mkdir()
-        try:
-            with zipfile.ZipFile(archive) as file:
-                tops = {name.partition("/")[0] for name in file.namelist() if is_image_file(Path(name))}
-                file.extractall(root if tops == {folder.name} else folder)
-        # RuntimeError: a password is needed, or Python does not know the compression.
-        except (zipfile.BadZipFile, RuntimeError, EOFError, OSError) as error:
-            raise ValueError(f"{archive} cannot be unpacked ({first_line(error)}); give a folder") from error
-        if len(archives) > 1 and len(subfolders(folder)) > 1 and not part_called(folder.name):
-            raise ValueError(f"{archive} is one of {len(archives)} zip files of several folders; unpack them into one")
-    return root if len(archives) > 1 else folder
+def unpack(archive: Path) -> Path:
+    """Unpack a zip file into a temporary folder of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="frugalvit-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        with zipfile.ZipFile(archive) as file:
+            file.extractall(folder)
+    # RuntimeError: a password is needed, or Python does not know the compression.
+    except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+        raise ValueError(f"{archive} cannot be unpacked ({first_line(error)}); give a folder") from error
+    return folder
 
 
-def say_unread(folder: str | Path):
-    """Print how many pictures in a folder and all within it are not read, such as .heic, and what to do."""
-    counts = Counter(path.suffix.lower() for path in files_within(folder, UNREAD_ENDINGS))
+def say_unread(folder: str | Path, files: Iterable[Path] | None = None):
+    """Print how many pictures in a folder, or among its `files` where these are known, are not read."""
+    files = files_within(folder, UNREAD_ENDINGS) if files is None else files
+    counts = Counter(path.suffix.lower() for path in files if path.suffix.lower() in UNREAD_ENDINGS)
     for ending, count in sorted(counts.items()):
-        where, advice = printable(str(folder)), UNREAD_ENDINGS[ending]
-        _say_once(f"Left out of {where}, as they are not read: {count:,} {ending}. To have them: {advice}.")
+        _say_once(
+            f"Left out of {printable(str(folder))}, as they are not read: {count:,} {ending}. Convert them to JPEG or "
+            "PNG; .heic and .jxl are read after pip install 'frugalvit[pictures]'."
+        )
 
 
 def leave_out(paths: list[Path], reason: str):
@@ -176,7 +161,6 @@ def leave_out(paths: list[Path], reason: str):
     _say_once(f"Left out of {where}, as {reason}: {names}.")
 
 
-# A folder is looked through for its parts, and then for each of them.
 @functools.cache
 def _say_once(message: str):
     PartialState().print(message, file=sys.stderr)

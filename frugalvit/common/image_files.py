@@ -13,39 +13,34 @@ from PIL import Image
 from tqdm import tqdm
 
 from .data import find_image_column
-from .decoding import read_image, read_record
-from .folders import image_files, parquet_files, say_unread
+from .decoding import IMAGE_ENDINGS, read_record
+from .folders import METADATA_FILES, files_within, say_unread
 from .tables import printable
 
 
-# What an error about a file says to do; not where it was done.
+# Left out of the message where such images are skipped.
 SKIP_HINT = " To go on without such images: --skip-corrupt."
 
 
 def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
     """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns.
-    If several folders, for example of classes, have more images than `limit`, so many are taken, evenly spread.
-
-    Raises:
-        FileNotFoundError: if an argument stands for no file.
-    """
+    If several folders, for example of classes, have more images than `limit`, that many are taken, evenly spread."""
     found = []
     for argument in arguments:
         path = Path(argument).expanduser()
         if path.is_dir():
             say_unread(path)
-            files = sorted([*image_files(path), *parquet_files(path)])
-            problem = "are no images in the folder"
-        elif path.exists() and not path.is_file():
-            raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
+            files = sorted(files_within(path, {*IMAGE_ENDINGS, ".parquet"}))
+            files = [file for file in files if file.name not in METADATA_FILES]
         elif path.exists():
-            files, problem = [path], ""
+            if not path.is_file():
+                raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
+            files = [path]
         else:
             files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
-            problem = (
-                "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
-            )
         if not files:
+            kind = "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
+            problem = "are no images in the folder" if path.is_dir() else kind
             raise FileNotFoundError(f"There {problem} {argument!r}; give image files, folders or patterns.")
         found += files
     in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
@@ -55,15 +50,7 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`.
-
-    Args:
-        paths (sequence of `Path`): The files.
-        image_column (`str`, *optional*): Column of parquet files, if names and types do not tell.
-
-    Raises:
-        ValueError: if a parquet file is corrupt, or has no column of images, or several.
-    """
+    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):
@@ -96,18 +83,11 @@ def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
                 yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}
 
 
-def decode_file(
-    file: Path | dict,
-    name: str,
-    at_least: tuple[int, int] | None = None,
-) -> Image.Image:
-    """Read the RGB image in a file, or of an undecoded `datasets` record; `at_least` as in `read_image`.
-
-    Raises:
-        ValueError: if it is no image or is corrupt, with a hint what to do.
-    """
+def decode_file(file: Path | dict, name: str, at_least: tuple[int, int] | None = None) -> Image.Image:
+    """Read the RGB image in a file, or of an undecoded `datasets` record, or raise a ValueError that names it;
+    `at_least` as in `read_image`."""
     try:
-        return read_record(file, at_least) if isinstance(file, dict) else read_image(file, at_least=at_least)
+        return read_record(file, at_least)
     except PermissionError:
         raise
     # Decoders raise whatever a broken file leads them to.

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.compute as pc
 from accelerate import PartialState
 
-from .tables import shortened
+from .tables import first_line, shortened
 
 
 IMAGENET_CLASSES = 1000
@@ -48,26 +48,32 @@ def name_labels(images, names: list[str] | None, default_names: list[str] | None
         if names is None:
             raise ValueError("The stream's labels have no names; give them with --class-names.")
     elif "string" in feature.dtype:
-        found = sorted(label for label in images.unique("label") if label is not None)
-        names = names or found
-        if unknown := [label for label in found if label not in names]:
-            raise ValueError(f"The labels {shortened(unknown)} are none of the classes {shortened(names)}.")
+        names = names or sorted(label for label in images.unique("label") if label is not None)
     else:
-        highest = label_numbers(images).max(initial=-1)
-        if highest >= (len(names) if names else MOST_CLASSES):
-            numbers = f"expected class numbers from 0 to less than {MOST_CLASSES:,} (--label-column)"
-            known = f"and {len(names)} classes have names (--class-names)" if names else numbers
-            raise ValueError(f"The labels go up to {highest}, {known}.")
+        highest, count = label_numbers(images).max(initial=-1), len(names) if names else MOST_CLASSES
+        if highest >= count:
+            raise ValueError(
+                f"The labels go up to {highest}, expected class numbers from 0 to less than {count:,} (--class-names)."
+            )
         names = names or [str(label) for label in range(highest + 1)]
-    return images if names == own else images.cast_column("label", datasets.ClassLabel(names=names))
+    if names == own:
+        return images
+    try:
+        return images.cast_column("label", datasets.ClassLabel(names=names))
+    except ValueError as error:
+        raise ValueError(
+            f"The labels are not all among the classes {shortened(names)} ({first_line(error)})."
+        ) from error
 
 
 def check_labels(images: datasets.Dataset, split: str):
     """Raise a ValueError if an image has no label: the test splits of some data sets keep theirs secret."""
     missing = np.flatnonzero(label_numbers(images) < 0)
     if len(missing):
-        others = f", as {len(missing) - 1:,} others of {len(images):,}" if len(missing) > 1 else ""
-        raise ValueError(f"Image {missing[0]} of the split {split!r} has no label{others}; choose another split.")
+        raise ValueError(
+            f"{len(missing):,} of {len(images):,} images of the split {split!r} have no label, the first is image "
+            f"{missing[0]}; choose another split."
+        )
 
 
 def check_same_classes(names: list[str] | None, images):
@@ -106,20 +112,19 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
         ValueError: if the data set has classes that the model does not know, or one that could be several of its, as
             ImageNet's two cranes.
     """
-    found = [[] for _ in names]
-    for form in (compose, _plain):
-        known = defaultdict(list)
-        for index, label in id2label.items():
-            known[form(label)].append(index)
-        found = [indices or known.get(form(name), []) for name, indices in zip(names, found, strict=True)]
-    if all(found):
-        for name, indices in zip(names, found, strict=True):
+    exact, plain = defaultdict(list), defaultdict(list)
+    for index, label in id2label.items():
+        exact[compose(label)].append(index)
+        plain[_plain(label)].append(index)
+    found = {name: exact.get(compose(name)) or plain.get(_plain(name), []) for name in names}
+    if all(found.values()):
+        for name, indices in found.items():
             if len(indices) > 1:
                 raise ValueError(
                     f"The model has {len(indices)} classes called {name!r} ({', '.join(map(str, indices))}). Name the "
                     "data set's classes by the model's numbers, in the order of the labels (--class-names)."
                 )
-        return [index for [index] in found]
+        return [found[name][0] for name in names]
     if len(id2label) == IMAGENET_CLASSES:
         from timm.data import ImageNetInfo
 
@@ -128,13 +133,9 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
             return [synsets[name] for name in names]
     if all(name.isdecimal() and int(name) < len(id2label) for name in names):
         return [int(name) for name in names]
-    if len(names) > len(id2label):
-        raise ValueError(
-            f"The data set has {len(names)} classes ({', '.join(names[:3])}, …), the model only {len(id2label)}."
-        )
-    if all(_NO_NAME.fullmatch(label) for label in id2label.values()):
+    if len(names) <= len(id2label) and all(_NO_NAME.fullmatch(label) for label in id2label.values()):
         return list(range(len(names)))
-    unknown = [name for name, indices in zip(names, found, strict=True) if not indices]
+    unknown = [name for name, indices in found.items() if not indices]
     raise ValueError(
         f"The model does not know {len(unknown)} of the data set's {len(names)} classes ({', '.join(unknown[:3])}); "
         f"its own are {shortened(list(id2label.values()))}. Name those of the data set as the model does, or by its "

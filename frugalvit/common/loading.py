@@ -5,30 +5,20 @@ import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 
-import numpy as np
 import torch
 import transformers
 from PIL import Image
 from torch import nn
 from transformers import (
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
     AutoConfig,
     AutoImageProcessor,
-    AutoModel,
     AutoModelForImageClassification,
-    AutoProcessor,
-    BitsAndBytesConfig,
-    Gemma3ForConditionalGeneration,
-    LlavaForConditionalGeneration,
-    LlavaOnevisionForConditionalGeneration,
-    PaliGemmaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
-    ProcessorMixin,
-    ViTImageProcessor,
 )
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import is_bitsandbytes_available, logging
 
 from ..configuration.configuration_base import pair
@@ -39,20 +29,17 @@ from ..modeling.open_clip_adapter import open_clip_image_processor
 from .choices import OPEN_CLIP
 from .exported import ExportedModule, is_exported
 from .resources import locate_model
+from .tables import shortened
 
 
 # VLMs with a grid of patches, whose processors may cut images into tiles.
-GRID_VLMS = {"gemma3": Gemma3ForConditionalGeneration, "llava_onevision": LlavaOnevisionForConditionalGeneration}
+GRID_VLMS = ("gemma3", "llava_onevision")
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
 _UNREAD = frozenset({"pooler", "decoder", "mask_token"})
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """Return the device of a name, by default an accelerator if there is one, else the CPU.
-
-    Raises:
-        ValueError: if this machine has no such device.
-    """
+    """Return the device of a name, by default an accelerator if there is one; raise a ValueError if there is none."""
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -60,28 +47,21 @@ def choose_device(name: str | None = None) -> torch.device:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
-            f"The device {name!r} cannot be used here ({_one_line(error)}); expected one like 'cpu', 'cuda', 'cuda:1' "
-            "or 'mps' that this machine has. Leave it out to have it chosen."
+            f"The device {name!r} cannot be used here ({shorten(str(error), 300)}); expected cpu, cuda, cuda:1 or mps."
         ) from error
     return device
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
     """Return a model's folder (of one that ships, by its name) or hub id, and its revision as an argument of
-    `from_pretrained`: `owner/name@revision` pins a branch, tag or commit.
-
-    Raises:
-        ValueError: if nothing follows the `@`, or a model of that name lies in a clone of the repository alone.
-    """
+    `from_pretrained`: `owner/name@revision` pins a branch, tag or commit."""
     name = os.fspath(locate_model(name))
     if (place := Path(name).expanduser()).exists():
         return str(place), {}
     hub_id, at, revision = name.partition("@")
-    if not at:
-        return name, {}
-    if not revision:
+    if at and not revision:
         raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")
-    return hub_id, {"revision": revision}
+    return hub_id, {"revision": revision} if at else {}
 
 
 def load_image_classifier(
@@ -98,25 +78,20 @@ def load_image_classifier(
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
 
     Raises:
-        ValueError: if there is no such model, it classifies nothing, weights are missing or left over, or a class has
-            no name.
+        ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
     """
-
     kind = "an image classifier"
     if is_exported(name):
-        model = load_exported(name, device, kind, ["logits"])
-        image_processor = load_image_processor(name, False, kind)
+        found = load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
     else:
-        model, image_processor = load_with_image_processor(
-            name, device, trust_remote_code, kind, lambda config: AutoModelForImageClassification
-        )
-    labels = model.config.id2label
+        auto = AutoModelForImageClassification
+        found = load_with_image_processor(name, device, trust_remote_code, kind, lambda _: auto)
+    labels = found[0].config.id2label
     if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
         raise ValueError(
-            f"Cannot load {os.fspath(name)!r} as {kind}: id2label in its config.json has no names of the classes 0 to "
-            f"{len(labels) - 1}, one each."
+            f"Cannot load {os.fspath(name)!r} as {kind}: id2label in its config.json has no names 0, 1, …."
         )
-    return model, image_processor
+    return found
 
 
 def load_exported(
@@ -126,11 +101,8 @@ def load_exported(
     outputs: list[str],
     part: str | None = None,
 ) -> ExportedModule:
-    """Load a program that `frugalvit export` wrote, by default the one that sees images; `kind` is for messages.
-
-    Raises:
-        ValueError: if it computes none of the outputs, another device than the CPU is given, or the folder is damaged.
-    """
+    """Load a program that `frugalvit export` wrote, by default the one that sees images, on the CPU. It has to compute
+    one of `outputs`; `kind` is for messages."""
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
     model = ExportedModule(name, part)
@@ -145,18 +117,14 @@ def load_vision_model(
     """Load a vision transformer or a SparseFormer for inference, in float32, and its image processor.
 
     Parts that pretraining alone needs (a decoder, a mask token) and a pooler after [CLS] are left out: their weights
-    may be missing or left over.
+    may be missing or left over. Of a LLaVA, the vision tower is returned.
 
     Args:
         name (`str` or `os.PathLike`):
             Folder that `save_pretrained` or timm wrote, or a hub id, of a vision transformer with or without
             classifier, a CLIP, a SigLIP, a SparseFormer or a LLaVA; or `open_clip:MODEL:PRETRAINED`,
             `open_clip:hf-hub:ID`, `open_clip:local-dir:FOLDER`.
-        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
-
-    Returns:
-        `tuple`: The model, of a LLaVA its vision tower, and the image processor.
+        device, trust_remote_code: As in `load_image_classifier`.
 
     Raises:
         ValueError: if there is no such model, or weights are missing or left over.
@@ -167,15 +135,12 @@ def load_vision_model(
         name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
     )
     tower = getattr(getattr(model, "model", None), "vision_tower", None)
-    if tower is None:
-        return model, image_processor
-    if model.config.model_type in GRID_VLMS:
+    if tower is not None and model.config.model_type in GRID_VLMS:
         image_processor = _tile_processor(image_processor, model.config.vision_config)
-    # A LLaVA's vision tower.
-    return tower, image_processor
+    return model if tower is None else tower, image_processor
 
 
-def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProcessor:
+def _tile_processor(image_processor, config: PreTrainedConfig) -> transformers.ViTImageProcessor:
     """Return an image processor that makes one tile of an image, for the tower of a model that cuts several."""
     height, width = pair(config.image_size)
     fields = ("do_convert_rgb", "do_normalize", "do_rescale", "image_mean", "image_std", "resample", "rescale_factor")
@@ -183,7 +148,7 @@ def _tile_processor(image_processor, config: PreTrainedConfig) -> ViTImageProces
     if known.get("resample") == Image.Resampling.LANCZOS:
         # Which training does not follow; tiles hardly differ.
         known["resample"] = Image.Resampling.BICUBIC
-    return ViTImageProcessor(size={"height": height, "width": width}, **known)
+    return transformers.ViTImageProcessor(size={"height": height, "width": width}, **known)
 
 
 def _vision_class(config: PreTrainedConfig) -> type:
@@ -202,9 +167,12 @@ def _vision_class(config: PreTrainedConfig) -> type:
                 return getattr(module, architecture)
     else:
         remote = getattr(config, "auto_map", None) or {}
-        if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING or "AutoModelForImageClassification" in remote:
+        if (
+            type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+            or "AutoModelForImageClassification" in remote
+        ):
             return AutoModelForImageClassification
-    return MODEL_MAPPING.get(type(config), AutoModel)
+    return transformers.MODEL_MAPPING.get(type(config), transformers.AutoModel)
 
 
 def load_llava(
@@ -214,29 +182,27 @@ def load_llava(
     quantize: str | None = None,
     device_map: str | None = None,
     grids: bool = False,
-) -> tuple[PreTrainedModel, ProcessorMixin]:
+) -> tuple[PreTrainedModel, transformers.ProcessorMixin]:
     """Load a LLaVA 1.5, a PaliGemma or, with `grids`, another VLM whose vision tower can be replaced, and its
     processor; other arguments and errors as of `load_pretrained`."""
-    classes = {"llava": LlavaForConditionalGeneration, "paligemma": PaliGemmaForConditionalGeneration}
-    if grids:
-        classes |= GRID_VLMS
+    types = ("llava", "paligemma", *(GRID_VLMS if grids else ()))
 
     def choose_class(config: PreTrainedConfig) -> type:
-        if config.model_type not in classes:
-            if config.model_type.startswith("sparseformer_"):
-                raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
-            others = ", ".join([*classes][1:])
+        if config.model_type.startswith("sparseformer_"):
+            raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
+        if config.model_type not in types:
+            others = ", ".join(types[1:])
             raise ValueError(
                 f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or another of {others}"
             )
-        return classes[config.model_type]
+        return transformers.AutoModelForImageTextToText
 
     model = load_pretrained(
         name, device, False, "a LLaVA", choose_class, dtype=dtype, quantize=quantize, device_map=device_map
     )
     hub_id, revision = split_revision(name)
     with one_error(name, "a LLaVA"):
-        return model, AutoProcessor.from_pretrained(os.path.expanduser(hub_id), **revision)
+        return model, transformers.AutoProcessor.from_pretrained(hub_id, **revision)
 
 
 def load_with_image_processor(
@@ -253,24 +219,18 @@ def load_with_image_processor(
 
 
 def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind: str):
-    """Load the image processor of a model and try it; arguments and errors as in `load_pretrained`."""
+    """Load the image processor of a model; arguments and errors as in `load_pretrained`."""
     hub_id, revision = split_revision(name)
-    wrong = f"Cannot load {os.fspath(name)!r} as {kind}: "
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 61, 3), dtype=np.uint8))
     try:
         with one_error(name, kind):
-            found = AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
-            pixel_values = torch.as_tensor(np.asarray(found(image, return_tensors="pt")["pixel_values"]))
+            return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
     except ValueError as error:
         if not Path(hub_id).is_dir() or any(Path(hub_id).glob("*processor_config.json")):
             raise
         raise ValueError(
-            f"{wrong}without a preprocessor_config.json it does not say how its images are resized and normalized. "
-            "Save the image processor of the model's family beside it."
+            f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how its "
+            "images are resized and normalized. Save the image processor of the model's family beside it."
         ) from error
-    if not pixel_values.isfinite().all():
-        raise ValueError(f"{wrong}its image processor makes pixels that are not finite; check image_mean, image_std.")
-    return found
 
 
 def check_folder(folder: Path):
@@ -279,9 +239,8 @@ def check_folder(folder: Path):
         return
     hint = "Give a folder that `save_pretrained` wrote."
     # Trainer leaves checkpoints alone where nobody has called `save_model`.
-    if checkpoints := [path.parent for path in folder.glob("checkpoint-*/config.json")]:
-        newest = max(checkpoints, key=lambda path: (len(path.name), path.name))
-        hint = f"Its newest checkpoint has one: give {str(newest)!r}."
+    if checkpoint := get_last_checkpoint(folder):
+        hint = f"Its newest checkpoint has one: give {checkpoint!r}."
     raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. {hint}")
 
 
@@ -299,56 +258,51 @@ def load_pretrained(
     """Load a model of Transformers or of this package for inference, whole or not at all.
 
     Args:
-        name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
-        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
-        trust_remote_code (`bool`): Run code that comes with the model.
+        name, device, trust_remote_code: As in `load_image_classifier`.
         kind (`str`): Kind of model that is expected, with an article, for messages.
         choose_class (`Callable`): Returns the class to load, given the configuration.
-        unread (`frozenset[str]`, *optional*):
-            Names of parts whose weights may be missing or left over; a pooler is left out where it can be.
+        unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Type of the weights.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for the weights of a language model.
         device_map (`str`, *optional*): As of `from_pretrained`, instead of `device`.
 
     Raises:
-        ValueError: if there is no such model, it is of another kind, weights are missing or left over, or bitsandbytes
-            is not installed.
+        ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
     """
     given, (name, revision) = os.fspath(name), split_revision(name)
     folder = Path(name)
-    if folder.is_file():
-        raise ValueError(f"The model {given!r} is a file; give the folder that holds its config.json.")
     if not folder.is_dir() and (name.startswith((".", "~", os.sep)) or name.count("/") != 1 or folder.parent.is_dir()):
         raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
-
-    device = choose_device(None if device is None else str(device))
+    device = choose_device(device and str(device))
     check_folder(folder)
-    placement = {"device_map": device_map} if device_map else {}
+    placed = bool(device_map or quantize)
+    options = {"device_map": device_map or {"": device}} if placed else {}
     if quantize:
-        placement = {"device_map": device_map or {"": device}, "quantization_config": _quantization(quantize, dtype)}
+        options["quantization_config"] = _quantization(quantize, dtype)
     with one_error(given, kind):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
         model_class = choose_class(config)
-        # Classes of Transformers and of this package take no code from elsewhere.
-        remote = {"trust_remote_code": trust_remote_code} if model_class.__name__.startswith("Auto") else {}
-        # Other shapes are refused below, by name.
-        options = {"ignore_mismatched_sizes": True, **remote, **revision, **placement}
+        if model_class.__name__.startswith("Auto"):
+            # Classes of Transformers and of this package take no code from elsewhere.
+            options["trust_remote_code"] = trust_remote_code
         if "pooler" in unread and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
             options["add_pooling_layer"] = False
         if model_args := getattr(config, "model_args", None):
             # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
             options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
-        model, report = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+        # Other shapes are refused below, by name.
+        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, **revision}
+        model, report = model_class.from_pretrained(name, dtype=dtype, **options)
         load_context_broadcast(model, name, report)
     check_complete(given, model, report, kind, unread)
-    return model.eval() if placement else model.eval().to(device)
+    return model.eval() if placed else model.eval().to(device)
 
 
-def _quantization(bits: str, dtype: torch.dtype) -> BitsAndBytesConfig:
+def _quantization(bits: str, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
     """Return bitsandbytes' configuration for a language model; the vision tower, projector and head are left out."""
     if not is_bitsandbytes_available():
         raise ValueError("--quantize is bitsandbytes', which is not installed: pip install 'frugalvit[quantize]'.")
-    return BitsAndBytesConfig(
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=bits == "4bit",
         load_in_8bit=bits == "8bit",
         bnb_4bit_compute_dtype=dtype,
@@ -368,17 +322,15 @@ def check_complete(
     other arguments as of `load_pretrained`."""
     mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
     for problem, keys in (
-        ("lacks", report["missing_keys"]),
-        ("does not know", report["unexpected_keys"]),
-        ("has other shapes of", mismatched),
+        ("checkpoint lacks", report["missing_keys"]),
+        ("model class does not know", report["unexpected_keys"]),
+        ("checkpoint has other shapes of", mismatched),
     ):
         keys = sorted(key for key in keys if unread.isdisjoint(key.split(".")))
         if keys:
-            names = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-            part = "model class" if problem == "does not know" else "checkpoint"
             raise ValueError(
-                f"{given!r} is no complete {type(model).__name__}: its {part} {problem} {names}. "
-                f"Save it again as {kind}."
+                f"{given!r} is no complete {type(model).__name__}: its {problem} {shortened(keys)}. Save it again as "
+                f"{kind}."
             )
 
 
@@ -393,12 +345,11 @@ def one_error(name: str | os.PathLike, kind: str):
         yield
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
+        message = f"{type(error).__name__}: {shorten(str(error), 300)}"
         if "trust_remote_code" in str(error):
             message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
         elif isinstance(error, OSError) and not Path(name).exists():
-            message = f"there is no such folder here, and of the hub: {_one_line(error)}"
-        else:
-            message = f"{type(error).__name__}: {_one_line(error)}"
+            message = f"there is no such folder here, and of the hub: {shorten(str(error), 300)}"
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -416,16 +367,7 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
             f"The open_clip model {name!r} has no weights; give {OPEN_CLIP}MODEL:PRETRAINED, for example "
             f"{OPEN_CLIP}ViT-B-16:openai, or {OPEN_CLIP}hf-hub:ID."
         )
-    device = choose_device(None if device is None else str(device))
-    try:
+    device = choose_device(device and str(device))
+    with one_error(f"{OPEN_CLIP}{name}", "an open_clip model"):
         model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
-    # Weights and configurations fail in more ways than can be listed.
-    except Exception as error:
-        message = f"{type(error).__name__}: {_one_line(error)}"
-        raise ValueError(f"Cannot load the open_clip model {name!r}: {message}") from error
     return model.float().eval(), open_clip_image_processor(model)
-
-
-def _one_line(error: BaseException, limit: int = 300) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[:limit] + "…"

@@ -22,7 +22,7 @@ class Macs(NamedTuple):
 def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> Macs:
     """Count the multiply-accumulates of convolutions, linear layers and matrix products for one image.
 
-    Nothing is computed: the model runs on the meta device, its own weights stay where they are.
+    The model runs on the meta device, without computing anything; its own weights stay where they are.
 
     Args:
         model (`nn.Module`): A Transformers, timm or open_clip vision model that takes `(1, channels, height, width)`.
@@ -37,21 +37,21 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
     """
     with FlopCounterMode(display=False) as counter:
         _run_on_meta(model, image_size, num_channels)
-    flops = counter.get_flop_counts()
-    attention = sum(
-        count
-        for name in _attention_modules(model)
-        for operator, count in flops.get(name, {}).items()
-        if operator.__name__ in ("bmm", "baddbmm") or "dot_product_attention" in operator.__name__
-    )
-    # Nothing was counted where there are no products.
+    flops, attention, outermost = counter.get_flop_counts(), 0, ()
+    for name, module in model.named_modules():
+        if "Attention" in type(module).__name__ and not name.startswith(outermost):
+            outermost += (f"{name}.",)
+            for operator, count in flops.get(f"{type(model).__name__}.{name}", {}).items():
+                if operator.__name__ in ("bmm", "baddbmm") or "dot_product_attention" in operator.__name__:
+                    attention += count
+    # Nothing is counted where there are no products.
     total = sum(flops.get("Global", {}).values())
     return Macs((total - attention) // 2, total // 2)
 
 
 def macs_of(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
-    """The `macs_with_attention` of `count_macs`. A model that the meta device cannot run, as it holds on to weights
-    beside its modules' or reads the shapes of its images, runs as it is; arguments as those of `count_macs`."""
+    """The `macs_with_attention` of `count_macs`. A model that the meta device cannot run (it holds weights beside its
+    modules' or reads the shapes of its images) runs as it is."""
     try:
         return count_macs(model, image_size, num_channels).macs_with_attention
     except RuntimeError:
@@ -64,15 +64,8 @@ def macs_of(model: nn.Module, image_size: int | tuple[int, int], num_channels: i
 
 
 def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
-    """Count what Context Broadcasting adds for one image, as the paper's tables S5 and S6 do: an operation a token and
-    channel, two for `cb_hybrid`. `count_macs` sees none of it, as there are no products of matrices.
-
-    Args:
-        model, image_size, num_channels: As in `count_macs`.
-
-    Returns:
-        `int`: Operations; 0 without Context Broadcasting.
-    """
+    """Count the operations that Context Broadcasting adds for one image, as in the paper's tables S5 and S6: one per
+    token and channel, two for `cb_hybrid`. `count_macs` counts none of them. Arguments as in `count_macs`."""
     operations = []
 
     def count(module: ContextBroadcast, args, output: torch.Tensor):
@@ -88,22 +81,19 @@ def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int],
 
 
 def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):
-    """A forward pass with one image that computes nothing."""
+    """Run a forward pass with one image that computes nothing."""
     tensors = {
         name: tensor.detach().to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     image = torch.empty(1, num_channels, *pair(image_size), dtype=dtype, device="meta")
-    arguments = {"output_tokens": True} if "output_tokens" in getattr(model, "base_model_arguments", {}) else {}
-    with torch.no_grad():
-        torch.func.functional_call(model, tensors, (image,), arguments)
-
-
-def _attention_modules(model: nn.Module) -> list[str]:
-    """The outermost modules that attend, named as the counter names them."""
-    names: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in names)
-        if "Attention" in type(module).__name__ and not inside:
-            names.append(name)
-    return [f"{type(model).__name__}.{name}" for name in names]
+    # SparseFormers may leave out tokens of the last block that a classifier does not read; all are counted.
+    skipping = [module for module in model.modules() if getattr(module, "skips_unread_tokens", False)]
+    for module in skipping:
+        module.skips_unread_tokens = False
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(model, tensors, (image,))
+    finally:
+        for module in skipping:
+            module.skips_unread_tokens = True

@@ -3,7 +3,6 @@
 A mask is a `(height, width)` uint8 tensor of class numbers; 255 does not count.
 """
 
-import functools
 import io
 import json
 from collections import defaultdict
@@ -33,8 +32,11 @@ BACKGROUND, IGNORE = "_background_", "__ignore__"
 def load_masked_splits(data) -> tuple:
     """Load images to train, evaluate and test on, see `load_parts`; labelme's names become `data.class_names`."""
     data.class_names = data.class_names or _labelme_names(_find_pairs(data.dataset)) or None
-    columns = {"image_column": data.image_column, "mask_column": data.mask_column}
-    load = functools.partial(load_masked_images, name=data.dataset_config, class_names=data.class_names, **columns)
+    columns = data.image_column, data.mask_column
+
+    def load(dataset: list[str], split: str, streaming: bool = False):
+        return load_masked_images(dataset, split, data.dataset_config, *columns, data.class_names, streaming)
+
     return load_parts(data, load, lambda dataset: masked_split_names(dataset, data.dataset_config))
 
 
@@ -47,11 +49,11 @@ def load_masked_images(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load images and their masks into the columns `image` and `mask`, not decoded.
 
-    A data set is a hub id (with a configuration, `name`), parquet files or a folder of them, with a column of images
-    and one of masks; a folder with `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` as ADE20K has it (`masks`
-    or `labels`, too); or one with `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A single part needs no SPLIT.
-    `split` may be a slice, `"train[:100]"`. `class_names` are labelme's labels in the order of their numbers, by
-    default `_background_` and those of all files, sorted; without it, pixels outside of all shapes do not count.
+    A data set is what `load_table` takes, with a column of images and one of masks; a folder with
+    `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or one with
+    `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A single part needs no SPLIT. `split` may be a slice.
+    `class_names` are labelme's labels in the order of their numbers, by default `_background_` and those of all files,
+    sorted; without `_background_`, pixels outside of all shapes do not count.
     """
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)
@@ -61,10 +63,8 @@ def load_masked_images(
     image_column = image_column or next((column for column in found if column in ("image", "img")), None)
     others = [column for column in found if column != image_column]
     mask_column = mask_column or (others[0] if len(others) == 1 else None)
-    if image_column not in found or mask_column not in found:
-        raise ValueError(
-            f"{dataset!r} has the images {', '.join(found)}; expected one, and masks: image_column, mask_column."
-        )
+    if not {image_column, mask_column} <= {*found}:
+        raise ValueError(f"{dataset!r} has the images {', '.join(found)}; give image_column and mask_column.")
     names = {image_column: "image", mask_column: "mask"}
     # This comes first: renaming the columns of a stream would read from it.
     for column in names:
@@ -82,9 +82,8 @@ def _find_pairs(dataset: str | list[str]) -> dict[str, list[tuple[Path, Path]]]:
     for part in parts or [images]:
         roots = [folder / name / part.relative_to(images) for name in MASK_FOLDERS[::-1] if images != folder]
         mask_of = {path.stem: path for root in roots for path in _pictures(root) if path.suffix.lower() not in LOSSY}
-        for image in _pictures(part):
-            mask = mask_of.get(image.stem, image.with_suffix(".json"))
-            pairs["train" if part == images else part_called(part.name) or part.name].append((image, mask))
+        split = "train" if part == images else part_called(part.name) or part.name
+        pairs[split] += [(image, mask_of.get(image.stem, image.with_suffix(".json"))) for image in _pictures(part)]
     return pairs if any(mask.is_file() for part in pairs.values() for _, mask in part) else {}
 
 
@@ -93,52 +92,54 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datasets.Dataset:
-    part = split.partition("[")[0]
     # The name of a folder is a split, too.
-    found = pairs.get(part) or pairs.get(part_called(part), [])
-    try:
-        slices = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(found)})
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"Cannot take {split!r} of {len(found)} images: {error}") from error
-    found = [found[index] for each in slices for index in range(each.from_, each.to)]
-    if not found:
-        raise ValueError(f"The folder has no split {split!r} with images; it has {', '.join(pairs)}.")
+    folder, bracket, numbers = split.partition("[")
+    part = part_called(folder) or folder
+    if part not in pairs:
+        raise ValueError(f"The folder has no split {folder!r}; it has {', '.join(pairs)}.")
+    [found] = datasets.ReadInstruction.from_spec(f"{part}{bracket}{numbers}").to_absolute({part: len(pairs[part])})
     names = class_names or _labelme_names(pairs)
     columns = {"image": [], "mask": []}
-    for image, mask in found:
+    for image, mask in pairs[part][found.from_ : found.to]:
         if not mask.is_file():
             raise ValueError(f"The image {image} has no mask in a folder {', '.join(MASK_FOLDERS)}, nor labelme's.")
         columns["image"].append(undecoded(image))
         columns["mask"].append(_draw(mask, names) if mask.suffix == ".json" else undecoded(mask))
+    if not columns["image"]:
+        raise ValueError(f"The split {split!r} has no images.")
     say_unread(image.parent)
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(columns, datasets.Image(decode=False))))
 
 
 def _labelme_names(pairs: dict) -> list[str]:
     files = {mask for part in pairs.values() for _, mask in part if mask.suffix == ".json" and mask.is_file()}
-    labels = {label for file in files for label, *_ in _read_labelme(file)[1]}
+    labels = {shape["label"] for file in files for shape in _read_labelme(file)["shapes"]}
     return [BACKGROUND, *sorted(labels - {BACKGROUND, IGNORE})] if files else []
 
 
-def _read_labelme(file: Path) -> tuple[tuple[int, int], list[tuple]]:
+def _read_labelme(file: Path) -> dict:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        shapes = [(each["label"], each["shape_type"], [*map(tuple, each["points"])]) for each in content["shapes"]]
-        return (content["imageWidth"], content["imageHeight"]), shapes
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no file of labelme's ({type(error).__name__}: {first_line(error)}).") from error
+        if {"shapes", "imageWidth", "imageHeight"} <= content.keys():
+            return content
+    except (ValueError, AttributeError):
+        pass
+    raise ValueError(f"{file} is no file of labelme's.")
 
 
 def _draw(file: Path, names: list[str]) -> dict:
     """The record of a picture of the class numbers in a file of labelme; later shapes cover earlier ones."""
     numbers = {IGNORE: IGNORED} | {name: number for number, name in enumerate(names)}
-    size, shapes = _read_labelme(file)
-    mask = Image.new("L", size, numbers.get(BACKGROUND, IGNORED))
-    for label, kind, points in shapes:
-        if label not in numbers or kind != "polygon" or len(points) < 3:
+    content = _read_labelme(file)
+    mask = Image.new("L", (content["imageWidth"], content["imageHeight"]), numbers.get(BACKGROUND, IGNORED))
+    for shape in content["shapes"]:
+        label, kind = shape["label"], shape["shape_type"]
+        if label not in numbers or kind != "polygon":
             raise ValueError(f"{file} has a {kind} {label!r}, expected polygons of {shortened(names)}.")
+        points = [tuple(point) for point in shape["points"]]
         ImageDraw.Draw(mask).polygon(points, numbers[label], numbers[label])
-    mask.save(encoded := io.BytesIO(), "PNG")
+    encoded = io.BytesIO()
+    mask.save(encoded, "PNG")
     return {"bytes": encoded.getvalue(), "path": None}
 
 
@@ -147,9 +148,8 @@ class MaskReader:
     with `reduce_labels`, 0 does not either, and 1 is the first class, as in ADE20K."""
 
     def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):
-        self.num_labels, self.table = num_labels, np.arange(256, dtype=np.uint8)
-        if wrong := [label for label in ignored_labels if not 0 <= label <= IGNORED]:
-            raise ValueError(f"ignored_labels are {wrong}, expected numbers from 0 to {IGNORED}.")
+        self.num_labels = num_labels
+        self.table = np.arange(256, dtype=np.uint8)
         if reduce_labels:
             self.table[:-1] = [IGNORED, *range(IGNORED - 1)]
         self.table[[*ignored_labels]] = IGNORED
@@ -166,8 +166,8 @@ class MaskReader:
         values = values.astype(np.uint8) if values.dtype == bool else values
         if values.shape != size[::-1] or not np.issubdtype(values.dtype, np.integer):
             raise ImageError(
-                f"The mask of image {index} is a picture of mode {mode} with {values.shape[1]} x {values.shape[0]} "
-                f"pixels, expected one channel of class numbers, {size[0]} x {size[1]} as the upright image."
+                f"The mask of image {index} has mode {mode} and shape {values.shape}, expected one channel of class "
+                f"numbers of shape {size[::-1]}, as the upright image."
             )
         values = self.table[values] if values.max(initial=0) <= 255 else values
         wrong = np.unique(values[(values >= self.num_labels) & (values != IGNORED)])

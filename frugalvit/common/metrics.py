@@ -3,13 +3,12 @@
 import datasets
 import evaluate
 import numpy as np
-import torch
 
-from .scores import check_scores, negative_log_likelihood
+from .scores import check_scores
 
 
 class _Metric(evaluate.Metric):
-    """A metric that keeps `kept` of predictions and references, and writes nothing to disk."""
+    """A metric that keeps `kept` of predictions and references, in memory."""
 
     kept = datasets.Sequence(datasets.Value("int64"))
 
@@ -22,11 +21,10 @@ class _Metric(evaluate.Metric):
 
 
 class TopKAccuracy(_Metric):
-    """Share of images whose label, or one of whose labels, is among the k highest scores.
+    """Share of images with a right label among the k highest scores.
 
-    Call `add_batch(predictions=scores, references=labels)` with scores `(batch, labels)` and labels `(batch,)`, or
-    `(batch, several)`, filled up with -1, then `compute()`, which returns `{"accuracy": …}` for k = 1 and
-    `{"top5_accuracy": …}` for k = 5.
+    `add_batch` takes scores `(batch, labels)` and references `(batch,)`, or `(batch, several)`, filled up with -1.
+    `compute()` returns `{"accuracy": …}` for k = 1 and `{"top5_accuracy": …}` for k = 5.
     """
 
     def __init__(self, k: int = 1):
@@ -47,21 +45,16 @@ class TopKAccuracy(_Metric):
 
 
 def accuracies() -> evaluate.CombinedEvaluations:
-    """`TopKAccuracy` of 1 and of 5, to be called as one: `accuracy` and `top5_accuracy`."""
+    """`TopKAccuracy` of 1 and of 5 as one: `accuracy` and `top5_accuracy`."""
     return evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)])
 
 
 class SegmentationScores(_Metric):
     """Mean intersection over union, mean accuracy and pixel accuracy of all pixels together.
 
-    Call `add_batch(predictions=maps, references=masks)` with class numbers of one shape, then `compute()`, which
-    returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a class. A class that does
-    not occur and is not predicted has no intersection over union (`None`) and does not count in the means; one that is
-    only predicted has 0. Of a batch, only the number of pixels of each class is kept.
-
-    Args:
-        num_labels (`int`): Classes.
-        ignore_index (`int`): Reference that does not count.
+    `add_batch` takes arrays of class indices of one shape; references `ignore_index` do not count. `compute()` returns
+    `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value per class. A class that neither
+    occurs nor is predicted has no intersection over union (`None`) and does not count in the means.
     """
 
     kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
@@ -71,14 +64,8 @@ class SegmentationScores(_Metric):
         super().__init__()
 
     def add_batch(self, *, predictions, references):
-        """Count pixels of predictions and references, arrays of class numbers of one shape.
-
-        Raises:
-            ValueError: if the shapes differ, or a number that counts is no class.
-        """
+        """Count the pixels of each class."""
         predictions, references = np.asarray(predictions), np.asarray(references)
-        if predictions.shape != references.shape:
-            raise ValueError(f"Got predictions of shape {predictions.shape} for references of {references.shape}.")
         counts = references != self.ignore_index
         predictions, references = predictions[counts].astype(np.int64), references[counts].astype(np.int64)
         for name, values in (("predictions", predictions), ("references", references)):
@@ -108,30 +95,3 @@ def scores_of_pixels(predicted: np.ndarray, right: np.ndarray, real: np.ndarray)
         "pixel_accuracy": float(right.sum() / real.sum()) if present.any() else None,
         "iou": [float(value) if known else None for value, known in zip(iou, occurs, strict=True)],
     }
-
-
-@torch.inference_mode()
-def evaluate_classifier(model: torch.nn.Module, batches, classes: torch.Tensor | None = None) -> dict[str, float]:
-    """Loss, top-1 and top-5 accuracy of an image classifier.
-
-    Where several labels are right for an image, one among the best suffices, and the loss is that of their joint
-    probability.
-
-    Args:
-        model (`nn.Module`): Returns an output with `logits`; it is left in training mode if it was.
-        batches (iterable of `dict`): `pixel_values`, and `labels`, `(batch,)`, or `(batch, several)`, filled up with
-            -1.
-        classes (`torch.Tensor`, *optional*): The classes that are compared, which labels count; all if not given.
-    """
-    was_training = model.training
-    model.eval()
-    measured, loss, count = accuracies(), 0.0, 0
-    for batch in batches:
-        logits = model(pixel_values=batch["pixel_values"]).logits.float()
-        logits = logits if classes is None else logits[:, classes]
-        labels = batch["labels"]
-        loss += negative_log_likelihood(logits, labels).item()
-        count += len(labels)
-        measured.add_batch(predictions=logits.cpu().numpy(), references=labels.cpu().numpy())
-    model.train(was_training)
-    return {"loss": loss / count, **measured.compute()}

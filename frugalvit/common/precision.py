@@ -2,6 +2,7 @@
 
 import functools
 import time
+import timeit
 
 import torch
 from accelerate import Accelerator
@@ -38,27 +39,18 @@ def bfloat16_is_fast() -> bool:
 def _speed_of_bfloat16(size: int, rounds: int = 6) -> float:
     """The speed of a product of two square bfloat16 matrices relative to float32. It is measured in the time of the
     thread itself, as others may use the machine, too."""
-    seconds = {torch.float32: [], torch.bfloat16: []}
-    threads = torch.get_num_threads()
+    seconds, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
-    for _ in range(rounds):
-        for dtype, times in seconds.items():
-            matrix = torch.ones(size, size, dtype=dtype)
-            start = time.thread_time()
-            matrix @ matrix
-            times.append(time.thread_time() - start)
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(size, size, dtype=dtype)
+        seconds.append(min(timeit.repeat(lambda: matrix @ matrix, timer=time.thread_time, repeat=rounds, number=1)))  # noqa: B023
     torch.set_num_threads(threads)
-    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
+    return seconds[0] / seconds[1]
 
 
 def hold_teacher(accelerator: Accelerator, teacher: nn.Module, classifier: nn.Module | None = None):
-    """Freeze a teacher for the run, in bfloat16 where it computes in that and the device is fast at it.
-
-    Args:
-        accelerator (`Accelerator`): The run's; the teacher is called within its `autocast`.
-        teacher (`nn.Module`): On the run's device.
-        classifier (`nn.Module`, *optional*): A part of it that is called alone, on float32, and stays float32.
-    """
+    """Freeze a teacher for the run, in bfloat16 where it computes in that and the device is fast at it. A part that is
+    called alone on float32, its `classifier`, stays float32."""
     teacher.eval().requires_grad_(False)
     if accelerator.mixed_precision == "bf16" and (accelerator.device.type != "cpu" or bfloat16_is_fast()):
         teacher.to(torch.bfloat16)

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer_base import is_sparseformer
+from ..configuration.configuration_base import is_sparseformer, pair
 from .exported import ExportedModule
 from .views import EvalView, ImageFormat, prepare_images, squashes_before_crop, vision_config_of
 
@@ -25,15 +24,15 @@ MOST_THREADS = 8
 class Reader:
     """Prepares images for a model as its image processor does, from images that may be decoded at a lower resolution.
 
-    If bootstrapping can follow the image processor (`ImageFormat.from_processor`), images are resized and cropped as
-    in bootstrapping, as 8-bit numbers, and normalized as a batch. Otherwise, where it squashes images before a crop
-    (DeiT's), and always with `exact`, they go through the image processor, one by one.
+    If training can follow the image processor (`ImageFormat.from_processor`), images are resized and cropped as 8-bit
+    numbers, and normalized as a batch. Otherwise, where it squashes images before a crop (DeiT's), and always with
+    `exact`, they go through the image processor, one by one.
 
     Args:
         image_processor: A Transformers image processor, or a function that is called like one.
         share (`float`, *optional*, defaults to 1.0): The part of the resized image's pixels, each way, that the model
             reads, see `share_read`.
-        exact (`bool`, *optional*, defaults to `False`): Decode images whole, and ask the image processor.
+        exact (`bool`, *optional*, defaults to `False`): Decode images whole, and use the image processor.
 
     Attributes:
         at_least (pair of `int`, *optional*): Width and height that suffice, for `read_image` and others.
@@ -45,8 +44,7 @@ class Reader:
             return
         try:
             self.format = ImageFormat.from_processor(image_processor)
-        # Processors that cannot be followed lack whatever they do not need.
-        except (ValueError, AttributeError, TypeError, KeyError):
+        except ValueError:
             return
         self.view = EvalView(self.format)
         self.at_least = tuple(math.ceil(share * length) for length in self.view.at_least)
@@ -75,12 +73,7 @@ class Reader:
 def share_read(model: nn.Module, num_tokens: int | None = None) -> float:
     """The part of an image's rows and columns that a model reads, up to 1. For a SparseFormer whose tokens embed the
     patches of a grid, it is `grid * patch_size`, the pixels of their points, divided by `image_size`; for other
-    models, it is 1.
-
-    Args:
-        model (`nn.Module`): Any model.
-        num_tokens (`int`, *optional*): Most tokens that it is going to compute with; its own choice if not given.
-    """
+    models, it is 1. `num_tokens` are the most tokens that it is going to compute with, by default its own."""
     config = vision_config_of(getattr(model, "config", None))
     if not is_sparseformer(config) or not config.embeds_patches or isinstance(model, ExportedModule):
         return 1.0
@@ -95,23 +88,15 @@ def share_read(model: nn.Module, num_tokens: int | None = None) -> float:
 def count_threads(num_workers: int = 0) -> int:
     """Number of threads that decode: `num_workers`, or, if that is 0, one for each CPU that the process may use, up to
     `MOST_THREADS`."""
-    if num_workers > 0:
-        return num_workers
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, MOST_THREADS)
+    return num_workers if num_workers > 0 else min(usable, MOST_THREADS)
 
 
 def read_ahead(
     read: Callable[[Item], Result], items: Iterable[Item], ahead: int, num_workers: int = 0
 ) -> Iterator[tuple[Item, Future]]:
-    """Yield items in order, each with the future of `read(item)`, which runs in a thread.
-
-    Args:
-        read (`Callable`): Takes an item; several threads call it.
-        items (iterable): Taken in the thread that iterates, up to `ahead` before they are returned.
-        ahead (`int`): Results that are kept.
-        num_workers (`int`, *optional*, defaults to 0): See `count_threads`.
-    """
+    """Yield items in order, each with the future of `read(item)`, which runs in one of `count_threads(num_workers)`
+    threads, up to `ahead` items before it is returned."""
     pending, pool = deque(), ThreadPoolExecutor(count_threads(num_workers), thread_name_prefix="read")
     try:
         for item in items:

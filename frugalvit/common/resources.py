@@ -19,14 +19,10 @@ def shipped_checkpoints() -> list[str]:
 
 
 def checkpoint_path(name: str) -> Path:
-    """The folder of a model that ships with frugalvit, for `from_pretrained`.
-
-    Args:
-        name (`str`): For example `"cifar10-vit"` or `"cifar10-sparseformer"`.
+    """The folder of a model that ships with frugalvit, for example `"cifar10-vit"`, for `from_pretrained`.
 
     Raises:
-        ValueError: if no model of that name ships, or it lies in a clone of the repository and this is none; the
-            message lists those that are here.
+        ValueError: if no model of that name is here; the message lists those that are.
     """
     names = shipped_checkpoints()
     if name not in names:
@@ -52,10 +48,6 @@ def only_in_a_clone(what: str, hint: str = "") -> ValueError:
 
 
 def locate_model(model: str | os.PathLike) -> str | os.PathLike:
-    """The folder of a model that ships, where its name is given; a folder, also of that name, or hub id as it is.
-
-    Raises:
-        ValueError: if it is the name of a model that lies in a clone of the repository, and this is none.
-    """
+    """The folder of a model that ships, where its name is given; a folder, also of that name, or hub id as it is."""
     ships = model in (*shipped_checkpoints(), *IN_A_CLONE) and not Path(model).exists()
     return str(checkpoint_path(model)) if ships else model

@@ -1,5 +1,6 @@
 """Images to train on, to evaluate on and to test on."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import datasets
@@ -7,12 +8,12 @@ import numpy as np
 from accelerate import PartialState
 
 from .choices import NO_EVALUATION
-from .data import load_images, split_names
-from .labels import check_labels, check_same_classes, class_names, label_numbers, match_labels, say_if_few_classes
+from .data import find_source, load_images, split_names
+from .labels import check_labels, check_same_classes, class_names, label_numbers, match_labels
 from .tables import shortened
 
 
-# Splits that are there to evaluate on, the first choice first.
+# Splits for evaluation, the first choice first.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
 # Images that are held back to evaluate on, where there is no split for that: a share of them, and the most.
 HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
@@ -21,59 +22,50 @@ HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
 def load_splits(data, learns_labels: bool = False) -> tuple:
     """Load the images to train on, to evaluate on and to test on that `DataArguments` name, see `load_parts`.
 
-    A label of -1, as in ImageNet's test split, is no label. Images count as unlabeled, which is printed, if all lack
-    their label, or some for a training that does not learn from labels.
-
-    Args:
-        data (`DataArguments`): The arguments; `data.evaluated` and `data.tested` are filled in.
-        learns_labels (`bool`, *optional*, defaults to `False`): Whether the training learns from the labels. Then all
-            training images need one, and all classes that are evaluated need training images. In a stream, this cannot
-            be checked.
+    A label of -1, as in ImageNet's test split, is no label. Images count as unlabeled if all lack their label, or some
+    for a training that does not learn from labels. With `learns_labels`, all training images need one, and all classes
+    that are evaluated need training images, which cannot be checked in a stream.
 
     Raises:
-        ValueError: as `load_images` and `load_parts`; if parts have different classes; or if labels are missing from
-            which a training learns.
+        ValueError: as `load_images` and `load_parts`; if parts have different classes; or if labels are missing.
     """
     # Class names of the training images, for images whose labels are numbers or texts.
     names = None
+    find = functools.cache(lambda *dataset: find_source([*dataset], data.dataset_config))
 
     def load(dataset: list[str], split: str, streaming: bool = False):
         nonlocal names
         images = load_images(
             dataset,
             split,
-            name=data.dataset_config,
             image_column=data.image_column,
             label_column=data.label_column,
             class_names=data.class_names,
             default_names=names,
             streaming=streaming,
+            source=find(*dataset),
         )
         names = names or class_names(images)
         return images
 
-    parts = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
-    names = class_names(parts[0])
+    parts = load_parts(data, load, lambda dataset: split_names(dataset, source=find(*dataset)))
     if learns_labels and names is None:
         raise ValueError(f"{' '.join(data.dataset)} has no labels to train with; name their column: label_column.")
     if learns_labels and not data.streaming:
         check_labels(parts[0], data.train_split)
     splits = (data.train_split, data.evaluated, data.tested)
     train, *others = (_complete(images, split, learns_labels) for images, split in zip(parts, splits, strict=True))
-    for images, split in zip(others, splits[1:], strict=True):
+    for images in others:
         if images is None or "label" not in images.features:
             continue
-        check_same_classes(names, images)
-        if "[" in split:
-            say_if_few_classes(images, split)
-        lacking = (
-            np.setdiff1d(label_numbers(images), label_numbers(train)) if learns_labels and not data.streaming else ()
-        )
-        if len(lacking):
-            raise ValueError(
-                f"Among the training images ({data.train_split}) there are none of the evaluated classes "
-                f"{shortened([names[label] for label in lacking])}. Are the images sorted by class?"
-            )
+        check_same_classes(class_names(parts[0]), images)
+        if learns_labels and not data.streaming:
+            lacking = [names[label] for label in np.setdiff1d(label_numbers(images), label_numbers(train))]
+            if lacking:
+                raise ValueError(
+                    f"Among the training images ({data.train_split}) there are none of the evaluated classes "
+                    f"{shortened(lacking)}. Are the images sorted by class?"
+                )
     return train, *others
 
 
@@ -83,7 +75,7 @@ def _complete(images, split: str | None, learns_labels: bool):
         return images
     missing = label_numbers(images) < 0
     if missing.any() and (missing.all() or not learns_labels):
-        count = "The" if missing.all() else f"{missing.sum():,} of {len(missing):,}"
+        count = f"{missing.sum():,} of {len(missing):,}"
         PartialState().print(f"{count} images of the split {split!r} have no labels; it counts as unlabeled.")
         return images.remove_columns("label")
     check_labels(images, split)
@@ -95,18 +87,14 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 
     Without `eval_split`, the best epoch is chosen on the split for validation and tested on "test", if both have
     labels or none has; or else chosen on one of them; or on the first split of an `eval_dataset`; or on a part of the
-    training images, see `hold_back`, which is printed.
+    training images, see `hold_back`, which is printed. `data.evaluated` and `data.tested` are filled in.
 
-    Args:
-        data (`DataArguments`): The arguments; `data.evaluated` and `data.tested` are filled in.
-        load (`Callable`): Returns images, given a data set, a split, and `streaming` as a keyword.
-        names_of_splits (`Callable`): Returns the names of the splits of a data set.
+    `load` returns images, given a data set, a split, and `streaming` as a keyword.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
     source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None
     if data.eval_split == NO_EVALUATION:
         data.evaluated = None
-        PartialState().print("There is no evaluation: the model of the last epoch is kept.")
         return train, None, None
     if data.eval_split is not None:
         return train, load(source, data.eval_split), None
@@ -159,13 +147,12 @@ def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Data
 def load_first_labeled(splits: list[str], load: Callable) -> tuple[datasets.Dataset, str]:
     """Load the images of the first split that has labels or masks, or of the first split if none has, and return them
     and the split's name."""
-    first = None
+    loaded = []
     for split in splits:
-        images = load(split)
-        if _is_labeled(images):
-            return images, split
-        first = first or (images, split)
-    return first
+        loaded.append((load(split), split))
+        if _is_labeled(loaded[-1][0]):
+            return loaded[-1]
+    return loaded[0]
 
 
 def _is_labeled(images: datasets.Dataset) -> bool:
@@ -183,12 +170,8 @@ def evaluation_splits(splits: list[str]) -> list[str]:
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """Match the labels of images to train on, to evaluate on and to test on to a classifier's classes.
-
-    Return the three parts, and the classifier's number of each class, `None` without labels or a classifier
-    (`id2label` is `None`). If the classifier does not know the labels, and the training does not learn from them, they
-    are left out, which is printed.
-    """
+    """Return images to train on, to evaluate on and to test on, and the classifier's number of each class, `None`
+    without labels or a classifier. Labels that it does not know, and the training does not need, are left out."""
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names is None:
         return *parts, None

@@ -1,35 +1,23 @@
-"""ImageNet-1K's relatives: which of a model's answers are right for an image. All tables come from timm."""
+"""Right answers for ImageNet-1K and its relatives. All tables come from timm."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
 import datasets
 from timm.data.real_labels import RealLabelsImagenet
 
-from ..common.labels import IMAGENET_CLASSES, match_labels
+from ..common.labels import IMAGENET_CLASSES, check_labels, class_names, match_labels
+from ..common.tables import shortened
 
 
 _VALIDATION_NAME = re.compile(r"ILSVRC2012_val_\d{8}")
 
 
-@dataclass(frozen=True)
-class RightAnswers:
-    """The right classes of images.
-
-    Args:
-        right (`list[list[int]]`): For each image, its right classes, as indices of `classes`; an image without any
-            does not count.
-        classes (`list[int]`, *optional*): The model's classes that are compared; all if `None`.
-    """
-
-    right: list[list[int]]
-    classes: list[int] | None = None
-
-
-def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int, str]) -> RightAnswers:
+def right_answers(
+    protocol: str, images: datasets.Dataset, id2label: Mapping[int, str]
+) -> tuple[list[list[int]], list[int] | None]:
     """Return the right classes of each image of a data set.
 
     Args:
@@ -37,50 +25,45 @@ def right_answers(protocol: str, images: datasets.Dataset, id2label: Mapping[int
         images (`datasets.Dataset`): Images, as `load_images` returns them.
         id2label (`Mapping[int, str]`): The model's classes; 1,000 in ImageNet's order for all but `"labels"`.
 
-    Raises:
-        ValueError: if labels are missing, the data set is not what the protocol is for, or the model does not know a
-            label.
+    Returns:
+        `tuple`: For each image its right classes, none if it does not count; and the model's classes to compare, which
+        these are indices of, or `None` for all.
     """
     if protocol != "labels" and len(id2label) != IMAGENET_CLASSES:
         raise ValueError(
             f"--protocol {protocol} is for models with ImageNet's 1,000 classes; this has {len(id2label)}."
         )
     if protocol == "imagenet-real":
-        return RightAnswers(_real_labels(images))
-    if "label" not in images.features:
+        return _real_labels(images), None
+    names = class_names(images)
+    if names is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
-    names, labels = images.features["label"].names, images["label"]
-    if (unlabeled := next((i for i, label in enumerate(labels) if label is None or label < 0), None)) is not None:
-        raise ValueError(f"Image {unlabeled} of the data set has no label; choose another --split.")
+    check_labels(images, str(images.split or "given"))
+    labels = images["label"]
     if protocol == "imagenet-a":
-        return _imagenet_a(names, labels)
+        synsets = _table("imagenet_a_synsets.txt")
+        if unknown := sorted(set(names) - set(synsets)):
+            raise ValueError(f"ImageNet-A's classes are 200 of WordNet's numbers; {unknown[0]!r} is none of them.")
+        return [[synsets.index(names[label])] for label in labels], list(map(int, _table("imagenet_a_indices.txt")))
     if protocol == "imagenet-v2" and set(names) - {str(index) for index in range(IMAGENET_CLASSES)}:
-        raise ValueError(f"ImageNet-V2's classes are named 0 to 999; this data set's {', '.join(names[:3])}, …")
+        raise ValueError(f"ImageNet-V2's classes are named 0 to 999; this data set's {shortened(names)}")
     known = match_labels(names, id2label)
-    return RightAnswers([[known[label]] for label in labels])
-
-
-def _imagenet_a(names: Sequence[str], labels: Sequence[int]) -> RightAnswers:
-    synsets = _table("imagenet_a_synsets.txt")
-    if unknown := sorted(set(names) - set(synsets)):
-        raise ValueError(f"ImageNet-A's classes are 200 of WordNet's numbers; {unknown[0]!r} is none of them.")
-    places = [synsets.index(name) for name in names]
-    return RightAnswers(
-        [[places[label]] for label in labels], [int(index) for index in _table("imagenet_a_indices.txt")]
-    )
+    return [[known[label]] for label in labels], None
 
 
 def _real_labels(images: datasets.Dataset) -> list[list[int]]:
-    # It wants as many file names as there are, before it tells the labels.
+    # timm's class expects all file names.
     labels = RealLabelsImagenet(range(50_000)).real_labels
-    found = [_VALIDATION_NAME.search(Path(image["path"] or "").name) for image in images["image"]]
-    if None in found:
-        path = images[found.index(None)]["image"]["path"]
-        raise ValueError(
-            f"ReaL labels belong to files named as ILSVRC2012_val_00000001.JPEG; image {found.index(None)} of the "
-            f"data set is {path or 'without a name'}."
-        )
-    return [labels[f"{match[0]}.JPEG"] for match in found]
+    found = []
+    for index, image in enumerate(images["image"]):
+        match = _VALIDATION_NAME.search(Path(image["path"] or "").name)
+        if match is None:
+            raise ValueError(
+                f"ReaL labels belong to files named as ILSVRC2012_val_00000001.JPEG; image {index} of the data set is "
+                f"{image['path'] or 'without a name'}."
+            )
+        found.append(labels[f"{match[0]}.JPEG"])
+    return found
 
 
 def _table(name: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterator
-from concurrent.futures import Future
 from itertools import islice
 
 import datasets
@@ -11,36 +10,48 @@ from tqdm import tqdm
 
 from ..common.data import load_images, split_names
 from ..common.decoding import CorruptImageError, decode_image
-from ..common.labels import say_if_few_classes
+from ..common.labels import class_names, say_if_few_classes
 from ..common.reading import Reader, read_ahead
-from ..common.splits import evaluation_splits, load_first_labeled
+from ..common.splits import evaluation_splits, load_first_labeled, load_splits
 
 
-def images_to_evaluate(
-    arguments: argparse.Namespace, default_names: list[str] | None = None
-) -> tuple[datasets.Dataset, str]:
-    """Load the images that the arguments name, and their split; `default_names` as in `load_images`."""
-    options = {
-        "name": arguments.dataset_config,
-        "image_column": arguments.image_column,
-        "label_column": arguments.label_column,
-        "class_names": getattr(arguments, "class_names", None),
-        "default_names": default_names,
-    }
-    splits = (
-        [arguments.split] if arguments.split else evaluation_splits(split_names(arguments.dataset, options["name"]))
-    )
-    images, split = load_first_labeled(
-        splits or ["train"], lambda split: load_images(arguments.dataset, split, **options)
-    )
+def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
+    """Load the images that the arguments name, and their split."""
+    splits = [arguments.split]
+    if not arguments.split:
+        splits = evaluation_splits(split_names(arguments.dataset, arguments.dataset_config)) or ["train"]
+
+    def load(split: str) -> datasets.Dataset:
+        return load_images(
+            arguments.dataset,
+            split,
+            name=arguments.dataset_config,
+            image_column=arguments.image_column,
+            label_column=arguments.label_column,
+            class_names=getattr(arguments, "class_names", None),
+        )
+
+    images, split = load_first_labeled(splits, load)
     images = take_first(images, arguments.limit)
     if arguments.limit or "[" in split:
         say_if_few_classes(images, f"--limit {arguments.limit}" if arguments.limit else split)
     return images, split
 
 
+def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
+    """Load the images to learn from, the test images (a tenth of the former if there are no others) and the name of
+    their split; without --limit."""
+    options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
+    data = argparse.Namespace(**vars(arguments) | options)
+    train, evaluation, test = load_splits(data, learns_labels=True)
+    test, split = (evaluation, data.evaluated) if test is None else (test, data.tested)
+    if class_names(test) is None:
+        raise ValueError(f"The split {split!r} has no labels to compare with; name their column with --label-column.")
+    return train, test, split
+
+
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
-    """The first `limit` records, or all where there are fewer or no limit is given."""
+    """Take the first `limit` records, if there is a limit."""
     return table.select(range(min(limit, len(table)))) if limit else table
 
 
@@ -55,28 +66,24 @@ def image_batches(
         batch_size (`int`): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
-
-    Raises:
-        CorruptImageError: for the first image that cannot be read, if they are not to be left out.
-        ValueError: if none can be read.
     """
 
-    def read(index: int) -> torch.Tensor:
-        return reader.pixels(decode_image(images[index]["image"], index, reader.at_least))
+    def read(index: int) -> torch.Tensor | None:
+        try:
+            return reader.pixels(decode_image(images[index]["image"], index, reader.at_least))
+        except CorruptImageError:
+            if skip_corrupt:
+                return None
+            raise
 
     found, pending = False, read_ahead(read, range(len(images)), 2 * batch_size, num_workers)
     with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
         while batch := list(islice(pending, batch_size)):
-            readable = [(index, future.result()) for index, future in batch if not (skip_corrupt and _corrupt(future))]
+            pixels = {index: future.result() for index, future in batch}
+            readable = {index: each for index, each in pixels.items() if each is not None}
             if readable:
                 found = True
-                indices, pixels = zip(*readable, strict=True)
-                yield reader.batch(pixels), list(indices)
+                yield reader.batch(list(readable.values())), list(readable)
             progress.update(len(batch))
     if not found:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")
-
-
-def _corrupt(future: Future) -> bool:
-    """Whether reading an image has raised a `CorruptImageError`."""
-    return isinstance(future.exception(), CorruptImageError)

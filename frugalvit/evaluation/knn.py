@@ -1,51 +1,43 @@
-"""Accuracy of the nearest neighbors: how good a model's features are without any training."""
+"""Accuracy of nearest neighbors on a model's features, without any training."""
 
 import argparse
-import functools
 
 import torch
 import torch.nn.functional as F
 
 from ..common.metrics import accuracies
-from .embeddings import LabeledFeatures, evaluate_features
+from .features import LabeledFeatures, evaluate_features
 
 
 # Temperature of the neighbors' weights, as in DINO.
 TEMPERATURE = 0.07
-# Similarities that are in memory at a time.
+# Similarities held in memory at once.
 MOST_SIMILARITIES = 2**24
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    return evaluate_features(arguments, functools.partial(neighbor_accuracy, neighbors=arguments.neighbors))
+    def score(train: LabeledFeatures, test: LabeledFeatures) -> dict[str, object]:
+        scores = neighbor_scores(train, test.features, arguments.neighbors)
+        measured = accuracies().compute(predictions=scores, references=test.labels)
+        return {"neighbors": arguments.neighbors, **measured}
 
-
-def neighbor_accuracy(train: LabeledFeatures, test: LabeledFeatures, neighbors: int = 20) -> dict[str, object]:
-    """`neighbors`, `accuracy` and `top5_accuracy` of `neighbor_scores`."""
-    scores = neighbor_scores(train, test.features, neighbors)
-    return {"neighbors": neighbors, **accuracies().compute(predictions=scores, references=test.labels)}
+    return evaluate_features(arguments, score)
 
 
 @torch.inference_mode()
 def neighbor_scores(train: LabeledFeatures, features: torch.Tensor, neighbors: int = 20) -> torch.Tensor:
-    """Scores of each class from the votes of the nearest labeled images.
+    """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07).
 
     Args:
-        train (`LabeledFeatures`): The labeled images that vote.
+        train (`LabeledFeatures`): The labeled images.
         features (`torch.Tensor`): `(images, embedding_size)`, float32.
-        neighbors (`int`, *optional*, defaults to 20): Number of nearest images that vote.
+        neighbors (`int`, *optional*, defaults to 20): Number of voters.
 
     Returns:
         `torch.Tensor`: `(images, classes)`, each row sums to 1.
-
-    Raises:
-        ValueError: if there are fewer labeled images than neighbors.
     """
     if len(train) < neighbors:
-        raise ValueError(
-            f"{neighbors} neighbors are to vote among {len(train)} labeled images; give fewer by --neighbors, or more "
-            "images."
-        )
+        raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(train)} labeled images.")
     known, classes = F.normalize(train.features, dim=1), int(train.labels.max()) + 1
     scores = []
     for chunk in F.normalize(features, dim=1).split(max(MOST_SIMILARITIES // len(known), 1)):

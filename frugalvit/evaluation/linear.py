@@ -1,4 +1,4 @@
-"""Linear probes: how good a frozen model's features are for a linear classifier."""
+"""Linear probes: logistic regression on a frozen model's features."""
 
 import argparse
 
@@ -8,60 +8,49 @@ from torch import nn
 from tqdm import tqdm
 
 from ..common.metrics import accuracies
-from .embeddings import LabeledFeatures, evaluate_features
+from .features import LabeledFeatures, evaluate_features
 
 
-# Weights of the penalty among which images that are held back choose, the strongest first.
+# Weights of the penalty to choose from, the strongest first.
 PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
-# One image in so many of each class is held back for that choice.
+# One image in this many of each class is held back for that choice.
 HELD_BACK = 5
 STEPS = 200
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    return evaluate_features(arguments, lambda train, test: probe_accuracy(train, test, arguments.seed))
+    def score(train: LabeledFeatures, test: LabeledFeatures) -> dict[str, object]:
+        probe = fit_probe(train, arguments.seed)
+        measured = accuracies().compute(predictions=probe(test.features), references=test.labels)
+        return {"penalty": probe.penalty, **measured}
 
-
-def probe_accuracy(train: LabeledFeatures, test: LabeledFeatures, seed: int = 0) -> dict[str, object]:
-    """`penalty`, `accuracy` and `top5_accuracy` of `fit_probe`."""
-    probe = fit_probe(train, seed)
-    measured = accuracies().compute(predictions=probe(test.features), references=test.labels)
-    return {"penalty": probe.penalty, **measured}
+    return evaluate_features(arguments, score)
 
 
 class LinearProbe(nn.Module):
-    """Multinomial logistic regression on standardized features.
+    """Multinomial logistic regression on standardized features, by L-BFGS from the weights of `start`, if given.
 
-    Minimizes the mean cross-entropy and `penalty / 2` times the squared norm of the weights, by L-BFGS.
-
-    Args:
-        train (`LabeledFeatures`): The images that it learns from.
-        classes (`int`): Number of classes.
-        penalty (`float`): Weight of the penalty.
-        start (`LinearProbe`, *optional*): A probe of the same features, from whose solution this one starts.
+    Minimizes the mean cross-entropy plus `penalty / 2` times the squared norm of the weights.
     """
 
     def __init__(self, train: LabeledFeatures, classes: int, penalty: float, start: "LinearProbe | None" = None):
         super().__init__()
         self.penalty = penalty
-        self.register_buffer("mean", train.features.mean(0))
-        # A channel that is always the same says nothing.
-        self.register_buffer("std", train.features.std(0, correction=0).clamp(min=1e-6))
+        self.mean = train.features.mean(0)
+        # Constant channels have no deviation.
+        self.std = train.features.std(0, correction=0).clamp(min=1e-6)
         self.linear = nn.Linear(train.features.shape[1], classes)
         if start is None:
             nn.init.zeros_(self.linear.weight)
             nn.init.zeros_(self.linear.bias)
         else:
             self.linear.load_state_dict(start.linear.state_dict())
-        self._fit(self.standardize(train.features), train.labels)
+        self._fit((train.features - self.mean) / self.std, train.labels)
 
-    def standardize(self, features: torch.Tensor) -> torch.Tensor:
-        return (features - self.mean) / self.std
-
+    @torch.no_grad()
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Features `(images, embedding_size)` to scores `(images, classes)`."""
-        with torch.no_grad():
-            return self.linear(self.standardize(features))
+        """Map features `(images, embedding_size)` to scores `(images, classes)`."""
+        return self.linear((features - self.mean) / self.std)
 
     @torch.enable_grad()
     def _fit(self, inputs: torch.Tensor, labels: torch.Tensor):
@@ -80,39 +69,30 @@ class LinearProbe(nn.Module):
 
 
 def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
-    """Fit a linear probe. Its penalty is the one of `PENALTIES` that classifies held-back images best, the strongest
-    of equal ones. It is then fitted to all images.
-
-    Args:
-        train (`LabeledFeatures`): The images that it learns from.
-        seed (`int`, *optional*, defaults to 0): Chooses the images that are held back.
-
-    Raises:
-        ValueError: if all images are of one class.
-    """
+    """Fit a linear probe to all images, with the one of `PENALTIES` that classifies held-back images, which `seed`
+    chooses, best; the strongest of equal ones."""
     if len(train.labels.unique()) < 2:
         raise ValueError(f"All {len(train)} labeled images are of one class; expected at least two.")
     classes = int(train.labels.max()) + 1
     held_back = choose_held_back(train.labels, seed)
-    known, asked = (LabeledFeatures(train.features[part], train.labels[part]) for part in (~held_back, held_back))
+    known = LabeledFeatures(train.features[~held_back], train.labels[~held_back])
     probe, best, penalty = None, -1.0, PENALTIES[0]
     for candidate in tqdm(PENALTIES, desc="penalty", leave=False, disable=None):
         probe = LinearProbe(known, classes, candidate, probe)
-        accuracy = (probe(asked.features).argmax(1) == asked.labels).double().mean().item()
+        predicted = probe(train.features[held_back]).argmax(1)
+        accuracy = (predicted == train.labels[held_back]).double().mean().item()
         if accuracy > best:
             best, penalty = accuracy, candidate
     return LinearProbe(train, classes, penalty)
 
 
 def choose_held_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
-    """Whether each image is held back, `(images,)` bool: one in `HELD_BACK` of each class, one of a smaller class, but
-    never its only one."""
+    """Choose one image in `HELD_BACK` of each class, one of a smaller class, but never its only one; `(images,)`
+    bool."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    order = order[labels[order].argsort(stable=True)]
-    chosen = [
-        torch.arange(size) % HELD_BACK == min(size, HELD_BACK) - 1
-        for size in labels.unique(return_counts=True)[1].tolist()
-    ]
     held_back = torch.zeros(len(labels), dtype=torch.bool)
-    held_back[order[torch.cat([part if len(part) > 1 else ~part for part in chosen])]] = True
+    for label in labels.unique():
+        members = order[labels[order] == label]
+        if len(members) > 1:
+            held_back[members[min(len(members), HELD_BACK) - 1 :: HELD_BACK]] = True
     return held_back

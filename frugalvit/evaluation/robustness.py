@@ -1,9 +1,10 @@
-"""Changes of images that show how far a classifier can be trusted: attacks, and hidden parts."""
+"""Attacks on images, and occlusion."""
 
 import torch
 from torch import nn
 
 from ..common.scores import negative_log_likelihood
+from ..common.views import ImageFormat
 
 
 def fgsm(
@@ -11,9 +12,8 @@ def fgsm(
     pixel_values: torch.Tensor,
     right: torch.Tensor,
     eps: float,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    classes: torch.Tensor | None = None,
+    image_format: ImageFormat,
+    classes: torch.Tensor | slice = slice(None),
 ) -> torch.Tensor:
     """Attack images by one step of the fast gradient sign method (Goodfellow et al. 2015): every value moves by `eps`
     in the direction in which the loss rises, and stays a color.
@@ -22,19 +22,17 @@ def fgsm(
         model (`nn.Module`): Returns an output with `logits`.
         pixel_values (`torch.Tensor`): Normalized images `(batch, channels, height, width)`.
         right (`torch.Tensor`): Right classes `(batch, several)`, filled up with -1.
-        eps (`float`): Step, of color values in 0..1.
-        mean, std (`tuple[float, ...]`): The images' normalization.
-        classes (`torch.Tensor`, *optional*): The classes that are compared; all if not given.
-
-    Returns:
-        `torch.Tensor`: Normalized images of the same shape.
+        eps (`float`): Step, for color values from 0 to 1.
+        image_format (`ImageFormat`): The images' normalization.
+        classes (`torch.Tensor`, *optional*): The classes to compare; all by default.
     """
     with torch.inference_mode(False), torch.enable_grad():
         pixel_values = pixel_values.clone().requires_grad_()
-        logits = model(pixel_values=pixel_values).logits
-        loss = negative_log_likelihood(logits if classes is None else logits[:, classes], right.clone())
-        (gradient,) = torch.autograd.grad(loss, pixel_values)
-    mean, std = (torch.tensor(values).view(-1, 1, 1).to(pixel_values) for values in (mean, std))
+        logits = model(pixel_values=pixel_values).logits[:, classes]
+        (gradient,) = torch.autograd.grad(negative_log_likelihood(logits, right.clone()), pixel_values)
+    order = -1 if image_format.reverse_channels else 1
+    mean = torch.tensor(image_format.mean[::order]).view(-1, 1, 1).to(pixel_values)
+    std = torch.tensor(image_format.std[::order]).view(-1, 1, 1).to(pixel_values)
     colors = pixel_values.detach() * std + mean + eps * gradient.sign()
     return (colors.clamp(0, 1) - mean) / std
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import open_clip
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -21,7 +22,7 @@ from ..common.loading import (
 )
 from ..common.reading import share_read
 from ..common.scores import check_scores
-from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel
+from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
 from ..modeling.open_clip_adapter import OpenClipVisual
 
 
@@ -30,11 +31,11 @@ class TwoTowers:
     """A model that compares images with texts.
 
     Args:
-        image_processor: The Transformers image processor that makes pixel values of images.
-        embed_images (`Callable`): Takes pixel values to embeddings `(batch, width)` of norm 1, float32.
-        embed_texts (`Callable`): Takes texts to embeddings `(batch, width)` of norm 1, float32.
-        device (`torch.device`): The device on which it computes.
-        share_read (`float`): The part of an image that it reads, see `share_read`.
+        image_processor: Turns `PIL.Image` into pixel values.
+        embed_images (`Callable`): Maps pixel values to embeddings `(batch, width)` of norm 1, float32.
+        embed_texts (`Callable`): Maps texts to embeddings `(batch, width)` of norm 1, float32.
+        device (`torch.device`): The model's device.
+        share_read (`float`): See `share_read`.
     """
 
     image_processor: object
@@ -45,19 +46,14 @@ class TwoTowers:
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
-    """The options of `add_model_arguments` as results note them."""
+    """The options of `add_two_towers_arguments` for the results."""
     return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})
 
 
 def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:
-    """Load a CLIP or SigLIP, with a SparseFormer as its image side if one is given.
-
-    Raises:
-        ValueError: if there is no such model, it does not compare images with texts or takes no images but patches,
-            or the two do not fit.
-    """
+    """Load a CLIP or SigLIP, with a SparseFormer as its image side if one is given."""
     if is_exported(name):
         if vision_model:
             raise ValueError(f"The exported {name!r} keeps its image side; export the CLIP with the other one.")
@@ -67,20 +63,23 @@ def load_two_towers(
         return _open_clip(name, student, image_processor, device)
     model = load_pretrained(name, device, trust_remote_code, "a CLIP", _clip_class)
     if student is not None:
-        model = SparseFormerCLIPModel.from_clip(model, student)
+        is_siglip = hasattr(model, "logit_bias")
+        put_into = SparseFormerSiglipModel.from_siglip if is_siglip else SparseFormerCLIPModel.from_clip
+        model = put_into(model, student)
     elif model.config.model_type == "siglip2":
         raise ValueError(
-            f"{name!r} is a SigLIP 2 for images of any shape (NaFlex), which it takes in patches; expected a model "
-            "that takes images of one size, or a SparseFormer as its image side (--vision-model)."
+            f"{name!r} is a SigLIP 2 NaFlex, which takes patches; expected a model that takes images of one size, or "
+            "a SparseFormer as its image side (--vision-model)."
         )
-    hub_id, revision = split_revision(name)
-    options = {"trust_remote_code": trust_remote_code, **revision}
-    tokenizer = load_tokenizer(name, model.config.text_config.vocab_size, trust_remote_code)
-    image_processor = image_processor or AutoImageProcessor.from_pretrained(hub_id, **options)
+    if image_processor is None:
+        hub_id, revision = split_revision(name)
+        image_processor = AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
+    text_config = model.config.text_config
+    tokenizer = load_tokenizer(name, text_config.vocab_size, trust_remote_code)
     lengths = {"padding": True}
     if "siglip" in model.config.model_type:
-        # SigLIP was trained on texts of one length, which not all of its tokenizers know.
-        lengths = {"padding": "max_length", "max_length": model.config.text_config.max_position_embeddings}
+        # SigLIP was trained on texts of one length, which not all of its tokenizers store.
+        lengths = {"padding": "max_length", "max_length": text_config.max_position_embeddings}
 
     def embed_texts(texts: Sequence[str]) -> torch.Tensor:
         inputs = tokenizer(list(texts), **lengths, truncation=True, return_tensors="pt").to(model.device)
@@ -96,19 +95,15 @@ def load_two_towers(
 
 
 def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
-    """Load a CLIP's tokenizer. If its files are missing, Transformers may make one that knows no words, for which
-    every text is the same; that is refused.
-
-    Raises:
-        ValueError: if there is no tokenizer for so many words.
-    """
+    """Load a CLIP's tokenizer. If its files are missing, Transformers may make one without words, to which all texts
+    are the same; that is refused."""
     hub_id, revision = split_revision(name)
     with one_error(name, "a CLIP with a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
     # Models may have room for more.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
-            f"The tokenizer of {name!r} knows {len(tokenizer):,} tokens and its model {vocab_size:,}; put its files "
+            f"The tokenizer of {name!r} has {len(tokenizer):,} tokens and its model {vocab_size:,}; put its files "
             "(tokenizer.json, or vocab.json and merges.txt) beside it."
         )
     return tokenizer
@@ -126,11 +121,11 @@ def _exported(name: str, device: str | None) -> TwoTowers:
     text = load_exported(name, device, "a CLIP", ["text_embeds"], part="text_model")
     config = text.config.text_config
     tokenizer = load_tokenizer(name, config.vocab_size)
-    length = config.max_position_embeddings
+    lengths = {"padding": "max_length", "max_length": config.max_position_embeddings}
 
     def embed_texts(texts: Sequence[str]) -> torch.Tensor:
-        inputs = tokenizer(list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-        # Some tokenizers mask nothing.
+        inputs = tokenizer(list(texts), **lengths, truncation=True, return_tensors="pt")
+        # Some tokenizers make no mask.
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         return F.normalize(text(input_ids=inputs["input_ids"], attention_mask=mask).text_embeds.float(), dim=-1)
 
@@ -143,20 +138,16 @@ def _exported(name: str, device: str | None) -> TwoTowers:
 
 
 def _open_clip(name: str, student, image_processor, device: str | None) -> TwoTowers:
-    import open_clip
-
     model, own_image_processor = load_vision_model(name, device)
-    image_processor = image_processor or own_image_processor
     if student is not None:
         model.visual = OpenClipVisual(student)
     identifier = name.removeprefix(OPEN_CLIP)
-    tokenizer = open_clip.get_tokenizer(
-        identifier if identifier.startswith(("hf-hub:", "local-dir:")) else identifier.partition(":")[0],
-        context_length=model.context_length,
-    )
+    if not identifier.startswith(("hf-hub:", "local-dir:")):
+        identifier = identifier.partition(":")[0]
+    tokenizer = open_clip.get_tokenizer(identifier, context_length=model.context_length)
     device = model.logit_scale.device
     return TwoTowers(
-        image_processor=image_processor,
+        image_processor=image_processor or own_image_processor,
         embed_images=lambda pixels: model.encode_image(pixels, normalize=True).float(),
         embed_texts=lambda texts: model.encode_text(tokenizer(list(texts)).to(device), normalize=True).float(),
         device=device,
@@ -166,7 +157,7 @@ def _open_clip(name: str, student, image_processor, device: str | None) -> TwoTo
 
 @torch.inference_mode()
 def embed_all_texts(towers: TwoTowers, texts: Sequence[str], batch_size: int) -> torch.Tensor:
-    """Embeddings of many texts `(texts, width)`, on the CPU, with a progress bar."""
+    """Embed many texts, `(texts, width)`, on the CPU."""
     starts = tqdm(range(0, len(texts), batch_size), desc="texts", leave=False, disable=None)
     embeddings = torch.cat([towers.embed_texts(texts[start : start + batch_size]).cpu() for start in starts])
     check_scores(embeddings, "embeddings")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
+import open_clip
 import torch
 
 from ..common.labels import class_names
@@ -12,6 +13,9 @@ from ..common.metrics import accuracies
 from ..common.reading import Reader
 from .images import image_batches, images_to_evaluate
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
+
+
+TEMPLATES = {"imagenet": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
@@ -24,54 +28,32 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         towers,
         classifier,
         images,
+        exact=arguments.exact,
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
         skip_corrupt=arguments.skip_corrupt,
-        exact=arguments.exact,
     )
-    return {
-        **name_models(arguments),
-        "dataset": " ".join(arguments.dataset),
-        "split": split,
-        "classes": len(names),
-        "templates": len(templates),
-        **results,
-    }
+    about = {"dataset": " ".join(arguments.dataset), "split": split}
+    return name_models(arguments) | about | {"classes": len(names), "templates": len(templates)} | results
 
 
 def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
-    """Read the names of the classes: ImageNet's, those in a file, or the data set's.
-
-    Raises:
-        ValueError: if there are no names, or fewer than labels.
-    """
+    """Read the names of the classes: ImageNet's, those in a file, or the data set's."""
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     if source is None:
         return known
-    if source == "imagenet":
-        from open_clip import IMAGENET_CLASSNAMES
-
-        names = list(IMAGENET_CLASSNAMES)
-    else:
-        names = _lines(source, "--classes")
+    names = list(open_clip.IMAGENET_CLASSNAMES) if source == "imagenet" else _lines(source, "--classes")
     if len(names) < len(known):
         raise ValueError(f"--classes {source} names {len(names)} classes, the data set has {len(known)}.")
     return names
 
 
 def read_templates(source: str) -> list[str]:
-    """Read sentences with `{}` in the place of a class's name.
-
-    Raises:
-        ValueError: if a line has no such place, or more than one.
-    """
-    if source in ("imagenet", "simple"):
-        from open_clip import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
-
-        templates = OPENAI_IMAGENET_TEMPLATES if source == "imagenet" else SIMPLE_IMAGENET_TEMPLATES
-        return [template("{}") for template in templates]
+    """Read sentences with `{}` in the place of a class's name."""
+    if source in TEMPLATES:
+        return [template("{}") for template in TEMPLATES[source]]
     templates = _lines(source, "--templates")
     if wrong := [line for line in templates if line.count("{}") != 1 or line.count("{") + line.count("}") != 2]:
         raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
@@ -79,27 +61,17 @@ def read_templates(source: str) -> list[str]:
 
 
 def _lines(path: str, argument: str) -> list[str]:
-    if not Path(path).is_file():
-        raise ValueError(f"{argument} {path} is no file; give one with one entry a line, or a name that --help lists.")
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if line]
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
+    lines = [line.strip() for line in lines if line.strip()]
     if not lines:
-        raise ValueError(f"{argument} {path} is empty, expected one entry a line.")
+        raise ValueError(f"{argument} {path} is no file with one entry a line, nor a name that --help lists.")
     return lines
 
 
-@torch.inference_mode()
 def zero_shot_classifier(
     towers: TwoTowers, names: Sequence[str], templates: Sequence[str], batch_size: int = 64
 ) -> torch.Tensor:
-    """Compute an embedding for each class, `(width, classes)`: the mean of its sentences' embeddings, of norm 1.
-
-    Args:
-        towers (`TwoTowers`): The model that embeds the sentences.
-        names (sequence of `str`): Names of the classes.
-        templates (sequence of `str`): Sentences with `{}` where the name goes.
-        batch_size (`int`, *optional*, defaults to 64): Sentences at a time.
-    """
+    """Compute an embedding for each class, `(width, classes)`: the mean of its sentences' embeddings, of norm 1."""
     texts = [template.format(name) for name in names for template in templates]
     embeddings = embed_all_texts(towers, texts, batch_size).unflatten(0, (len(names), len(templates)))
     return torch.nn.functional.normalize(embeddings.mean(1), dim=-1).mT
@@ -111,29 +83,16 @@ def zero_shot_accuracy(
     classifier: torch.Tensor,
     images: datasets.Dataset,
     *,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    skip_corrupt: bool = False,
     exact: bool = False,
+    batch_size: int = 64,
+    **reading,
 ) -> dict[str, object]:
-    """Accuracy of a zero-shot classifier, with a progress bar.
-
-    Args:
-        towers (`TwoTowers`): The model that embeds the images.
-        classifier (`torch.Tensor`): The embeddings of `zero_shot_classifier`, `(width, classes)`.
-        images (`datasets.Dataset`): Images with labels, as `load_images` returns them.
-        batch_size (`int`, *optional*, defaults to 64): Images at a time.
-        num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
-        exact (`bool`, *optional*, defaults to `False`): Read images in the slow way, see `Reader`.
-
-    Returns:
-        `dict`: `images`, `skipped`, `accuracy` and `top5_accuracy`.
-    """
+    """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`; `exact`
+    as in `Reader`, other arguments as in `image_batches`."""
     classifier = classifier.to(towers.device)
     measured, count = accuracies(), 0
     reader = Reader(towers.image_processor, towers.share_read, exact)
-    for pixel_values, indices in image_batches(reader, images, batch_size, num_workers, skip_corrupt):
+    for pixel_values, indices in image_batches(reader, images, batch_size, **reading):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
         measured.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
         count += len(indices)

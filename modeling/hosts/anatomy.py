@@ -458,7 +458,8 @@ class Anatomy:
     def example(self) -> torch.Tensor:
         """Two images of noise, normalized, as the model takes them."""
         weight = next(self.model.parameters())
-        images = torch.randn(2, 3, *self.image_size, generator=torch.Generator().manual_seed(0))
+        channels = 3 if self.patch_embedding is None else self.patch_embedding.weight.shape[1]
+        images = torch.randn(2, channels, *self.image_size, generator=torch.Generator().manual_seed(0))
         return images.to(weight.device, weight.dtype)
 
 

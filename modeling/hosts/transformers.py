@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...configuration.configuration_base import pair, set_image_size
+from ...configuration.configuration_base import is_sparseformer, pair, set_image_size
 from ..layers import interpolate_positions, pool_tokens
 from .anatomy import (
     MLP,
@@ -124,8 +124,7 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
     anatomy = Anatomy(tower, outlines_of(tower))
     _read_front(tower, anatomy)
     with anatomy.noting("obstacle"):
-        # Context Broadcasting that was inserted has a type of its own.
-        model_type = tower.config.model_type.removeprefix("context_broadcast_")
+        model_type = tower.config.model_type
         if model_type not in _FAMILIES:
             raise Obstacle(f"its model type {model_type!r} is not known")
         if hasattr(tower, "out_features"):
@@ -136,9 +135,9 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
 
 def _read_front(tower: nn.Module, anatomy: Anatomy):
     """Read class tokens and registers, with a distillation token among them."""
-    if (latents := getattr(tower, "latents", None)) is not None:
-        # SparseFormers have theirs beside their own.
-        anatomy.num_class_tokens, anatomy.num_register_tokens = latents.num_class_tokens, latents.num_register_tokens
+    if is_sparseformer(tower.config):
+        anatomy.num_class_tokens = tower.config.num_class_tokens
+        anatomy.num_register_tokens = tower.config.num_register_tokens
         return
     tokens = [getattr(getattr(tower, "embeddings", None), name, None) for name in _FRONT]
     anatomy.front = [token for token in tokens if token is not None]

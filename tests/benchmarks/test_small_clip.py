@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from frugalvit_cli import main
 from transformers import AutoModel, AutoProcessor, CLIPModel, CLIPProcessor
 
-from frugalvit.cli import main
 from frugalvit.common.data import load_images
 
 

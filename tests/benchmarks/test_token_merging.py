@@ -17,6 +17,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from vision_transformers import KINDS
 
 import frugalvit
 from frugalvit.common.data import load_images
@@ -119,7 +120,7 @@ def test_refuses_a_copy_that_computes_something_else(token_merging):
         (lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZES, image_size=28)), "the peers know .CLS."),
         (
             lambda: frugalvit.ConvMixerForImageClassification(frugalvit.ConvMixerConfig(hidden_size=8)),
-            "its block ConvMixerLayer is no plain",
+            "its model type 'convmixer' is not known",
         ),
     ],
 )
@@ -153,3 +154,22 @@ def test_tunes_what_a_peer_patched(loss, token_merging, tmp_path, checkout, monk
 def test_refuses_a_folder_without_the_package(token_merging, tmp_path):
     with pytest.raises(ValueError, match="no checkout with a package 'tome'"):
         token_merging.apply_tome(torch.nn.Identity(), str(tmp_path), 8)
+
+
+@pytest.mark.parametrize("kind", ["vit", "timm-dinov3"])
+def test_random_patches(kind, token_merging):
+    """All patches, in any order, give the teacher's embedding. A few give another one each time, also after a cast."""
+    model = KINDS[kind].make()
+    anatomy = read_anatomy(model)
+    images = anatomy.example()
+    with torch.no_grad():
+        expected = anatomy.embed(images)
+        everything = token_merging.RandomPatches(anatomy, anatomy.num_patches, seed=0)
+        assert torch.allclose(everything(images), expected, rtol=1e-3, atol=1e-4 * expected.abs().max())
+        some = token_merging.RandomPatches(anatomy, 9, seed=0)
+        first, second = some(images), some(images)
+        assert not torch.allclose(first, expected, rtol=1e-2) and not torch.allclose(first, second, rtol=1e-2)
+        assert torch.equal(first, token_merging.RandomPatches(anatomy, 9, seed=0)(images))
+        # What was read are views of the float32 weights.
+        expected = some.anatomy.read(model.double()).embed(images.double())
+        assert torch.allclose(everything(images.double()), expected, rtol=1e-5, atol=1e-6 * expected.abs().max())

@@ -41,6 +41,8 @@ TURNED[0x0112] = 6
         ((257 * GRADIENT).astype(np.int32), "tif", GRAY, {}),
         ((GRADIENT / 255 * (2**31 - 1)).astype(np.int32), "tif", GRAY, {}),
         ((GRADIENT / 255).astype(np.float32), "tif", GRAY, {}),
+        # Rounding makes no other range of it.
+        (np.nextafter((GRADIENT / 255).astype(np.float32), np.float32(2)), "tif", GRAY, {}),
         (GRADIENT.astype(np.float32), "tif", GRAY, {}),
         ((257 * GRADIENT).astype(np.float32), "tif", GRAY, {}),
         (COLOR, "bmp", COLOR, {}),
@@ -73,6 +75,12 @@ def test_values_without_a_range_are_refused(values, tmp_path):
         decode_image({"path": str(tmp_path / "image.tif"), "bytes": None}, 5)
 
 
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(CorruptImageError, match="it is no file but a device, a pipe or a folder"):
+        decode_image({"path": str(tmp_path / "pipe.png"), "bytes": None}, 0)
+
+
 def test_too_many_pixels_are_known_before_they_are_decoded(monkeypatch):
     buffer = io.BytesIO()
     Image.new("1", (600, 500)).save(buffer, "PNG")
@@ -97,7 +105,7 @@ def test_what_looks_like_an_image(name, is_image, tmp_path):
 
 def test_pictures_that_are_not_read_are_known():
     endings = {".heic", ".heif", ".jxl", ".cr2", ".nef", ".dng", ".svg", ".eps"}
-    assert endings <= UNREAD_ENDINGS.keys() and not IMAGE_ENDINGS & UNREAD_ENDINGS.keys()
+    assert endings <= UNREAD_ENDINGS and not IMAGE_ENDINGS & UNREAD_ENDINGS
 
 
 def test_every_ending_is_of_a_format_that_is_read(tmp_path):

@@ -8,8 +8,6 @@ from transformers import (
     BitImageProcessor,
     CLIPImageProcessor,
     ConvNextImageProcessor,
-    LevitImageProcessor,
-    PPLCNetImageProcessor,
     ViTImageProcessor,
 )
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
@@ -25,8 +23,6 @@ CROPPING = {
     "CLIP": CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE),
     "DINOv2": BitImageProcessor(size={"shortest_edge": 18}, crop_size=SQUARE),
     "ConvNeXt": ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=0.875),
-    "LeViT": LevitImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE),
-    "PP-LCNet": PPLCNetImageProcessor(resize_short=18, crop_size=SQUARE),
     "timm": TimmWrapperImageProcessor(TIMM | {"crop_pct": 0.9}),
 }
 WHOLE = {
@@ -56,7 +52,7 @@ def spy(processor, monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("size", [(8, 6), (256, 8), (257, 8), (2000, 9), (8, 1999), (7, 2001), (1, 700), (60_000, 2)])
+@pytest.mark.parametrize("size", [(8, 6), (256, 8), (2000, 9), (7, 2001), (60_000, 2)])
 @pytest.mark.parametrize("name", [*CROPPING, *WHOLE])
 def test_a_strip_is_seen_as_if_it_were_resized_whole(name, size, monkeypatch):
     processor, image = (CROPPING | WHOLE)[name], strip(*size)
@@ -68,7 +64,7 @@ def test_a_strip_is_seen_as_if_it_were_resized_whole(name, size, monkeypatch):
         expected = processor([image], return_tensors="pt")["pixel_values"]
         # Where the middle lies may be off by a part of a pixel that is not the image's, but a model's.
         torch.testing.assert_close(pixels, expected, rtol=0, atol=0.1 if cut else 0)
-    if name not in ("not resized", "PP-LCNet"):
+    if name != "not resized":
         image_format = ImageFormat.from_processor(processor)
         seen = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
         torch.testing.assert_close(seen, pixels, rtol=0, atol=0.1)

@@ -11,10 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import timm.data
 import torch
-from accelerate import Accelerator
-from accelerate.state import GradientState
+from frugalvit_cli import main
 from PIL import Image
-from torch.utils.data import DataLoader
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -22,9 +20,7 @@ from transformers import (
 )
 
 from drawn import encode
-from frugalvit.cli import main
 from frugalvit.common.data import load_images
-from frugalvit.common.metrics import TopKAccuracy
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.evaluation.imagenet import match_labels
 from frugalvit.evaluation.robustness import occlude_center
@@ -124,23 +120,6 @@ def test_equals_brute_force(folder, tmp_path, capsys):
     assert {file.name for file in tmp_path.iterdir()} == {"images.parquet", "results.json"}
 
 
-def test_a_loop_left_early_cuts_nothing(folder, tmp_path, capsys):
-    """Transformers' `Trainer` leaves its loader at the last batch; Accelerate takes it for the one that is read."""
-    loader = Accelerator().prepare(DataLoader(range(5), batch_size=4))
-    batches = iter(loader)
-    assert [len(next(batches)) for _ in range(2)] == [4, 1] and GradientState().remainder == 1
-    write_images(tmp_path / "images.parquet")
-    assert evaluated(folder, tmp_path / "images.parquet", capsys=capsys)["images"] == COUNT
-
-
-def test_a_limit(folder, tmp_path, capsys):
-    encoded, labels = write_images(tmp_path / "images.parquet")
-    results = evaluated(folder, tmp_path / "images.parquet", "--limit", 9, capsys=capsys)
-    expected = brute_force(folder, encoded[:9], labels[:9])
-    assert results["images"] == 9
-    assert {name: results[name] for name in expected} == pytest.approx(expected)
-
-
 def test_labels_are_matched_by_name(folder, tmp_path):
     names = [name.upper() for name in reversed(LABELS)]
     encoded, labels = write_images(tmp_path / "images.parquet", names)
@@ -158,7 +137,6 @@ def test_labels_are_matched_by_name(folder, tmp_path):
         (["polar_bear", "Sea lion"], ["Polar Bear", "sea-lion"], [0, 1]),
         (["1", "2", "0"], ["a", "a", "b"], [1, 2, 0]),
         (["tabby", "dog"], ["LABEL_0", "LABEL_1", "LABEL_2"], [0, 1]),
-        (["tabby", "dog"], ["0", "1"], [0, 1]),
         # Those that are not asked for may be called alike.
         (["dog", "cat"], ["crane", "crane", "cat", "dog"], [3, 2]),
         (["crane", "Crane"], ["Crane", "crane"], [1, 0]),
@@ -174,7 +152,7 @@ def test_classes_are_matched_by_name(names, labels, expected):
     [
         (["tabby", "dog"], ["cat", "dog", "frog"], "does not know 1 of the data set's 2 .*tabby.; .*cat"),
         (["oak", "elm"], ["cat", "dog"], "does not know 2 of the data set's 2 classes .oak, elm.*--class-names"),
-        (["0", "1", "2", "3"], ["cat", "dog", "frog"], "4 classes .* the model only 3"),
+        (["0", "1", "2", "3"], ["cat", "dog", "frog"], "does not know 4 of the data set's 4 classes"),
         # Two classes of one name are told apart by nothing.
         (["cat", "dog"], ["cat", "cat", "dog"], r"has 2 classes called 'cat' \(0, 1\). .*--class-names"),
     ],
@@ -208,7 +186,7 @@ def test_nothing_readable(folder, tmp_path, capsys):
     ("labels", "message"),
     [
         (None, "no labels"),
-        ([0, 1, -1] + [2] * (COUNT - 3), "Image 2 of the data set has no label"),
+        ([0, 1, -1] + [2] * (COUNT - 3), "Image 2 of the split 'train' has no label"),
         ([7] * COUNT, "8 classes"),
     ],
 )
@@ -224,9 +202,8 @@ def test_wrong_arguments(folder, images, tmp_path, capsys):
     assert "test" in fails(*arguments, "--split", "test", capsys=capsys)
     output = tmp_path / "no" / "results.json"
     assert "does not exist; create it" in fails(*arguments, "--output", output, capsys=capsys)
-    for more, name in ((["--limit", "0"], "--limit"), (["--eps", "1.5"], "--eps"), (["--eps", "1/0"], "--eps")):
-        code, _, error = run(*arguments, *more, capsys=capsys)
-        assert code == 2 and f"argument {name}: " in error
+    code, _, error = run(*arguments, "--limit", 0, capsys=capsys)
+    assert code == 2 and "argument --limit: " in error
 
 
 IMAGENET = [f"class {index}" for index in range(1000)]
@@ -258,63 +235,40 @@ def timm_table(name: str) -> list[str]:
     return (Path(timm.data.__file__).parent / "_info" / name).read_text().split()
 
 
+REAL = json.loads((Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json").read_text())
+NO_LABEL = next(index for index, labels in enumerate(REAL) if not labels)
+SEVERAL = next(index for index, labels in enumerate(REAL) if len(labels) > 2)
+SYNSETS, A_SYNSETS = timm_table("imagenet_synsets.txt"), timm_table("imagenet_a_synsets.txt")
+A_CLASSES = list(map(int, timm_table("imagenet_a_indices.txt")))
+
+
 class TestImageNet:
-    def test_folders_by_synset(self, imagenet_folder, tmp_path, capsys):
-        synsets = timm_table("imagenet_synsets.txt")
-        indices = [7, 999, 3, 500]
-        names = [f"{synsets[index]}/{index}" for index in indices]
+    @pytest.mark.parametrize(
+        ("protocol", "right", "names"),
+        [
+            ("labels", [[7], [999], [3]], [f"{SYNSETS[index]}/image" for index in (7, 999, 3)]),
+            # Sorted by number: as text, 10 comes before 2.
+            ("imagenet-v2", [[10], [2], [100]], ["10/image", "2/image", "100/image"]),
+            (
+                "imagenet-real",
+                [REAL[NO_LABEL], REAL[SEVERAL], REAL[49_999]],
+                [f"any/ILSVRC2012_val_{index + 1:08d}" for index in (NO_LABEL, SEVERAL, 49_999)],
+            ),
+            ("imagenet-a", [[0], [199], [17]], [f"{A_SYNSETS[place]}/image" for place in (0, 199, 17)]),
+        ],
+    )
+    def test_equals_brute_force(self, protocol, right, names, imagenet_folder, tmp_path, capsys):
+        """Several labels may be right; images without any do not count; ImageNet-A compares its 200 classes alone."""
         write_folder(tmp_path / "images" / "train", names)
         logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)
-        results = evaluated(imagenet_folder, tmp_path / "images", "--split", "train", capsys=capsys)
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(indices)).item()
-        assert results["images"] == 4 and results["loss"] == pytest.approx(expected, rel=1e-5)
-        assert match_labels(synsets[::-1], dict(enumerate(IMAGENET))) == list(range(999, -1, -1))
-
-    def test_v2_is_by_number(self, imagenet_folder, tmp_path, capsys):
-        """Classes are sorted by number: as text, 10 comes before 2."""
-        indices = [10, 2, 100, 1]
-        names = [f"{index}/image" for index in indices]
-        write_folder(tmp_path / "images" / "train", names)
-        logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(indices)).item()
-        more = ("--protocol", "imagenet-v2")
-        results = evaluated(imagenet_folder, tmp_path / "images", "--split", "train", *more, capsys=capsys)
-        assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["protocol"] == "imagenet-v2"
-
-    def test_real_labels_are_several(self, imagenet_folder, tmp_path, capsys):
-        """Brute force over timm's file; images without labels do not count."""
-        real = json.loads((Path(timm.data.__file__).parent / "_info" / "imagenet_real_labels.json").read_text())
-        empty = next(index for index, labels in enumerate(real) if not labels)
-        several = next(index for index, labels in enumerate(real) if len(labels) > 2)
-        numbers = sorted({10, 11, empty, several, 49_999})
-        names = [f"any/ILSVRC2012_val_{number + 1:08d}" for number in numbers]
-        write_folder(tmp_path / "images" / "train", names)
-        logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)
-        counting = [(row, real[number]) for row, number in zip(logits, numbers, strict=True) if real[number]]
+        logits = logits[:, A_CLASSES] if protocol == "imagenet-a" else logits
+        counting = [(row, labels) for row, labels in zip(logits, right, strict=True) if labels]
         loss = -sum(row.softmax(0)[labels].sum().log().item() for row, labels in counting) / len(counting)
-        more = ("--protocol", "imagenet-real", "--batch-size", 2)
-        results = evaluated(imagenet_folder, tmp_path / "images", "--split", "train", *more, capsys=capsys)
-        assert (results["images"], results["skipped"]) == (len(numbers) - 1, 1)
-        assert results["loss"] == pytest.approx(loss, rel=1e-5)
-        # A model that always names one of several labels is right with each of them.
-        for label in real[several]:
-            metric = TopKAccuracy(1)
-            metric.add_batch(predictions=torch.eye(1000)[[label]].numpy(), references=[real[several]])
-            assert metric.compute() == {"accuracy": 1.0}
-
-    def test_imagenet_a_compares_200_classes(self, imagenet_folder, tmp_path, capsys):
-        synsets, indices = timm_table("imagenet_a_synsets.txt"), list(map(int, timm_table("imagenet_a_indices.txt")))
-        assert [timm_table("imagenet_synsets.txt")[index] for index in indices] == synsets
-        chosen = [0, 199, 17]
-        names = [f"{synsets[place]}/{place}" for place in chosen]
-        write_folder(tmp_path / "images" / "train", names)
-        logits = logits_of(imagenet_folder, tmp_path / "images" / "train", names)[:, indices]
-        more = ("--protocol", "imagenet-a")
-        results = evaluated(imagenet_folder, tmp_path / "images", "--split", "train", *more, capsys=capsys)
-        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(chosen)).item()
-        assert results["loss"] == pytest.approx(expected, rel=1e-5)
-        ranks = [(row > row[place]).sum().item() for row, place in zip(logits, chosen, strict=True)]
-        assert results["top5_accuracy"] == pytest.approx(np.mean([rank < 5 for rank in ranks]))
+        top5 = np.mean([bool({*row.topk(5).indices.tolist()} & {*labels}) for row, labels in counting])
+        options = ("--split", "train", "--protocol", protocol, "--batch-size", 2)
+        results = evaluated(imagenet_folder, tmp_path / "images", *options, capsys=capsys)
+        assert results["loss"] == pytest.approx(loss, rel=1e-5) and results["top5_accuracy"] == pytest.approx(top5)
+        assert (results["images"], results["skipped"]) == (len(counting), len(names) - len(counting))
 
     def test_wrong_data(self, imagenet_folder, folder, images, tmp_path, capsys):
         def error(model, *more):
@@ -331,7 +285,7 @@ class TestRobustness:
         encoded, labels = write_images(tmp_path / "images.parquet")
         model = AutoModelForImageClassification.from_pretrained(folder).eval()
         processor = AutoImageProcessor.from_pretrained(folder)
-        attacked, eps = [], 4 / 255
+        attacked, eps = [], 1 / 255
         for data, label in zip(encoded, labels, strict=True):
             pixels = processor(Image.open(io.BytesIO(data)), return_tensors="pt").pixel_values.requires_grad_()
             torch.nn.functional.cross_entropy(model(pixels).logits, torch.tensor([label])).backward()
@@ -341,9 +295,9 @@ class TestRobustness:
             logits = model(torch.cat(attacked)).logits
         expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
         clean = evaluated(folder, tmp_path / "images.parquet", capsys=capsys)
-        results = evaluated(folder, tmp_path / "images.parquet", "--attack", "fgsm", "--eps", "4/255", capsys=capsys)
-        assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["loss"] > clean["loss"] + 0.01
-        assert results["fgsm_eps"] == pytest.approx(4 / 255) and "fgsm_eps" not in clean
+        results = evaluated(folder, tmp_path / "images.parquet", "--attack", "fgsm", capsys=capsys)
+        assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["loss"] > clean["loss"]
+        assert results["fgsm_eps"] == pytest.approx(1 / 255) and "fgsm_eps" not in clean
 
     def test_occlusion_hides_the_middle(self, folder, tmp_path, capsys):
         pixel_values = torch.ones(1, 3, 8, 12)
@@ -356,6 +310,6 @@ class TestRobustness:
         pixel_values[..., 8:24, 8:24] = 0
         with torch.no_grad():
             expected = torch.nn.functional.cross_entropy(model(pixel_values).logits, torch.tensor(labels)).item()
-        options = ("--occlude", "center", "--ratio", "1/4")
+        options = ("--occlude", "center")
         results = evaluated(folder, tmp_path / "images.parquet", *options, capsys=capsys)
         assert results["loss"] == pytest.approx(expected, rel=1e-5) and results["occluded_share"] == 0.25

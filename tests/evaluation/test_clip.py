@@ -10,6 +10,7 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
+from frugalvit_cli import main
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -39,13 +40,11 @@ from transformers import (
 )
 
 from drawn import encode
-from frugalvit import SparseFormerCLIPModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
-from frugalvit.cli import main
+from frugalvit import SparseFormerSiglipModel, SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from frugalvit.common.prompts import SCIENCEQA_PROMPT
-from frugalvit.evaluation.retrieval import check_captions, retrieval_recall
-from frugalvit.evaluation.scienceqa import check_question, format_question, read_answer
+from frugalvit.evaluation.retrieval import retrieval_recall
+from frugalvit.evaluation.scienceqa import format_question, read_answer
 from frugalvit.evaluation.two_towers import load_two_towers
-from frugalvit.evaluation.zero_shot import read_templates
 from tiny import randomize, word_tokenizer
 
 
@@ -126,7 +125,7 @@ def siglip_student_folder(siglip_folder, save):
 @pytest.fixture(scope="module")
 def siglip_pair_folder(siglip_folder, siglip_student_folder, tmp_path_factory):
     student, folder = SparseFormerVisionModel.from_pretrained(siglip_student_folder), tmp_path_factory.mktemp("pair")
-    SparseFormerCLIPModel.from_clip(SiglipModel.from_pretrained(siglip_folder), student).save_pretrained(folder)
+    SparseFormerSiglipModel.from_siglip(SiglipModel.from_pretrained(siglip_folder), student).save_pretrained(folder)
     SiglipProcessor.from_pretrained(siglip_folder).save_pretrained(folder)
     return folder
 
@@ -286,13 +285,8 @@ def test_a_tokenizer_that_knows_no_words_is_refused(tmp_path):
     config = CLIPConfig(text_config=text, vision_config={**TOWER, "image_size": 32, "patch_size": 8})
     CLIPModel(config).save_pretrained(tmp_path)
     CLIPImageProcessor(**IMAGES).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="knows 2 tokens and its model 1,000|as a CLIP with a tokenizer"):
+    with pytest.raises(ValueError, match="has 2 tokens and its model 1,000|as a CLIP with a tokenizer"):
         load_two_towers(str(tmp_path), device="cpu")
-
-
-def test_templates_and_names(tmp_path):
-    assert len(read_templates("imagenet")) == 80 and len(read_templates("simple")) == 7
-    assert all(template.count("{}") == 1 for template in read_templates("imagenet"))
 
 
 # Retrieval
@@ -321,7 +315,7 @@ CAPTIONS = [["a cat .", "the cat"], ["a dog"], ["a bird .", "the bird", "a photo
 
 
 @pytest.mark.parametrize("name", ["clip_folder", "siglip_pair_folder"])
-def test_retrieval_reads_karpathys_splits_and_parquet(name, request, tmp_path):
+def test_retrieval_reads_karpathys_splits(name, request, tmp_path):
     folder = tmp_path / "images" / "val2014"
     folder.mkdir(parents=True)
     entries = []
@@ -331,20 +325,16 @@ def test_retrieval_reads_karpathys_splits_and_parquet(name, request, tmp_path):
         entries.append({"filepath": "val2014", "filename": f"{seed}.png", "split": "test", "sentences": sentences})
     entries.append({"filename": "other.png", "split": "train", "sentences": [{"raw": "a dog"}]})
     (tmp_path / "coco.json").write_text(json.dumps({"images": entries}), encoding="utf-8")
-    rows = {"image": [{"bytes": encoded(seed), "path": None} for seed in range(4)], "captions": CAPTIONS}
-    features = datasets.Features({"image": datasets.Image(), "captions": datasets.List(datasets.Value("string"))})
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "coco.parquet")
     model = ("--model", request.getfixturevalue(name), "--batch-size", "2")
-    coco = evaluate(
-        *(tmp_path, "retrieval", *model, "--dataset", tmp_path / "coco.json"),
-        *("--image-folder", tmp_path / "images"),
-    )
-    table = evaluate(tmp_path, "retrieval", *model, "--dataset", tmp_path / "coco.parquet")
+    files = ("--dataset", tmp_path / "coco.json", "--image-folder", tmp_path / "images")
+    coco = evaluate(tmp_path, "retrieval", *model, *files)
     assert (coco["images"], coco["captions"]) == (4, 7)
     assert coco["image_to_text@10"] == coco["text_to_image@5"] == 100
-    assert {name: value for name, value in coco.items() if name != "dataset"} == {
-        name: value for name, value in table.items() if name != "dataset"
-    }
+
+
+def test_embeddings_that_are_all_alike_find_nothing():
+    embeddings = torch.ones(100, 4) / 2
+    assert set(retrieval_recall(embeddings, embeddings, torch.arange(100)).values()) == {0}
 
 
 # ScienceQA
@@ -370,8 +360,6 @@ def test_answers_are_read_out_of_texts(text, choices, answer):
 def test_questions_are_written_with_their_options():
     assert format_question("Which?", ["cat", "dog"], "Look.") == "Context: Look.\nWhich?\nA. cat\nB. dog"
     assert format_question("Which?", ["cat"]) == "Which?\nA. cat"
-    with pytest.raises(ValueError, match="has 9 options, expected at most 8"):
-        format_question("Which?", ["cat"] * 9)
 
 
 @pytest.fixture(scope="module")
@@ -457,15 +445,11 @@ ERRORS = {
     ),
     "a SigLIP that takes patches": (
         lambda f: ["zero-shot", "--model", f["naflex"], "--dataset", f["labeled"]],
-        "(NaFlex), which it takes in patches; expected a model that takes images of one size",
-    ),
-    "no folder of images": (
-        lambda f: ["retrieval", "--model", f["clip"], "--dataset", "coco.json"],
-        "--image-folder is None",
+        "NaFlex, which takes patches; expected a model that takes images of one size",
     ),
     "no list of images": (
         lambda f: ["retrieval", "--model", f["clip"], "--dataset", f["json"], "--image-folder", f["tmp"]],
-        "is no list of images as Karpathy's splits have it",
+        "is no list of images as in Karpathy's splits",
     ),
     "no answers": (
         lambda f: [
@@ -504,22 +488,3 @@ def test_errors_are_one_clear_line(name, request, labeled, tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("frugalvit evaluate: error: ") and message in error
     assert not (tmp_path / "out.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"answer": 2}, "Question 3 has the answer 2, expected a number from 0 to 1"),
-        ({"choices": None}, "has the choices None, expected a list of texts"),
-        ({"question": 5}, "Question 3 is 5, expected a text"),
-    ],
-)
-def test_questions_without_an_answer_are_refused(record, message):
-    with pytest.raises(ValueError, match=message):
-        check_question(3, **({"question": "Which?", "choices": ["a", "b"], "answer": 0} | record))
-
-
-@pytest.mark.parametrize("captions", [[], ["a", None]])
-def test_captions_that_are_no_texts_are_refused(captions):
-    with pytest.raises(ValueError, match="Image 0 has (no caption|the caption)"):
-        check_captions([captions])

@@ -57,7 +57,7 @@ class Kind:
 
 
 SHARED = {"image_size": 32, "resize_size": None, "num_labels": 3}
-CORTEX = {
+ENCODER = {
     **SHARED,
     "num_latent_tokens": 5,
     "hidden_size": 64,
@@ -65,15 +65,14 @@ CORTEX = {
     "drop_path_rate": 0.0,
     "projection_dim": 16,
     "upsampler_hidden_size": 8,
-    "decoder_hidden_size": 32,
 }
-SPARSEFORMER = CORTEX | {
+SPARSEFORMER = ENCODER | {
     "num_sampling_points": 4,
     "num_mixed_points": 8,
     "stem_channels": 8,
     "focusing_hidden_size": 32,
 }
-PATCHES = CORTEX | {"patch_size": 4}
+PATCHES = ENCODER | {"patch_size": 4}
 SPARSEFORMERS = (
     frugalvit.SparseFormerModel,
     frugalvit.SparseFormerForImageClassification,
@@ -83,14 +82,6 @@ SPARSEFORMERS = (
     frugalvit.SparseFormerBackbone,
 )
 PATCH_SPARSEFORMERS = tuple(getattr(frugalvit, f"Patch{each.__name__}") for each in SPARSEFORMERS)
-SPARSEFORMER_FILES = {
-    *("context_broadcast.py", "cortex.py", "dense.py", "focusing.py", "pyramid.py", "segmentation.py"),
-    *("sparse_tokens.py", "configuration_sparseformer_base.py", "configuration_patch_sparseformer.py"),
-}
-PATCH_FILES = SPARSEFORMER_FILES | {
-    *("configuration_sparseformer.py", "modeling_sparseformer.py", "patch_stage.py", "placement.py"),
-}
-# What tells the generations of SparseFormer apart is left as it is.
 KINDS = {
     "bootstrapped": Kind(
         frugalvit.SparseFormerConfig,
@@ -98,14 +89,14 @@ KINDS = {
         # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
         {**SPARSEFORMER, "mixing_hidden_size": 16, "focusing_num_attention_heads": 2},
         SPARSEFORMERS,
-        files=SPARSEFORMER_FILES,
+        files={"focusing.py"},
     ),
     "patches": Kind(
         frugalvit.PatchSparseFormerConfig,
         None,
         PATCHES | {"num_latent_tokens": 6, "patch_norm": True, "embedding_norm": True},
         PATCH_SPARSEFORMERS,
-        files=PATCH_FILES,
+        files={"placement.py"},
     ),
     "content": Kind(
         frugalvit.PatchSparseFormerConfig,
@@ -113,14 +104,14 @@ KINDS = {
         PATCHES | {"num_latent_tokens": 10, "placement": "content", "placement_rule": "learned"},
         (*PATCH_SPARSEFORMERS[:2], frugalvit.PatchSparseFormerBackbone),
         one_program=False,
-        files=PATCH_FILES,
+        files={"placement.py"},
     ),
     "v1": Kind(
         frugalvit.SparseFormerConfig,
         "v1-tiny",
         {**SPARSEFORMER, "focusing_num_attention_heads": 16, "num_attention_heads": 16},
         SPARSEFORMERS,
-        files=SPARSEFORMER_FILES,
+        files={"focusing.py"},
     ),
     "vit_impulse_init": Kind(
         frugalvit.ViTImpulseInitConfig,

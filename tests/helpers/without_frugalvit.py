@@ -186,13 +186,10 @@ def compute(folder: str, loader: str, inputs: str, outputs: str):
 def process(folder: str, outputs: str):
     prompt = {"images": Image.new("RGB", (48, 40)), "text": "<image> what ?", "return_tensors": "pt"}
     own = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-    own.save_pretrained(f"{outputs}-saved")
-    again = transformers.AutoProcessor.from_pretrained(f"{outputs}-saved", trust_remote_code=True)
     plain = transformers.LlavaProcessor.from_pretrained(folder)
     save_file(
         {
             "own": own(**prompt, num_image_tokens=4)["input_ids"],
-            "again": again(**prompt, num_image_tokens=4)["input_ids"],
             "plain": plain(**prompt)["input_ids"],
         },
         outputs,

@@ -4,7 +4,7 @@ the process. Prints what was seen of each."""
 import torch
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.modeling.pyramid import sample_features
+from frugalvit.modeling.focusing import sample_features
 
 
 SMALL = {"image_size": 64, "num_latent_tokens": 4, "stem_channels": 8, "focusing_hidden_size": 64, "hidden_size": 64}

@@ -21,8 +21,8 @@ from frugalvit.modeling.focusing import (
     initial_rois,
     initial_sampling_offsets,
     locate_sampling_points,
+    sample_features,
 )
-from frugalvit.modeling.pyramid import sample_features
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -348,7 +348,7 @@ class TestResizeTokens:
         assert torch.equal(new[alone], starts[alone])
         assert (new - starts).abs().max() < 0.3 if count > kept else True
         assert len(new.unique(dim=0)) == count - kept
-        if model.config.shared_token_embedding:
+        if not model.config.is_v1:
             assert torch.equal(latents.token_embedding, embedding)
         else:
             assert latents.token_embedding.shape == (count, embedding.shape[1])
@@ -388,7 +388,6 @@ def new_model(request) -> SparseFormerForImageClassification:
         num_mixed_points=None,
         stem_channels=64,
         focusing_hidden_size=128,
-        focusing_intermediate_size=512,
         hidden_size=192,
         intermediate_size=768,
         num_hidden_layers=2,
@@ -447,7 +446,7 @@ class TestInitialization:
                 bound = math.sqrt(6 / (rows + columns))
                 assert values.abs().max() <= bound
                 assert values.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
-            if new_model.config.mixing_bias:
+            if new_model.config.is_v1:
                 assert not mixing.channel_bias.any()
                 assert not mixing.point_bias.any()
 
@@ -457,14 +456,14 @@ class TestInitialization:
 
     def test_embeddings(self, new_model):
         latents, config = new_model.base_model.latents, new_model.config
-        count = 1 if config.shared_token_embedding else config.num_latent_tokens
+        count = config.num_latent_tokens if config.is_v1 else 1
         assert latents.token_embedding.shape == (count, 128)
         assert latents.token_embedding.abs().max() <= 2
         assert latents.token_embedding.std().item() == pytest.approx(0.88, abs=0.15)
         torch.testing.assert_close(latents.initial_rois.data, initial_rois(config.num_latent_tokens))
-        if config.use_cls_token:
+        if config.num_class_tokens:
             assert latents.cls_token.std().item() == pytest.approx(1, abs=0.2)
-        if config.stage_embedding:
+        if not config.is_v1:
             assert new_model.base_model.focusing_layer.stage_embedding.std().item() == pytest.approx(1, abs=0.2)
 
     def test_initial_rois_do_not_decay(self, new_model):

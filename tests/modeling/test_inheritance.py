@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     DeiTConfig,
@@ -14,7 +13,11 @@ from transformers import (
 )
 from vision_transformers import KINDS, clip, of_open_clip, of_timm, of_transformers
 
-from frugalvit import SparseFormerForImageClassification, SparseFormerModel
+from frugalvit import (
+    PatchSparseFormerForImageClassification,
+    SparseFormerForImageClassification,
+    SparseFormerModel,
+)
 from frugalvit.modeling.hosts import read_anatomy
 
 
@@ -43,7 +46,7 @@ def test_defaults_are_the_papers():
     student = SparseFormerForImageClassification.from_teacher(teacher)
     config = student.config
     # 64 image tokens; a quarter, [CLS] counted, is 15 latent ones.
-    assert (config.num_latent_tokens, config.use_cls_token, config.pooling) == (15, True, "cls")
+    assert (config.num_latent_tokens, config.num_class_tokens, config.pooling) == (15, 1, "cls")
     assert (config.num_hidden_layers, config.hidden_size, config.focusing_hidden_size) == (4, 128, 64)
     assert config.layer_norm_eps == 1e-4
     assert config.id2label == teacher.config.id2label
@@ -56,15 +59,15 @@ def test_defaults_are_the_papers():
 
 def test_a_mean_pooled_teacher_gives_a_mean_pooled_student():
     config = SparseFormerForImageClassification.from_teacher(timm_vit(global_pool="avg", class_token=False)).config
-    assert (config.pooling, config.pool_before_norm, config.use_cls_token, config.num_latent_tokens) == (
+    assert (config.pooling, config.pool_before_norm, config.num_class_tokens, config.num_latent_tokens) == (
         "mean",
         True,
-        False,
+        0,
         16,
     )
     # A [CLS] that is not pooled takes part in attention.
     config = SparseFormerForImageClassification.from_teacher(timm_vit(global_pool="avg", fc_norm=False)).config
-    assert (config.pooling, config.pool_before_norm, config.use_cls_token) == ("latent_mean", False, True)
+    assert (config.pooling, config.pool_before_norm, config.num_class_tokens) == ("latent_mean", False, 1)
 
 
 @pytest.mark.parametrize(("truncate", "left"), [(0, 3), (1, 2), (1.0, 2), (1 / 3, 2), (0.5, 1), (2, 1)])
@@ -110,7 +113,7 @@ class ScaledBlock(timm.models.vision_transformer.Block):
 
 REFUSED = {
     "no module": (lambda: "google/vit-base-patch16-224", "load it first"),
-    "blocks with a twist in forward": (lambda: timm_vit(block_fn=ScaledBlock), "computes something else"),
+    "blocks with a twist in forward": (lambda: timm_vit(block_fn=ScaledBlock), "differs from the teacher's"),
     "two classifiers": (
         lambda: DeiTForImageClassificationWithTeacher(DeiTConfig(image_size=32, patch_size=4, **SIZES)),
         "averages two classifiers",
@@ -140,10 +143,10 @@ def test_refuses_other_numbers_of_blocks_to_leave_out(truncate):
         SparseFormerForImageClassification.from_teacher(transformers_vit(), truncate=truncate)
 
 
-@pytest.mark.parametrize("focusing", [None, "inherited"])
-def test_refuses_no_tokens(focusing):
-    with pytest.raises(StrictDataclassError, match="`num_latent_tokens` is 0, expected at least 1"):
-        SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=0, focusing=focusing)
+@pytest.mark.parametrize("model_class", [SparseFormerForImageClassification, PatchSparseFormerForImageClassification])
+def test_refuses_no_tokens(model_class):
+    with pytest.raises(ValueError, match="`num_latent_tokens` is 0, expected at least 1"):
+        model_class.from_teacher(transformers_vit(), num_latent_tokens=0)
 
 
 def test_refuses_other_classes_than_the_teachers():
@@ -164,14 +167,3 @@ def test_registers_start_as_the_teachers_are_in_a_blank_image():
     torch.testing.assert_close(student.latents.register_tokens, held[0, 1:4])
     tokens = student(torch.randn(2, 3, 32, 32)).last_hidden_state
     assert tokens.shape[1] == 1 + 3 + student.config.num_latent_tokens
-
-
-def test_without_frugalvit_a_teacher_cannot_be_read(monkeypatch):
-    import importlib
-
-    def import_module(name, *arguments):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr(importlib, "import_module", import_module)
-    with pytest.raises(ImportError, match="needs frugalvit, which is not installed"):
-        SparseFormerModel.from_teacher(transformers_vit())

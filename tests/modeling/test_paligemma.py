@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from frugalvit_cli import main
 from processes import compute_without_frugalvit
 from transformers import (
     AutoModel,
@@ -21,10 +22,8 @@ from frugalvit import (
     matching_processor,
     swap_vision_tower,
 )
-from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
-from frugalvit.modeling.swap import check_image_tokens
-from tiny import IMAGE, make_llava, make_paligemma, make_paligemma_processor, make_tower, save_to_swap
+from tiny import IMAGE, make_paligemma, make_paligemma_processor, make_tower, save_to_swap
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,6 @@ def test_the_language_model_reads_the_sparseformers_tokens(text_class):
     tower = make_tower(paligemma)
     text = torch.tensor([[2, 3, 4, 6]])
     before = paligemma(input_ids=text).logits
-    assert paligemma.config.text_config.num_image_tokens == 64
     model = swap_vision_tower(paligemma, tower)
     assert torch.equal(model(input_ids=text).logits, before)
     pixel_values = torch.randn(2, 3, 32, 32)
@@ -61,9 +59,7 @@ def test_the_language_model_reads_the_sparseformers_tokens(text_class):
     expected = model.model.multi_modal_projector(tower(pixel_values).last_hidden_state)
     torch.testing.assert_close(features, expected)
     assert model.model.language_model is paligemma.model.language_model
-    assert features.shape[1] == 7 == model.config.image_seq_length == model.config.text_config.num_image_tokens
-    # What was given stays as it was.
-    assert paligemma.config.text_config.num_image_tokens == 64
+    assert features.shape[1] == 7 == model.config.image_seq_length
 
 
 @torch.no_grad()
@@ -77,10 +73,8 @@ def test_the_processor_inserts_as_many_tokens_as_the_tower_gives(swapped, tmp_pa
     assert type(again) is PaliGemmaProcessor
     assert torch.equal(model(**ask(again)).logits, logits)
     model.set_num_tokens(4)
-    with pytest.raises(ValueError, match="inserts 7 .* makes 4 .* `matching_processor`"):
-        check_image_tokens(processor, model)
     inputs = ask(matching_processor(processor, model))
-    assert int((inputs["input_ids"] == IMAGE).sum()) == 4 == model.config.text_config.num_image_tokens
+    assert int((inputs["input_ids"] == IMAGE).sum()) == 4 == model.config.image_seq_length
     assert model(**inputs).logits.isfinite().all()
 
 
@@ -114,25 +108,9 @@ def test_a_saved_model_loads_with_and_without_the_package(swapped, tmp_path):
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
 
 
-def test_another_tower_can_take_the_place_of_a_sparseformer(swapped, paligemma):
-    model = swap_vision_tower(swapped[0], make_tower(paligemma, 5))
-    assert model.config.image_seq_length == 5
-
-
 def test_configurations():
     config = SparseFormerPaliGemmaConfig()
-    assert config.image_seq_length == 64 and config.vision_config.projection_dim == config.projection_dim
-    with pytest.raises(Exception, match="is a SiglipVisionConfig, expected a SparseFormerConfig"):
-        SparseFormerPaliGemmaConfig(vision_config=make_paligemma().config.vision_config)
-
-
-def test_what_does_not_fit_is_refused(paligemma):
-    with pytest.raises(ValueError, match="Got a Gemma2Model, expected a Llava-, PaliGemma-"):
-        swap_vision_tower(paligemma.model.language_model, make_tower(paligemma))
-    narrow = make_tower(make_llava())
-    narrow.config.hidden_size = 32
-    with pytest.raises(ValueError, match="takes 64 channels, .* gives 32; bootstrap it"):
-        swap_vision_tower(paligemma, narrow)
+    assert config.vision_config.projection_dim == config.projection_dim
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Cells of grids and what is sampled in them."""
+"""Cells of grids, and the patches that are cut out of an image."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frugalvit import PatchSparseFormerConfig, SparseFormerForSemanticSegmentation, SparseFormerModel
+from frugalvit import PatchSparseFormerConfig, PatchSparseFormerModel
 from frugalvit.configuration.configuration_patch_sparseformer import choose_grid
-from frugalvit.modeling.pyramid import GridImage, PatchSampling, grid_rois, points_in
+from frugalvit.modeling.placement import cut_patches, grid_rois
 
 
 sides = st.integers(1, 7)
@@ -29,16 +29,11 @@ def test_cells_tile_the_image(grid):
 
 @settings(deadline=None)
 @given(grids, st.tuples(st.integers(1, 5), st.integers(1, 5)))
-def test_points_in_cells_are_the_pixels_of_the_grids_image(grid, patch):
-    images = torch.randn(2, 3, 24, 20, generator=torch.Generator().manual_seed(0))
-    image = GridImage(patch)(images, grid)
-    sampling = PatchSampling(patch, 3, 8, "border")
-    tokens, points = sampling(None, grid_rois(grid)[None], image)
-    weight = sampling.projection.weight.unflatten(1, (3, *patch))
-    expected = F.conv2d(image, weight, sampling.projection.bias, stride=patch).flatten(2).mT
-    torch.testing.assert_close(tokens, expected, atol=1e-4, rtol=1e-3)
-    assert points.shape == (2, grid[0] * grid[1], patch[0] * patch[1], 2)
-    torch.testing.assert_close(points, points_in(grid_rois(grid)[None], patch).expand(2, -1, -1, -1))
+def test_patches_are_those_of_a_convolution(grid, patch):
+    image = torch.randn(2, 3, grid[0] * patch[0], grid[1] * patch[1], generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(8, 3, *patch, generator=torch.Generator().manual_seed(1))
+    tokens = cut_patches(image, patch).flatten(1, 2) @ weight.flatten(1).T
+    torch.testing.assert_close(tokens, F.conv2d(image, weight, stride=patch).flatten(2).mT, atol=1e-4, rtol=1e-3)
 
 
 def test_counts_become_grids_of_nearly_square_cells():
@@ -51,22 +46,15 @@ def test_counts_become_grids_of_nearly_square_cells():
 
 def test_tokens_are_resized_with_their_grid():
     torch.manual_seed(0)
-    model = SparseFormerModel(PatchSparseFormerConfig(**TINY)).eval()
-    torch.nn.init.normal_(model.latents.token_embedding)
+    model = PatchSparseFormerModel(PatchSparseFormerConfig(**TINY)).eval()
+    torch.nn.init.normal_(model.embeddings.position_embeddings)
     images = torch.randn(2, 3, 32, 32)
     before = model(images).pooler_output
     model.resize_tokens(6)
     assert model.config.token_grid == (2, 3)
     assert model(images).last_hidden_state.shape == (2, 7, 32)
-    assert SparseFormerModel(model.config)(images).last_hidden_state.shape == (2, 7, 32)
+    assert PatchSparseFormerModel(model.config)(images).last_hidden_state.shape == (2, 7, 32)
     model.resize_tokens(16)
     assert model.config.num_latent_tokens == 16 and not torch.allclose(model(images).pooler_output, before)
     with pytest.raises(ValueError, match="17 tokens make no grid"):
         model.resize_tokens(17)
-
-
-def test_images_are_segmented_by_patches():
-    config = PatchSparseFormerConfig(**TINY, decoder_hidden_size=32)
-    outputs = SparseFormerForSemanticSegmentation(config)(torch.randn(2, 3, 30, 34), output_token_maps=True)
-    assert outputs.logits.shape == (2, 3, 8, 9)
-    torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 9))

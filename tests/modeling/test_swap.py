@@ -1,14 +1,13 @@
 """`frugalvit swap` and `swap_vision_tower`: a SparseFormer takes the place of a tower, whatever the model."""
 
-import re
-
 import pytest
 import torch
+from frugalvit_cli import main
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForImageTextToText,
     AutoProcessor,
-    CLIPVisionConfig,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     LlavaForConditionalGeneration,
@@ -18,14 +17,12 @@ from transformers import (
 import frugalvit
 from drawn import noise
 from frugalvit import (
-    SparseFormerLlavaConfig,
     SparseFormerVisionModel,
     matching_processor,
     swap_vision_tower,
 )
-from frugalvit.cli import main
 from frugalvit.common.loading import load_vision_model
-from frugalvit.modeling.swap import _first_linear, _read_by_projector, input_device, match_channels_
+from frugalvit.modeling.swap import first_layer, input_device, match_channels_, read_by_projector
 from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower, save_to_swap
 
 
@@ -48,17 +45,6 @@ def test_what_does_not_fit_is_refused():
         swap_vision_tower(llava, tower, image_grid=4)
     with pytest.raises(ValueError, match="Got a CLIPVisionModel as vision model"):
         swap_vision_tower(llava, llava.model.vision_tower)
-    wide = frugalvit.SparseFormerVisionModel(
-        frugalvit.SparseFormerConfig(num_latent_tokens=4, hidden_size=128, num_hidden_layers=2)
-    )
-    with pytest.raises(ValueError, match="takes 64 channels, .* 128; bootstrap it"):
-        swap_vision_tower(llava, wide)
-    with pytest.raises(Exception, match="this SparseFormer has none; choose"):
-        swap_vision_tower(llava, make_tower(llava, use_cls_token=False, pooling="mean"))
-    with pytest.raises(Exception, match=r"asks for -6, the SparseFormer has 5 .* -5 to 4"):
-        swap_vision_tower(make_llava(vision_feature_layer=-6), tower)
-    with pytest.raises(Exception, match="is a CLIPVisionConfig, expected a SparseFormerConfig"):
-        SparseFormerLlavaConfig(vision_config=CLIPVisionConfig())
 
 
 @torch.no_grad()
@@ -146,18 +132,16 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
-@pytest.mark.parametrize("make", [make_llava, make_paligemma])
-def test_a_server_builds_it_of_a_configuration_from_another_process(make):
-    """As vLLM: classes of remote code are made once more there, and names that a model ignores are left out."""
-    llava = make()
+def test_a_server_builds_it_of_a_configuration_from_another_process():
+    """vLLM pickles configurations by value, with copies of their classes."""
+    llava = make_llava()
     model = swap_vision_tower(llava, make_tower(llava))
-    again = type("SparseFormerConfig", (frugalvit.SparseFormerConfig,), {"__module__": "another.process"})
-    model.config.vision_config = again(**model.config.vision_config.to_dict())
-    base = type(model.model)(model.config)
-    assert {*base.state_dict()} == {*model.model.state_dict()}
-    for built in (base, model):
-        ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected]
-        assert not [name for name in built.state_dict() for pattern in ignored if pattern.search(name)]
+
+    class SparseFormerConfig(frugalvit.SparseFormerConfig):
+        pass
+
+    model.config.vision_config = SparseFormerConfig(**model.config.vision_config.to_dict())
+    assert {*AutoModel.from_config(model.config).state_dict()} == {*model.model.state_dict()}
 
 
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
@@ -174,13 +158,13 @@ def test_channels_are_matched(make):
     assert model.model.multi_modal_projector is not old and not model.training
 
     def read(part, side):
-        return torch.cat([_read_by_projector(part, pair[side]).flatten(0, -2) for pair in batches])
+        return torch.cat([read_by_projector(part, pair[side]).flatten(0, -2) for pair in batches])
 
     ours, theirs = read(model, 0), read(original, 1)
     matched = (ours - ours.mean(0)) / ours.std(0, correction=0) * theirs.std(0, correction=0) + theirs.mean(0)
-    given = _first_linear(model)(ours)
-    torch.testing.assert_close(given, _first_linear(original)(matched), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(given.mean(0), _first_linear(original)(theirs).mean(0), rtol=1e-4, atol=1e-4)
+    given = first_layer(model.model)(ours)
+    torch.testing.assert_close(given, first_layer(original.model)(matched), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(given.mean(0), first_layer(original.model)(theirs).mean(0), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="There are no images to match"):
         match_channels_(model, original, [])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from frugalvit_cli import main
 from processes import compute_without_frugalvit
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 from vlms import IMAGE, ROWS, SIZE, VLM, VLMS
@@ -15,7 +15,6 @@ from vlms import IMAGE, ROWS, SIZE, VLM, VLMS
 import frugalvit
 from drawn import noise
 from frugalvit import SparseFormerBackbone, match_channels_, matching_processor, swap_vision_tower
-from frugalvit.cli import main
 from frugalvit.common.exported import parts_of
 from frugalvit.common.loading import load_vision_model
 from frugalvit.common.views import ImageFormat
@@ -72,7 +71,7 @@ def test_few_tokens_give_what_the_backbone_gives_each_cell(vlm):
     assert outputs.hidden_states[-2].shape == (2, ROWS**2, 32)
     assert next(vlm.model.lm_head.parameters()) is next(model.lm_head.parameters())
     model.set_num_tokens(4)
-    assert new(pixel_values, output_rois=True).rois[-1].shape == (2, 4, 4)
+    assert new.tower(pixel_values).last_hidden_state.shape[1] == 4 + tower.config.num_prefix_tokens
     assert new(pixel_values).last_hidden_state.shape == outputs.last_hidden_state.shape
 
 
@@ -82,7 +81,7 @@ def test_the_processor_inserts_as_many_tokens_as_the_grid_makes(image_grid, vlm,
     model = swapped(vlm, image_grid)
     made = matching_processor(processor, model)
     tokens = ((image_grid or ROWS) // vlm.cells) ** 2
-    assert model.config.tokens_per_grid == tokens
+    assert model.config.image_seq_length == tokens
     made.save_pretrained(tmp_path)
     for each in (made, AutoProcessor.from_pretrained(tmp_path), matching_processor(made, model)):
         inputs = ask(each, vlm)
@@ -107,11 +106,6 @@ def test_a_saved_model_loads_with_and_without_the_package(image_grid, vlm, proce
     loaded, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert type(loaded) is type(model) is getattr(frugalvit, f"SparseFormer{vlm.name}ForConditionalGeneration")
     assert not any(report.values())
-    # vLLM builds the model without its head, and leaves out what that ignores.
-    base = AutoModel.from_config(model.config)
-    for built in (loaded, base):
-        ignored = [re.compile(pattern) for pattern in built._keys_to_ignore_on_load_unexpected]
-        assert not [name for name in loaded.state_dict() for pattern in ignored if pattern.search(name)]
     inputs = dict(ask(AutoProcessor.from_pretrained(folder), vlm))
     expected = model(**inputs).logits
     assert torch.equal(loaded(**inputs).logits, expected)
@@ -146,7 +140,10 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     inputs = ask(made, vlm)
     torch.testing.assert_close(model(**inputs).logits, swapped(vlm, 4)(**inputs).logits)
     assert main(["info", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 7 + model.config.tower_config.num_prefix_tokens
+    assert (
+        json.loads(capsys.readouterr().out)[0]["tokens"]
+        == 7 + model.config.vision_config.tower_config.num_prefix_tokens
+    )
     with pytest.raises(ValueError, match="Export the SparseFormer"):
         parts_of(model)
 
@@ -177,16 +174,11 @@ def test_layers_are_counted_from_the_end_of_the_tower():
 def test_what_does_not_fit_is_refused():
     vlm = VLMS["Gemma 3"]
     tower, model = vlm.make_tower(), swapped(vlm)
-    with pytest.raises(ValueError, match=r"`image_grid` is 3, .* Gemma3.* takes: 2, 4, 6, 8\."):
+    with pytest.raises(ValueError, match="`image_grid` is 3, expected at most 8, in steps of 2"):
         swap_vision_tower(vlm.model, tower, 3)
-    wide = make_tower(make_llava())
-    with pytest.raises(ValueError, match="Gemma3.* has 32 channels, .* 64; bootstrap it"):
-        swap_vision_tower(vlm.model, wide)
+    with pytest.raises(ValueError, match="gemma3 has 32 channels, .* 64; bootstrap it"):
+        swap_vision_tower(vlm.model, make_tower(make_llava()))
     with pytest.raises(ValueError, match="Got a SparseFormerGemma3For.*, expected a Llava-"):
         swap_vision_tower(model, tower)
-    with pytest.raises(ValueError, match="Channels are matched in the projector of a LLaVA"):
+    with pytest.raises(ValueError, match="Channels are matched in a LLaVA 1.5"):
         match_channels_(model, vlm.model, [])
-    vlm = VLMS["LLaVA-OneVision"]
-    deep = dataclasses.replace(vlm, fields=vlm.fields | {"vision_feature_layer": -4})
-    with pytest.raises(StrictDataclassError, match=r"asks for -4, the SparseFormer has 3 .* -3 to 2\."):
-        swapped(deep)

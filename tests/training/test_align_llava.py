@@ -1,6 +1,5 @@
 """A LLaVA learns to read a SparseFormer, from its own answers or from conversations."""
 
-import functools
 import json
 import re
 
@@ -9,20 +8,35 @@ import torch
 from huggingface_hub import ModelCard
 from PIL import Image
 from runs import check_resumes, error_of
-from runs import make as make_trainer
 from safetensors.torch import load_file
 from trainings import logged, run_command
 from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
 
 from frugalvit import SparseFormerVisionModel
 from frugalvit.common.loading import load_llava
-from frugalvit.training import align_llava
+from frugalvit.training.align_llava import (
+    NO_ANSWER,
+    PALIGEMMA_PROMPT,
+    Learner,
+    answer,
+    encode,
+    pad,
+    read_conversations,
+)
 from tiny import (
+    IMAGE,
     SMALL,
+    WORDS,
     make_llava,
     make_paligemma,
+    make_paligemma_processor,
+    make_processor,
     save_to_swap,
+    word_tokenizer,
 )
+
+
+PROCESSOR = make_processor(make_llava())
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +65,15 @@ def changed(model, original) -> set[str]:
     return {name for name, value in model.state_dict().items() if not torch.equal(value, old.get(name, value))}
 
 
+def said(*texts):
+    return [{"from": "gpt" if number % 2 else "human", "value": text} for number, text in enumerate(texts)]
+
+
+def write(folder, records):
+    (folder / "said.json").write_text(json.dumps(records), encoding="utf-8")
+    return folder / "said.json"
+
+
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
 def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_path, capsys):
     original = make()
@@ -70,16 +93,14 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
     assert f"{kind} with 7 tokens an image, those of tower; the projector learned from answers" in card.text
     assert f"{max(agreements):.2%} of the answers' tokens are right, {agreements[0]:.2%} before" in card.text
     assert str(tmp_path) not in card.text and f"\n{model.num_parameters():,} parameters" in card.text
-    # What is kept is what learns.
     checkpoint, *_ = out.glob("checkpoint-*")
-    learned = load_file(checkpoint / "model.safetensors")
-    assert {"projector" in name for name in learned} == {True} and len(learned) == (4 if make is make_llava else 2)
+    assert all("projector" in name for name in load_file(checkpoint / "model.safetensors"))
     capsys.readouterr()
     [code] = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     exec(code.replace("path/or/id", str(out)), {"image": Image.effect_noise((48, 40), 90).convert("RGB")})
     assert capsys.readouterr().out.strip()
     if make is make_llava:
-        assert AutoProcessor.from_pretrained(out).num_latent_tokens == 7
+        assert AutoProcessor.from_pretrained(out).num_additional_image_tokens == 7 + 1
 
 
 def test_a_run_that_was_stopped_goes_on(options, tmp_path):
@@ -93,12 +114,11 @@ def test_a_tower_of_another_family_has_a_new_first_layer(options, tmp_path):
     torch.manual_seed(0)
     dinov2 = Dinov2Model(Dinov2Config(image_size=32, patch_size=4, mlp_ratio=2, **sizes)).eval()
     SparseFormerVisionModel.from_teacher(dinov2, 7, **SMALL).save_pretrained(tmp_path / "dinov2")
-    own = run_command("align_llava", tmp_path / "out", **options | {"vision_model": tmp_path / "dinov2"})
-    losses = logged(own, "loss")
+    losses = logged(
+        run_command("align_llava", tmp_path / "out", **options | {"vision_model": tmp_path / "dinov2"}), "loss"
+    )
     assert sum(losses[-4:]) < sum(losses[:4])
     assert load(tmp_path / "out").model.multi_modal_projector.linear_1.in_features == 48
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "the projector, its first layer a new one, learned from answers" in card
 
 
 def test_the_language_model_may_learn_too(options, pair, tmp_path):
@@ -110,13 +130,9 @@ def test_the_language_model_may_learn_too(options, pair, tmp_path):
     names = old.state_dict()
     matrices = {name for name in names if "language_model.layers" in name and name.endswith("proj.weight")}
     assert len(matrices) == 14 and changed(model, old) == matrices | {name for name in names if "projector" in name}
-    # Its rate is a fifth.
     rates = {weight: group["initial_lr"] for group in own.optimizer.param_groups for weight in group["params"]}
-    of_name = {name: rates[weight] for name, weight in own.model.named_parameters() if weight in rates}
-    shares = {name: 0.2 if "lora" in name else 1.0 for name in of_name}
-    assert {name: rate / 3e-3 for name, rate in of_name.items()} == pytest.approx(shares) and len(
-        {*shares.values()}
-    ) == 2
+    found = {("lora" in name, round(rates[each], 9)) for name, each in own.model.named_parameters() if each in rates}
+    assert found == {(False, 3e-3), (True, 6e-4)}
 
 
 def test_learns_from_conversations(options, tmp_path):
@@ -125,17 +141,13 @@ def test_learns_from_conversations(options, tmp_path):
     for number in range(20):
         color, name = [((250, 10, 10), "cat"), ((10, 10, 250), "ship")][number % 2]
         Image.new("RGB", (32, 32), color).save(tmp_path / f"{number}.png")
-        turns = [("human", "<image>\nwhat is this ?"), ("gpt", name), ("human", "what ?"), ("gpt", "dog")]
-        said = [{"from": who, "value": text} for who, text in turns]
-        records.append({"image": f"{number}.png", "conversations": said})
-    (tmp_path / "said.json").write_text(json.dumps(records), encoding="utf-8")
-    options = options | {"dataset": tmp_path / "said.json", "train_split": None, "eval_split": None, "lora_rank": 8}
-    options |= {"num_train_epochs": 8, "per_device_train_batch_size": 3, "learning_rate": 1e-2}
-    own = run_command("align_llava", tmp_path / "out", **options)
+        turns = said("<image>\nwhat is this ?", name, "what ?", "dog")
+        records.append({"image": f"{number}.png", "conversations": turns})
+    data = {"dataset": write(tmp_path, records), "train_split": None, "eval_split": None, "lora_rank": 8}
+    data |= {"num_train_epochs": 8, "per_device_train_batch_size": 3, "learning_rate": 1e-2}
+    own = run_command("align_llava", tmp_path / "out", **options | data)
     assert own.metrics["agreement"] == 1.0 and len(own.eval_dataset) == 2
     assert "learned from conversations" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    other = make_trainer("align_llava", tmp_path / "other", **options | {"eval_dataset": tmp_path / "said.json"})
-    assert len(other.eval_dataset) == len(other.train_dataset) == 20
 
 
 def test_half_precision(options, tmp_path):
@@ -152,45 +164,103 @@ def test_a_quantized_language_model_is_written_as_it_was(options, pair, tmp_path
     assert names and all("projector" in name for name in names)
 
 
-PLACES = {"model.vision_tower": "cpu", "model.multi_modal_projector": "cpu", "model.language_model": "disk"}
-
-
-@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")  # for large ones
-def test_a_language_model_on_disk_teaches_the_same(options, tmp_path, capsys, monkeypatch):
-    """Where memory is short, `device_map` keeps it there."""
-
-    def load_in_parts(name, device, dtype, quantize, device_map):
-        return load_llava(name, device, dtype, quantize, device_map and PLACES | {"lm_head": "cpu"})
-
-    monkeypatch.setattr(align_llava, "load_llava", load_in_parts)
-    options = options | {"max_steps": 2, "eval_split": "none"}
-    whole = run_command("align_llava", tmp_path / "whole", **options)
-    parts = run_command("align_llava", tmp_path / "parts", **options, device_map="auto")
-    assert logged(parts, "loss") == logged(whole, "loss")
-    files = [tmp_path / name / "model.safetensors" for name in ("whole", "parts")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    wrong = error_of("align_llava", tmp_path / "wrong", capsys, **options, device_map="auto", lora_rank=2)
-    assert "offloaded, which lora_rank cannot change" in wrong
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"prompt": "{question}"}, "prompt is '{question}', expected a text with {image}, {question}"),
+        ({"prompt": "{question}"}, "prompt is '{question}', expected a text with {image} and {question}"),
         ({"lora_rank": -1}, "lora_rank is -1, expected 0 or more"),
         ({"num_tokens": 8}, "8"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0, as answers have no"),
-        ({"quantize": "2bit"}, "argument --quantize: invalid choice: '2bit'"),
         ({"vision_model": "nowhere"}, "nowhere"),
+        ({"dataset": "nowhere.json"}, "Cannot read LLaVA's conversations from 'nowhere.json'"),
     ],
 )
 def test_wrong_calls_are_one_line(wrong, message, options, tmp_path, capsys):
     assert message in error_of("align_llava", tmp_path / "out", capsys, **options | wrong)
 
 
-def test_quantizing_needs_a_library_and_sharing_out_one_process(options, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("frugalvit.common.loading.is_bitsandbytes_available", lambda: False)
-    said_of = functools.partial(error_of, "align_llava", tmp_path / "out", capsys, **options)
-    assert "quantize is bitsandbytes', which is not installed" in said_of(quantize="4bit")
-    monkeypatch.setattr(align_llava.AlignLlavaArguments, "world_size", 2)
-    assert "device_map is 'auto', expected none with several processes" in said_of(device_map="auto")
+def test_reads_what_is_said_about_images(tmp_path):
+    records = [
+        {"id": "0", "image": "a.png", "conversations": said("<image>\nwhat is this ?", "cat", "and this ?", " dog ")},
+        {"id": "1", "conversations": said("what ?", "nothing")},
+        {"id": "2", "image": "a.png", "conversations": said("what ?\n<image>", "ship")},
+    ]
+    read = read_conversations(write(tmp_path, records))
+    assert read["turns"][:] == [[["what is this ?", "cat"], ["and this ?", "dog"]], [["what ?", "ship"]]]
+    assert [record["image"]["path"] for record in read] == [str(tmp_path / "a.png")] * 2
+
+
+@pytest.mark.parametrize("turns", [said("a", "b")[::-1], ["a", "b"], said("a", None), said("a", " "), said("a")])
+def test_what_is_no_conversation_is_refused(turns, tmp_path):
+    with pytest.raises(ValueError, match=r"Cannot read LLaVA's conversations from .*said\.json"):
+        read_conversations(write(tmp_path, [{"image": "a.png", "conversations": turns}]))
+
+
+def test_a_text_begins_once_and_answers_end_it():
+    processor = make_processor(make_llava())
+    special = {"extra_special_tokens": {"image_token": "<image>"}, "additional_special_tokens": ["[EOS]"]}
+    processor.tokenizer = word_tokenizer([*WORDS, "[BOS]", "[EOS]"], **special)
+    begin, end = len(WORDS), len(WORDS) + 1
+    what, cat, dog = (WORDS.index(word) for word in ("what", "cat", "dog"))
+    ids, labels = encode(processor, 1, [("what", "cat"), ("what", "dog")], "{image}{question}")
+    assert ids == [begin, IMAGE, what, cat, end, what, dog, end]
+    assert labels == [NO_ANSWER] * 3 + [cat, end, NO_ANSWER, dog, end]
+    asked, nothing = encode(processor, 1, [("what", "cat"), ("what", None)], "{image}{question}")
+    assert asked == ids[:-2] and nothing == [NO_ANSWER] * 3 + [cat, end, NO_ANSWER]
+
+
+def test_answers_are_those_that_generate_gives():
+    llava, prompt = make_llava(), "{image}{question}"
+    images = [Image.effect_noise((32, 32), 60 + seed).convert("RGB") for seed in range(6)]
+    pixel_values = PROCESSOR.image_processor(images, return_tensors="pt")["pixel_values"]
+    questions = ["what is this ?", "what ?", "is this cat and dog ?"] * 2
+    unended, every, _ = answer(llava, PROCESSOR, pixel_values, questions, prompt, 4)
+    # What ends one of them before its last token.
+    llava.generation_config.eos_token_id = end = unended[0][1]
+    answers, logits, seen = answer(llava, PROCESSOR, pixel_values, questions, prompt, 4)
+    assert len(logits) < len(every)
+    for tokens, question, image in zip(answers, questions, images, strict=True):
+        inputs = PROCESSOR(images=image, text=f"<image>{question}", return_tensors="pt")
+        whole = llava.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert tokens == whole[0, inputs["input_ids"].shape[1] :].tolist() and end not in tokens[:-1]
+    assert logits.argmax(-1).tolist() == [token for tokens in answers for token in tokens]
+    features = llava.get_image_features(pixel_values).pooler_output
+    torch.testing.assert_close(seen, torch.stack([each.mean(0) for each in features]))
+
+
+@torch.no_grad()
+def test_a_paligemma_is_asked_as_its_processor_does():
+    """Tokens are those of its processor, and so are their types: those of a question attend to each other."""
+    paligemma, processor = make_paligemma(), make_paligemma_processor()
+    turns = [[("what is this ?", "cat")], [("is this cat and dog ?", "ship")]]
+    inputs, labels = pad([encode(processor, 64, each, PALIGEMMA_PROMPT) for each in turns], processor)
+    pictures = [[Image.new("RGB", (32, 32), color)] for color in ("red", "blue")]
+    texts = ["<image>what is this ?", "<image>is this cat and dog ?"]
+    expected = processor(images=pictures, text=texts, suffix=["cat", "ship"], padding=True, return_tensors="pt")
+    mask = inputs["attention_mask"].bool()
+    for name in ("input_ids", "attention_mask", "token_type_ids"):
+        assert torch.equal(inputs[name][mask], expected[name][mask]), name
+    assert torch.equal(labels, expected["labels"].where(mask, NO_ANSWER))
+    answers, *_ = answer(paligemma, processor, expected["pixel_values"], ["what is this ?"] * 2, PALIGEMMA_PROMPT, 3)
+    prompts = processor(images=pictures, text=["<image>what is this ?"] * 2, return_tensors="pt")
+    prompts.pop("labels")
+    assert paligemma.generate(**prompts, max_new_tokens=3, do_sample=False)[:, -3:].tolist() == answers
+
+
+@torch.no_grad()
+def test_what_was_learned_of_the_language_model_is_added_to_it():
+    llava = make_llava()
+    inputs = PROCESSOR(images=Image.new("RGB", (32, 32), "red"), text="<image> what ?", return_tensors="pt")
+    before = llava(**inputs).logits
+    learner = Learner(llava)
+    learner.add_lora(4)
+    for layer in learner.lora_layers.values():
+        layer.lora_B["default"].weight.normal_(std=0.3)
+    learned = llava(**inputs).logits
+    assert (learned - before).abs().max() > 0.1
+    learner.enable_lora(False)
+    assert torch.equal(llava(**inputs).logits, before)
+    learner.enable_lora(True)
+    plain = make_llava()
+    plain.load_state_dict(learner.merged_state())
+    torch.testing.assert_close(plain(**inputs).logits, learned, rtol=1e-4, atol=1e-4)

@@ -1,12 +1,10 @@
 """Bootstrapping on a few embedded images: by the command, in one call, and by a trainer."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from processes import compute_without_frugalvit
 from trainings import STUDENT, TINY_STUDENT, Pairs, assert_equal, command_words, logged, run_command
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -18,9 +16,9 @@ from frugalvit import BootstrapArguments, BootstrapTrainer, SparseFormerForImage
 from frugalvit.common.data import load_images
 from frugalvit.common.views import EvalView
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.training.bootstrap import make_parser, make_trainer, recipe_of
+from frugalvit.training.bootstrap import make_parser, make_trainer
 from frugalvit.training.data import as_images
-from frugalvit.training.losses import TokenAlignment, attended_cells, distance_from_largest, forecast_loss
+from frugalvit.training.losses import attended_cells, forecast_loss
 from frugalvit.training.students import format_of, freeze, token_counts_to_train
 from tiny import make_vit
 
@@ -121,10 +119,9 @@ def make(teacher, images, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("optimizer", [None, "muon"])
-def test_the_schedule_is_a_warm_up_and_half_a_cosine(optimizer, make):
+def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
     """Inherited weights rest meanwhile."""
-    own = make(recipe="paper", learning_rate=1.0, warmup_steps=4, timm_optimizer=optimizer)
+    own = make(recipe="paper", learning_rate=1.0, warmup_steps=4)
     own.create_optimizer()
     scheduler, rates = own.create_scheduler(12), []
     for _ in range(12):
@@ -179,8 +176,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
 )
 def test_the_recipe_fits_the_images_and_what_is_given_goes_before(size, options, expected):
     student, _, args = make_parser().parse(command_words(teacher="t", output_dir="o", use_cpu=True, **options))
-    image_format, continues = SimpleNamespace(size=(size, size)), student.student is not None
-    args.complete(args.recipe or recipe_of(student.focusing == "inherited", image_format, continues), continues)
+    args.complete(student.focusing == "inherited", size, student.student is not None)
     assert {name: getattr(args, name) for name in expected} == expected
 
 
@@ -228,15 +224,12 @@ def test_one_call_gives_what_the_command_gives(kind, of_command, images, picture
         ({"tune": 7.0}, "tune asks for 7 blocks, the student has 2; tune_all tunes them all"),
         ({"config_overrides": "stem_chanels=8"}, "sparseformer configurations have no 'stem_chanels'"),
         ({"truncate": 3.0}, "`truncate`"),
-        ({"upsampler_hidden_size": 8}, "maps, which nothing aligns; give dense_loss_weight"),
-        ({"teacher": "open_clip:ViT-B-32"}, "has no weights; give open_clip:MODEL:PRETRAINED"),
-        ({"teacher": "open_clip:local-dir:nowhere"}, "Cannot load the open_clip model 'local-dir:nowhere'"),
-        ({"streaming": True, "eval_split": "none", "zoom_out": 2.0, "canvas_images": 0.5}, "canvas_images chooses"),
+        ({"upsampler_hidden_size": 8}, "upsampler_hidden_size needs dense_loss_weight"),
     ],
 )
 def test_what_does_not_fit_is_raised(options, message, teacher, tmp_path):
     """A notebook does not exit, and no model is left behind."""
-    splits = {} if "streaming" in options else {"train_split": "train[:32]", "eval_split": "test[:16]"}
+    splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
     options = {"teacher": str(teacher), "images": "cifar10-subset"} | ONE_EPOCH | splits | options
     options = {name: value.format(teacher=teacher) if name == "student" else value for name, value in options.items()}
     with pytest.raises(ValueError, match=message):
@@ -256,7 +249,7 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
     assert "accuracy" not in trainers["unknown"].metrics and "alignment" in trainers["unknown"].metrics
     # In the order of their names.
     assert own.classes == [7, 8, 9] == [class_names.index(name) for name in ("horse", "ship", "truck")]
-    for views in (own.train_dataset, own.eval_dataset, own.evaluation_views(str(tmp_path / "known" / "test"), False)):
+    for views in (own.train_dataset, own.eval_dataset, own.evaluation_views(str(tmp_path / "known" / "test"))):
         assert [views[index]["labels"] for index in range(12)] == [7] * 4 + [8] * 4 + [9] * 4
     with pytest.raises(ValueError, match="axolotl"):
         run(tmp_path / "out", teacher=teacher, dataset=tmp_path / "unknown", label_loss_weight=1, **options)
@@ -271,7 +264,7 @@ def test_folders_are_held_back_from_and_the_last_epoch_is_kept_without_evaluatio
     own = run(tmp_path / "last", **options | {"eval_split": "none"})
     assert not own.metrics and len(logged(own, "loss")) == own.state.global_step == 4
     card = card_in(tmp_path / "last")
-    assert "epoch 2 of 2, not evaluated" in card and "model-index" not in card
+    assert "step 4 of 4, not evaluated" in card and "model-index" not in card
     assert_equal(weights(tmp_path / "last"), own.student.state_dict())
 
 
@@ -320,24 +313,18 @@ def test_maps_are_aligned_and_upsamplers_learn_and_go_on(teacher, tmp_path):
 
 
 def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
-    """The smallest gains, too; smaller counts are nearer to the largest if they learn from its tokens."""
+    """The smallest gains, too."""
     counts, options = [4, 6, 9, 16], INHERITED | {"learning_rate": 5e-3, "inherited_lr_factor": 1, "teacher": teacher}
     options |= {"num_tokens": [16, 4, 9, 6], "num_train_epochs": 3}
-    own, near = (run(tmp_path / f"{weight}", elastic_loss_weight=weight, **options) for weight in (0, 10))
+    own = run(tmp_path / "out", **options)
     of_count = {count: logged(own, f"eval_alignment_{count}") for count in counts}
     assert all(values[-1] > values[0] for values in of_count.values())
     assert own.metrics["alignment"] == pytest.approx(sum(own.metrics[f"alignment_{count}"] for count in counts) / 4)
     assert own.metrics["accuracy"] == own.metrics["accuracy_16"]
-    card = card_in(tmp_path / "0")
+    card = card_in(tmp_path / "out")
     assert "with 4, 6, 9, 16 latent tokens and [CLS], of which a call chooses" in card and "\n| 9 |" in card
-    images, distances = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)), []
-    for trainer in (own, near):
-        with torch.no_grad():
-            few, many = (trainer.model(images, num_tokens=count, **TokenAlignment.arguments) for count in (4, 16))
-        distances.append(distance_from_largest(few, many, trainer.student.config.num_prefix_tokens))
-    assert distances[1] < 0.9 * distances[0]
     # What goes on keeps the counts, or gets others, in cells that content chooses.
-    on = options | {"student": tmp_path / "0", "train_split": "train[:16]", "num_train_epochs": 1}
+    on = options | {"student": tmp_path / "out", "train_split": "train[:16]", "num_train_epochs": 1}
     assert run(tmp_path / "on", **on | {"num_tokens": None}).student.config.elastic_token_counts == counts
     assert "alignment_4" in run(tmp_path / "trees", **on | {"num_tokens": [5, 16], "placement": "content"}).metrics
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "trees")
@@ -363,7 +350,7 @@ def test_a_forecast_learns_where_the_teacher_attends(tmp_path):
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     pixels, anatomy = pixels_of(own), read_anatomy(KINDS["vit-classifier"].make())
     with torch.no_grad():
-        attention = attended_cells(anatomy, anatomy.states(pixels)).unflatten(1, anatomy.grid)
+        attention = attended_cells(anatomy, anatomy.states(pixels))
         forecast = student.base_model(pixels, output_attention_forecast=True).attention_forecast
     assert forecast_loss(forecast, attention) < 0.9 * forecast_loss(torch.zeros(32, *anatomy.grid), attention)
 
@@ -375,7 +362,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["timm-vit", "open_clip", "siglip-vision", "dinov2-registers"])
+@pytest.mark.parametrize("kind", ["open_clip", "siglip-vision", "dinov2-registers"])
 def test_a_folder_of_any_library_is_a_teacher(kind, pictures, tmp_path):
     """The student has the class that continues what the teacher is used for, and an image processor of its own that
     prepares what it was trained on."""
@@ -412,6 +399,3 @@ def test_the_image_side_of_a_clip(first, tmp_path):
     for wrong in ({"loss": "kl"}, {"label_loss_weight": 1}, {"student": first[1]}):
         with pytest.raises(ValueError, match="compare classes, and .* is no classifier|32 wide and teacher 24"):
             run(tmp_path / "wrong", **options | wrong)
-    transformers.CLIPImageProcessor(size={"shortest_edge": 48}, do_center_crop=False).save_pretrained(teacher)
-    with pytest.raises(ValueError, match="its image processor makes, images of 48 x 48"):
-        run(tmp_path / "wrong", **options)

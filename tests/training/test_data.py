@@ -1,6 +1,7 @@
 """Images in every form, views that depend on seed, epoch and index alone, and images that cannot be read."""
 
 import zipfile
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -16,12 +17,14 @@ from frugalvit.common.decoding import CorruptImageError, decode_image, read_imag
 from frugalvit.common.labels import class_names
 from frugalvit.common.views import VIEW, EvalView, ImageFormat, seeded
 from frugalvit.training.arguments import ImageTrainingArguments
-from frugalvit.training.augmentation import BootstrapView, PairedEvalView, SmallDataView
+from frugalvit.training.augmentation import BootstrapView, PairedEvalView
 from frugalvit.training.data import Collator, Views, as_images, labeled_images, mixing, split_off, training_views
+from frugalvit.training.train import SmallDataView
 
 
 FORMAT = ImageFormat((8, 8))
-VIEW_OF_TRAINING = SmallDataView(FORMAT, padding=2, erasing=0.5)
+CROP = SimpleNamespace(crop="padded", crop_padding=2, crop_size=None, padding_mode="reflect", flip=0.5)
+VIEW_OF_TRAINING = SmallDataView(FORMAT, CROP, randaugment_layers=2, erasing=0.5)
 
 
 class Records(Pairs):
@@ -77,8 +80,8 @@ def test_what_does_not_fit_is_refused(images, pictures):
         (lambda: as_images(5), "The images are a int; expected a data set, a list of PIL images or of paths"),
         (lambda: as_images({"a": images}), "The images are a dict; expected"),
         (lambda: as_images([3])[0], "Item 0 of the images is a int, expected a PIL image"),
-        (lambda: labeled_images(pictures), "The training images have no labels"),
-        (lambda: labeled_images(of_pytorch(pictures), pictures), "The evaluation images have no labels"),
+        (lambda: labeled_images(pictures), "The images have no labels"),
+        (lambda: labeled_images(of_pytorch(pictures), pictures), "The images have no labels"),
         (lambda: labeled_images(of_pytorch(pictures), images), "classes cat, dog"),
     ):
         with pytest.raises(ValueError, match=message):

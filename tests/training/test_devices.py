@@ -61,7 +61,7 @@ def student(teacher, tmp_path_factory):
 
 LOSSES = {"loss": "kl", "label_loss_weight": 0.5, "token_loss_weight": 1, "bf16": True}
 PLACED = {"focusing": "inherited", "placement": "content", "placement_rule": "learned", "num_tokens": [4, 7]}
-PLACED |= {"dense_loss_weight": 1, "elastic_loss_weight": 1}
+PLACED |= {"dense_loss_weight": 1}
 
 
 @pytest.mark.parametrize(

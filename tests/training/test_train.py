@@ -71,16 +71,6 @@ def test_a_run_that_was_stopped_goes_on(tmp_path):
     assert again.state.global_step == 8 and type(again.optimizer.optimizer).__name__ == "SAM"
 
 
-def test_muon_makes_a_step(tmp_path):
-    own = make(tmp_path / "out", **VIT, max_steps=1, warmup_steps=0, eval_split="none", timm_optimizer="muon")
-    before = {name: weight.clone() for name, weight in own.model.named_parameters()}
-    own.run()
-    assert type(own.optimizer.optimizer).__name__ == "Muon"
-    moved = {name for name, weight in own.model.named_parameters() if not torch.equal(weight, before[name])}
-    # The gradient of a key's bias is none but rounding.
-    assert moved >= {name for name in before if "k_proj.bias" not in name}
-
-
 def test_attends_eagerly_on_cpus_unless_told(fused_calls, tmp_path):
     for attention, used in ((None, False), ("sdpa", True)):
         own = make(tmp_path / "out", **VIT, attn_implementation=attention)
@@ -210,31 +200,10 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     assert not all(torch.equal(other[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize(("pixels", "size", "patch"), [(28, 32, 2), (90, 96, 6), (250, 224, 16)])
-@pytest.mark.parametrize("initialization", ["default", "impulse"])
-def test_a_model_that_fits_the_images(pixels, size, patch, initialization, write_parquet):
-    """It is chosen if none is named."""
-    arguments, images = ModelArguments(initialization=initialization), write_parquet(size=pixels, count=4, corrupt=[1])
-    variant = models.choose_variant(arguments, models.typical_pixels(load_images(images)))
-    assert variant == ("vit-tiny-h3-224" if pixels == 250 else "vit-tiny-h3-32")
-    assert arguments.model_type == {"default": "vit", "impulse": "vit_impulse_init"}[initialization]
-    fields = models.parse_overrides(arguments.model_type, arguments.config_overrides)
-    assert (fields["image_size"], fields["patch_size"], fields["hidden_size"]) == (size, patch, 192)
-    assert fields.get("resize_size", 256) == (None if initialization == "impulse" and pixels < 250 else 256)
-
-
-def test_says_which_model_it_chose_and_what_is_enlarged(write_parquet, tmp_path, capsys):
-    files = {"dataset": write_parquet(), "train_split": None, "eval_split": "none"}
-    config = make(tmp_path / "out", **files).model.config
-    assert (config.model_type, config.image_size, config.hidden_size, config.num_labels) == ("vit", 32, 192, 2)
-    assert "No model is named; images of 8 pixels have vit-tiny-h3-32: model_type vit" in capsys.readouterr().out
-    make(tmp_path / "out", **files, **VIT)
-    assert "the new model sees images of 32 pixels, and these have 8: they are enlarged" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"config_overrides": None}, "Give model, to go on from, or model_type and config_overrides, to train from"),
         ({"config_overrides": "hidden_sizes=3"}, "config_overrides: vit configurations have no 'hidden_sizes'"),
         ({"initialization_options": "mass=0.3"}, "initialization_options: initialization default has no 'mass'"),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
@@ -249,7 +218,6 @@ def test_says_which_model_it_chose_and_what_is_enlarged(write_parquet, tmp_path,
         ({"context_broadcast": "cb_gate"} | SWIN, "needs a class token"),
         ({"crop_padding": 32}, "crop_padding is 32, expected less than the images' 32 pixels"),
         ({"drop_path": 0.2}, "drop_path is 0.2, but vit models have none; expected 0"),
-        ({"layer_decay": 0}, "layer_decay is 0.0, expected a number above 0, up to 1"),
         ({"distill_kind": "firm"}, "argument --distill_kind/--distill-kind: invalid choice: 'firm'"),
         ({"model": "nowhere"}, "nowhere"),
     ],

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,14 +18,15 @@ from transformers import AutoModelForImageClassification, TrainerCallback
 from frugalvit.common.data import load_images
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.training.arguments import ImageTrainingArguments
-from frugalvit.training.augmentation import SmallDataView
 from frugalvit.training.data import mixing
 from frugalvit.training.optimizers import learning_rate_factors, make_optimizer, parameter_groups, with_rates
+from frugalvit.training.train import SmallDataView
 from frugalvit.training.trainer import ImageTrainer, last_checkpoint, start
 from tiny import make_vit
 
 
 FORMAT = ImageFormat((16, 16))
+VIEW = SimpleNamespace(crop="padded", crop_padding=2, crop_size=None, padding_mode="reflect", flip=0.5)
 # Of a ViT that draws random numbers.
 SIZES = {"image_size": 16, "hidden_size": 16, "intermediate_size": 32, "hidden_dropout_prob": 0.1, "num_labels": 10}
 # Two epochs of four steps.
@@ -60,7 +62,7 @@ def make(tmp_path, images):
             ImageTrainingArguments(str(tmp_path / name), **ARGUMENTS | options),
             train,
             evaluation,
-            SmallDataView(FORMAT, padding=2),
+            SmallDataView(FORMAT, VIEW),
             EvalView(FORMAT),
             mix,
             processing_class=transformers.ViTImageProcessor(size={"height": 16, "width": 16}),
@@ -88,10 +90,6 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         control.should_save = control.should_training_stop = state.global_step == self.step
-
-
-def weights(folder):
-    return load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 1}, {"gradient_accumulation_steps": 2}])
@@ -136,36 +134,26 @@ def test_ctrl_c_saves_the_step_under_way(again, make, tmp_path, capsys):
 def test_an_incomplete_checkpoint_is_passed_over(state, make, tmp_path):
     """A user's own files beside are left alone."""
     make(callbacks=[Stop(2)]).run()
-    kept = {"checkpoint-mine", "checkpoint-2-copy", "checkpoint-"}
-    for name in ("checkpoint-100", *kept):
+    for name in ("checkpoint-100", "checkpoint-2-copy"):
         (tmp_path / "out" / name).mkdir()
-        (tmp_path / "out" / name / "model.safetensors").write_bytes(b"half")
         if state is not None:
             (tmp_path / "out" / name / "trainer_state.json").write_text(state)
     assert last_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
-    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", *kept}
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-2-copy"}
     assert last_checkpoint(tmp_path / "nowhere") is None
 
 
-@pytest.mark.parametrize(("step", "factor"), [(0, math.inf), (5, math.nan)])
-def test_a_loss_that_is_not_finite_ends_the_run(step, factor, make, tmp_path):
-    own, handler = make(), signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize(("step", "factor", "logging_steps"), [(0, math.inf, 1), (5, math.nan, 1), (6, math.nan, 50)])
+def test_a_loss_that_is_not_finite_ends_the_run(step, factor, logging_steps, make, tmp_path):
+    """Before its weights are saved, whenever they are."""
+    own, handler = make(logging_steps=logging_steps), signal.getsignal(signal.SIGINT)
     own.factors = {step: factor}
     kept = f"{tmp_path}/out/checkpoint-4 is kept" if step else "There is no checkpoint yet"
-    with pytest.raises(ValueError, match=rf"^The loss at step {step + 1} is not finite, .* learning_rate .*{kept}\.$"):
+    said = 8 if logging_steps > 1 else step + 1
+    with pytest.raises(ValueError, match=rf"^The loss at step {said} is not finite, .* learning_rate .*{kept}\.$"):
         own.run()
     assert signal.getsignal(signal.SIGINT) == handler and not (tmp_path / "out" / "model.safetensors").exists()
-    assert not step or all(value.isfinite().all() for value in weights(tmp_path / "out" / "checkpoint-4").values())
-
-
-def test_weights_that_are_not_finite_reach_no_checkpoint(make, tmp_path):
-    """The loss of their step was."""
-    own = make(save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1)
-    spoil = lambda _, gradients, __: [gradients[0] * (math.nan if own.state.global_step == 3 else 1)]  # noqa: E731
-    own.model.vit.layernorm.register_full_backward_hook(spoil)
-    with pytest.raises(ValueError, match="weights at step 4 are not finite, .*checkpoint-3 is kept"):
-        own.run()
-    assert not (tmp_path / "out" / "checkpoint-4").exists()
+    assert not (tmp_path / "out" / "checkpoint-8").exists()
 
 
 def test_folders_of_others_are_refused(make, tmp_path, monkeypatch):
@@ -190,7 +178,7 @@ def test_folders_of_others_are_refused(make, tmp_path, monkeypatch):
     args = ImageTrainingArguments(str(tmp_path / "new"), use_cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="2 processes were started and Accelerate sees 1, .* use_cpu"):
+    with pytest.raises(ValueError, match="2 processes were started, .* use_cpu"):
         start(args)
 
 
@@ -199,7 +187,8 @@ def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
     """The last model is measured where it is kept; what was chosen on some images may be measured on others."""
     accuracies, saved = [(0.75, 0.25, 0.375), (0.25, 0.75, 0.375)][best], []
     for name, options, test, epoch, expected in (
-        *(("best", {}, None, best, 0.75), ("tested", {}, images, best, 0.375)),
+        ("best", {}, None, best, 0.75),
+        ("tested", {}, images, best, 0.375),
         ("last", {"load_best_model_at_end": False}, None, 1, accuracies[1]),
     ):
         own, folder = make(name, **options), tmp_path / name
@@ -207,7 +196,7 @@ def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
         assert own.run(test_dataset=test)["accuracy"] == expected
         card, results = ModelCard.load(folder / "README.md"), json.loads((folder / "eval_results.json").read_text())
         assert card.data.eval_results[0].metric_value == results["accuracy"] == expected
-        assert f"accuracy {expected:.4f}" in card.text and f"epoch {epoch + 1} of 2, chosen" in card.text
+        assert f"accuracy {expected:.4f}" in card.text and f"step {4 * epoch + 4} of 8, chosen" in card.text
         saved.append(AutoModelForImageClassification.from_pretrained(folder).state_dict())
         assert_equal(saved[-1], own.model.state_dict())
     assert torch.equal(*(each["classifier.weight"] for each in saved[1:])) == (best == 1)
@@ -220,7 +209,8 @@ def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(make, tmp_path
         own = make(lr_scheduler_type="constant", callbacks=[At(steps.append)], **options)
         own.accuracies = (0.75, 0.25, 0.5)
         own.run()
-        return own, weights(tmp_path / "out")
+        assert json.loads((tmp_path / "out" / "train_results.json").read_text())["train_loss"] > 0
+        return own, load_file(tmp_path / "out" / "model.safetensors")
 
     (first, saved), *more = run(), run(), run(num_train_epochs=3)
     assert steps == [*range(12)] and logged(more[1][0], "eval_accuracy") == [0.75, 0.25, 0.5]
@@ -293,7 +283,7 @@ def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "kind"),
-    [({}, "AdamW"), ({"optim": "sgd"}, "SGD"), ({"timm_optimizer": "muon"}, "Muon"), ({"sam_rho": 0.1}, "SAM")],
+    [({}, "AdamW"), ({"optim": "sgd"}, "SGD"), ({"sam_rho": 0.1}, "SAM")],
 )
 def test_optimizers_have_the_groups_of_the_trainer(options, kind, make):
     """Norms, biases, positions and [CLS] do not decay, and what is frozen is not there."""

@@ -1,13 +1,13 @@
-"""The `frugalvit` command: runs the `main(argv)` of a command's module and turns user errors into one clear line."""
+"""The `frugalvit` command: runs the `main(argv)` of a command's module and turns user errors into one clear line.
+
+A package beside `frugalvit`, so that help comes before PyTorch is imported.
+"""
 
 import difflib
 import importlib
+import importlib.metadata
 import os
 import sys
-
-from .common.interruptions import end_on_sigterm
-from .common.threads import bound_spinning
-from .version import __version__
 
 
 # Command -> module, which is imported only when the command runs; help line.
@@ -22,10 +22,7 @@ COMMANDS = {
     "align-llava": ("frugalvit.training.align_llava", "let a LLaVA learn to read a SparseFormer, in minutes"),
     "swap": ("frugalvit.swap", "give a LLaVA a SparseFormer as its vision tower"),
     "compare": ("frugalvit.compare", "set models beside their teacher and what the teacher can do with less"),
-    "evaluate": (
-        "frugalvit.evaluate",
-        "measure classifiers, features, segmentation, zero-shot, retrieval, ScienceQA",
-    ),
+    "evaluate": ("frugalvit.evaluate", "measure accuracy, features, segmentation, zero-shot, retrieval, ScienceQA"),
     "export": ("frugalvit.export", "write a model for OpenVINO, ONNX Runtime or a browser, compared first"),
     "convert": ("frugalvit.convert", "convert SparseFormer checkpoints of its authors"),
     "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after trying it"),
@@ -33,45 +30,38 @@ COMMANDS = {
 }
 
 
+# How often a waiting thread of OpenMP (PyTorch's on Linux, which reads it once) looks before it gives its core away:
+# by default 300,000 times, so that on a busy machine the one that is waited for has no core.
+SPINS = "20000"
+
+USAGE = """usage: frugalvit [--version] [--debug] COMMAND ...
+
+Vision transformers that need less: fewer tokens, less data, no extra parameters.
+
+commands:
+{commands}
+
+A model is named by its folder, its hub id (owner/name@revision, too) or, if it ships, its own name.
+`frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose."""
+
+
 def usage() -> str:
-    """The text of `frugalvit --help`."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: frugalvit [--version] [--debug] COMMAND ...",
-            "",
-            "Vision transformers that need less: fewer tokens, less data, no extra parameters.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "A model is named by its folder, its hub id (owner/name@revision, too) or, if it ships, its own name.",
-            "`frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose.",
-        ]
-    )
+    """Return the text of `frugalvit --help`."""
+    return USAGE.format(commands="\n".join(f"  {name:<11}  {text}" for name, (_, text) in COMMANDS.items()))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv (`list[str]`, *optional*): Arguments after the program's name; those of the process if not given.
-
-    Returns:
-        `int`: Exit code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C.
-    """
+    """Run a command. Return 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
     if "--debug" in argv:
         argv.remove("--debug")
         debug = True
-
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] == "--version":
-        print(f"frugalvit {__version__}")
+        print(f"frugalvit {importlib.metadata.version('frugalvit')}")
         return 0
     command, *rest = argv
     if command not in COMMANDS:
@@ -79,13 +69,13 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}."
         print(f"frugalvit: error: there is no command {command!r}; {hint}", file=sys.stderr)
         return 2
-
     # Labels may have letters that a terminal has not.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    bound_spinning()
-    end_on_sigterm()
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
     try:
+        importlib.import_module("frugalvit.common.interruptions").end_on_sigterm()
         code = importlib.import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()
         return code or 0
@@ -99,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        from .training.arguments import reason
+        from frugalvit.training.arguments import reason
 
         if debug or not (message := reason(error)):
             raise

@@ -1,0 +1,275 @@
+"""SparseFormers for dense prediction: backbones with feature maps, and semantic segmentation.
+
+The papers' SparseFormer has the paper's segmentation head (section 4.1 of Gao et al., *Bootstrapping SparseFormers
+from Vision Foundation Models*), a PatchSparseFormer a linear classifier of its feature maps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
+from transformers.modeling_outputs import BackboneOutput, SemanticSegmenterOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import can_return_tuple
+
+from ..configuration.configuration_base import pair
+from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
+from ..configuration.configuration_sparseformer import SparseFormerConfig
+from .dense import FeatureMaps
+from .hub import image_processor_config
+from .modeling_patch_sparseformer import PatchSparseFormerModel, PatchSparseFormerPreTrainedModel
+from .modeling_sparseformer import SparseFormerModel, SparseFormerPreTrainedModel
+from .segmentation import LinearDecoder, SegmentationHead, semantic_segmentation_loss
+
+
+@dataclass
+class SparseFormerBackboneOutput(BackboneOutput):
+    """`BackboneOutput` with `rois` (`output_rois=True`), `pooler_output` (`output_embedding=True`) and, of a placement
+    that is learned, `attention_forecast`."""
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    pooler_output: torch.FloatTensor | None = None
+    attention_forecast: torch.FloatTensor | None = None
+
+
+@dataclass
+class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
+    """`SemanticSegmenterOutput` with `rois` (`output_rois=True`).
+
+    Args:
+        token_maps (`torch.FloatTensor`, *optional*, with `output_token_maps=True`):
+            `(batch, tokens, …)` of the size of the logits, the share of each token in each pixel's scores; sums to 1.
+    """
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    token_maps: torch.FloatTensor | None = None
+
+
+class FeatureMapsMixin(BackboneMixin):
+    """Feature maps at the teacher's own grid, whatever the number of tokens, in the place of
+    Transformers' `Dinov2Backbone` and the like.
+
+    A cell of a map has the state of the token whose RoI covers it, or the mean of several (`shares_of_tokens`); with
+    `upsampler_hidden_size`, convolutions that see the image refine it. With a token for each patch of its teacher, it
+    is the teacher's own map before any training.
+
+    It loads from what any model of the family was saved to, for example a bootstrapped classifier:
+    `….from_pretrained(folder, out_features=["stage4", "stage8"])`. Heads of Transformers take its configuration as
+    `backbone_config`, see docs/dense_features.md.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^(classifier|visual_projection|decode_head)\."]
+
+    @can_return_tuple
+    @filter_output_hidden_states
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        num_tokens: int | None = None,
+        output_rois: bool = False,
+        output_embedding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerBackboneOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from `feature_stride` on.
+            num_tokens (`int`, *optional*): Latent tokens to compute with.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
+            output_embedding (`bool`, *optional*, defaults to `False`): Return `pooler_output`.
+            kwargs: Passed to the base model's `forward`.
+
+        Returns:
+            `SparseFormerBackboneOutput`: `feature_maps`, of each layer of `out_features` `(batch, hidden_size,
+            height / stride, width / stride)`, rounded down, where the stride is `feature_stride`, divided by the
+            layer's `feature_scales`, or as `reshape_hidden_states` says. All are spread by the last RoIs.
+
+        Raises:
+            ValueError: if the images are smaller than a cell, or `num_tokens` does not fit.
+        """
+        base, config = self.base_model, self.config
+        outputs = base(pixel_values, num_tokens=num_tokens, **kwargs | {"output_rois": True, "return_dict": True})
+        norm = base.layernorm if config.apply_layernorm else nn.Identity()
+        maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm, self.out_features)
+        if not config.reshape_hidden_states:
+            maps = tuple(
+                self.in_a_row(each, norm(outputs.hidden_states[index]))
+                for each, index in zip(maps, self.out_indices, strict=True)
+            )
+        return SparseFormerBackboneOutput(
+            feature_maps=maps,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois if output_rois else None,
+            pooler_output=outputs.pooler_output if output_embedding else None,
+            attention_forecast=outputs.get("attention_forecast"),
+        )
+
+    def in_a_row(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """A map `(batch, hidden_size, rows, columns)` behind [CLS] or the mean token of the states that it is of."""
+        front = states[:, :1] if self.config.num_class_tokens else states.mean(dim=1, keepdim=True)
+        return torch.cat([front, features.flatten(2).mT], dim=1)
+
+
+class SparseFormerBackbone(FeatureMapsMixin, SparseFormerPreTrainedModel):
+    """SparseFormer as a backbone with feature maps at its teacher's grid, see `FeatureMapsMixin`."""
+
+    auto_classes = SparseFormerPreTrainedModel.auto_classes | {"AutoBackbone": "SparseFormerBackbone"}
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__(config)
+        self.num_features = [config.hidden_size] * len(config.stage_names)
+        self.sparseformer = SparseFormerModel(config)
+        self.feature_maps = FeatureMaps(config)
+        self.post_init()
+
+
+class PatchSparseFormerBackbone(FeatureMapsMixin, PatchSparseFormerPreTrainedModel):
+    """PatchSparseFormer as a backbone with feature maps at its teacher's grid, see `FeatureMapsMixin`."""
+
+    auto_classes = PatchSparseFormerPreTrainedModel.auto_classes | {"AutoBackbone": "PatchSparseFormerBackbone"}
+
+    def __init__(self, config: PatchSparseFormerConfig):
+        super().__init__(config)
+        self.num_features = [config.hidden_size] * len(config.stage_names)
+        self.sparseformer = PatchSparseFormerModel(config)
+        self.feature_maps = FeatureMaps(config)
+        self.post_init()
+
+
+def segmenter_processor_config(config) -> dict:
+    """The content of `preprocessor_config.json` of a segmentation model; pipelines need its post-processing."""
+    height, width = pair(config.image_size)
+    fields = image_processor_config(config)
+    for name in ("do_center_crop", "crop_size", "do_convert_rgb"):
+        fields.pop(name, None)
+    return fields | {
+        "image_processor_type": "SegformerImageProcessor",
+        "size": {"height": height, "width": width},
+        "do_reduce_labels": False,
+    }
+
+
+class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
+    """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
+    likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open).
+
+    With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
+    multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G, 216 M and 77 G, which the paper's
+    text does not explain.
+
+    It starts from a bootstrapped classifier, with more tokens and pixels (256 for 512 x 512 in the paper):
+    `SparseFormerForSemanticSegmentation.from_pretrained(folder, image_size=512, num_labels=150)`, then
+    `resize_tokens(256)`.
+    """
+
+    auto_classes = SparseFormerPreTrainedModel.auto_classes | {
+        "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation"
+    }
+    # The loss is a mean over the pixels that count, whose number `Trainer` does not know.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: SparseFormerConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.sparseformer = SparseFormerModel(config)
+        self.decode_head = SegmentationHead(config)
+        self.post_init()
+
+    def image_processor_config(self) -> dict:
+        return segmenter_processor_config(self.config)
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        output_rois: bool = False,
+        output_token_maps: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerSemanticSegmenterOutput:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from 4 x 4 pixels.
+            labels (`torch.LongTensor` of shape `(batch, height, width)`, *optional*):
+                Class numbers; 255 does not count.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
+            output_token_maps (`bool`, *optional*, defaults to `False`): Return `token_maps`.
+            kwargs: Passed to `SparseFormerModel.forward`.
+
+        Returns:
+            `SparseFormerSemanticSegmenterOutput`: `loss`, the mean over the pixels that count, and `logits`, `(batch,
+            num_labels, height / 4, width / 4)`, rounded up; the image processor's
+            `post_process_semantic_segmentation` makes maps of them.
+        """
+        kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
+        outputs = self.sparseformer(pixel_values, **kwargs)
+        tokens = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
+        logits, token_maps = self.decode_head(tokens, outputs.rois[-1], outputs.stem_features)
+        return SparseFormerSemanticSegmenterOutput(
+            loss=None if labels is None else semantic_segmentation_loss(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois if output_rois else None,
+            token_maps=token_maps if output_token_maps else None,
+        )
+
+
+class PatchSparseFormerForSemanticSegmentation(PatchSparseFormerPreTrainedModel):
+    """PatchSparseFormer with a class for every pixel: a linear classifier of its feature maps, see
+    `PatchSparseFormerBackbone`, side by side where `out_features` names several."""
+
+    auto_classes = PatchSparseFormerPreTrainedModel.auto_classes | {
+        "AutoModelForSemanticSegmentation": "PatchSparseFormerForSemanticSegmentation"
+    }
+    # The loss is a mean over the pixels that count, whose number `Trainer` does not know.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: PatchSparseFormerConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.sparseformer = PatchSparseFormerModel(config)
+        self.feature_maps = FeatureMaps(config)
+        self.decode_head = LinearDecoder(config)
+        self.post_init()
+
+    def image_processor_config(self) -> dict:
+        return segmenter_processor_config(self.config)
+
+    @can_return_tuple
+    @filter_output_hidden_states
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        output_rois: bool = False,
+        output_token_maps: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SparseFormerSemanticSegmenterOutput:
+        """As that of `SparseFormerForSemanticSegmentation`, with logits at the grid of the last feature map."""
+        kwargs |= {"output_rois": True, "return_dict": True}
+        outputs = self.sparseformer(pixel_values, **kwargs)
+        norm = self.sparseformer.layernorm if self.config.apply_layernorm else nn.Identity()
+        places = (outputs.hidden_states, outputs.rois[-1], pixel_values)
+        maps, token_maps = self.feature_maps(*places, norm, self.config.out_features)
+        logits = self.decode_head(maps)
+        return SparseFormerSemanticSegmenterOutput(
+            loss=None if labels is None else semantic_segmentation_loss(logits, labels),
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            rois=outputs.rois if output_rois else None,
+            token_maps=token_maps if output_token_maps else None,
+        )
+
+
+__all__ = [
+    "PatchSparseFormerBackbone",
+    "PatchSparseFormerForSemanticSegmentation",
+    "SparseFormerBackbone",
+    "SparseFormerForSemanticSegmentation",
+]
