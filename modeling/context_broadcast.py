@@ -67,9 +67,6 @@ class ContextBroadcast(nn.Module):
         if self.blend is not None:
             init.zeros_(self.blend)
 
-    def extra_repr(self) -> str:
-        return f"{self.kind}, {self.data_format}{', blended' if self.blend is not None else ''}"
-
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         channels_first = self.data_format == "channels_first"
         token_axes = (2, 3) if channels_first else tuple(range(1, hidden_states.ndim - 1))
@@ -159,7 +156,7 @@ def broadcast_block(
         broadcast.to(weight.device, weight.dtype if weight.is_floating_point() else None)
         broadcast.train(module.training)
         if side == "in":
-            broadcast.hook = module.register_forward_pre_hook(_broadcast_input, with_kwargs=True)
+            broadcast.hook = module.register_forward_pre_hook(_broadcast_input)
         else:
             broadcast.hook = module.register_forward_hook(_broadcast_output)
         module.add_module(f"context_broadcast_{side}", broadcast)
@@ -172,8 +169,5 @@ def _broadcast_output(module: nn.Module, args, output):
     return module.context_broadcast_out(output)
 
 
-def _broadcast_input(module: nn.Module, args, kwargs):
-    if args:
-        return (module.context_broadcast_in(args[0]), *args[1:]), kwargs
-    name = next(iter(kwargs))
-    return args, kwargs | {name: module.context_broadcast_in(kwargs[name])}
+def _broadcast_input(module: nn.Module, args):
+    return module.context_broadcast_in(args[0]), *args[1:]

@@ -12,7 +12,7 @@ from transformers.utils.logging import tqdm
 
 from ..configuration.configuration_vit import PSEUDO_INPUTS, SOLVERS, VALUE_INITS
 from .impulse import (
-    attention_logits,
+    attention_map,
     draw_offsets,
     impulse_matrix,
     interior_mass,
@@ -42,7 +42,6 @@ class HeadReport:
     mass: float
     query_norm: float
     key_norm: float
-    max_logit: float
 
 
 @dataclass
@@ -56,22 +55,21 @@ class InitializationReport:
         return sum(getattr(head, name) for head in self.heads) / len(self.heads)
 
     def __str__(self) -> str:
-        names = ("error", "peak_rate", "mass", "query_norm", "key_norm", "max_logit")
+        names = ("error", "peak_rate", "mass", "query_norm", "key_norm")
         return f"{len(self.heads)} heads; means: {', '.join(f'{name} {self.mean(name):.3g}' for name in names)}"
 
 
 @dataclass
 class BlockParts:
-    """The parts of a block that initializations read and write: its norm before the attention, projections with
-    `weight` and `bias`, and all linear layers."""
+    """A block, its norm before the attention and its projections, with `weight` and `bias`."""
 
+    block: nn.Module
     norm: nn.Module
+    num_heads: int
     query: nn.Module
     key: nn.Module
     value: nn.Module
     output: nn.Module
-    num_heads: int
-    linears: list[nn.Linear]
 
     @property
     def head_dim(self) -> int:
@@ -121,18 +119,11 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
     ):
         if applies:
             raise ValueError(f"Cannot initialize {type(model).__name__}: {reason}.")
-    layers = [
-        BlockParts(
-            norm=block.attention_norm,
-            query=block.attention.query,
-            key=block.attention.key,
-            value=block.attention.value,
-            output=block.attention.output,
-            num_heads=block.attention.num_heads,
-            linears=[module for module in block.module.modules() if isinstance(module, nn.Linear)],
-        )
-        for block in anatomy.blocks
-    ]
+    layers = []
+    for block in anatomy.blocks:
+        parts = block.attention
+        projections = parts.query, parts.key, parts.value, parts.output
+        layers.append(BlockParts(block.module, block.attention_norm, parts.num_heads, *projections))
     return TransformerParts(
         layers, anatomy.positions, anatomy.learns_positions, anatomy.grid, pre_norm=anatomy.pre_norm
     )
@@ -140,18 +131,11 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
 
 def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts:
     """The parts of a base model of this package, or of Transformers' ViT, with a grid of patches."""
-    layers = [
-        BlockParts(
-            norm=layer.layernorm_before,
-            query=layer.attention.q_proj,
-            key=layer.attention.k_proj,
-            value=layer.attention.v_proj,
-            output=layer.attention.o_proj,
-            num_heads=model.config.num_attention_heads,
-            linears=[module for module in layer.modules() if isinstance(module, nn.Linear)],
-        )
-        for layer in model.layers
-    ]
+    layers = []
+    for layer in model.layers:
+        attention = layer.attention
+        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        layers.append(BlockParts(layer, layer.layernorm_before, model.config.num_attention_heads, *projections))
     positions = model.embeddings.position_embeddings
     return TransformerParts(layers, positions[0], positions.requires_grad, grid)
 
@@ -187,14 +171,12 @@ def impulse_init_(
 
     Args:
         model (`nn.Module`):
-            A plain vision transformer of Transformers, timm or open_clip that adds positions to its tokens, see
-            docs/models.md.
+            A plain vision transformer that adds positions to its tokens, see docs/models.md.
         kernel_size (`int`, *optional*, defaults to 3): Size of the filters; each head gets one position of it.
         solver (`str`, *optional*, defaults to `"closed_form"`):
-            `"closed_form"`, ours; `"adam"`, Algorithm 1 as the paper prints it, which saturates the softmax;
-            `"adam_bounded"`, Algorithm 1 with weights brought to length every 100 steps, as its authors' code has it;
-            `"pinv"`, the code of the NeurIPS 2025 version, which fixes the offsets. Algorithm 1 takes seconds to
-            minutes a layer. All but `"pinv"` draw the same offsets with a generator of one seed.
+            `"closed_form"`, ours; `"adam"`, Algorithm 1 as printed, which saturates the softmax; `"adam_bounded"`, the
+            same with weights brought to length every 100 steps, as its authors' code has it; `"pinv"`, the code of the
+            NeurIPS 2025 version, which fixes the offsets. Algorithm 1 takes seconds to minutes a layer.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
             Inputs in the place of tokens, for the first and for the following layers (table 6): `"pe"`, the positions;
             `"uniform"` in -1..1; `"gaussian"`; or `"pe+uniform"`.
@@ -202,9 +184,8 @@ def impulse_init_(
         value_init (`str`, *optional*, defaults to `"mimetic"`):
             `"mimetic"` sets values and output projections as `mimetic_init_` does, `"default"` leaves them alone.
         mass (`float`, *optional*, defaults to 0.2):
-            For `solver="closed_form"`: attention at the target on the pseudo input, above 0 and below 1; `None` for
-            the maps that Algorithm 1 reaches. The default trained best among 0.1, 0.2, 0.5 and 0.9
-            (`results/impulse_solvers.json`).
+            For `solver="closed_form"`: attention at the target, above 0 and below 1; `None` for the maps of Algorithm
+            1. The default trained best (`results/impulse_solvers.json`).
         positions (`str`, *optional*, defaults to `"sincos"`):
             Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; `"keep"` solves against the
             given ones.
@@ -344,8 +325,9 @@ def _init_linears(model: nn.Module, draw, generator: torch.Generator | None, val
     _check("value_init", value_init, VALUE_INITS)
     vit = read_parts(model)
     for layer in vit.layers:
-        for linear in layer.linears:
-            draw(linear)
+        for module in layer.block.modules():
+            if isinstance(module, nn.Linear):
+                draw(module)
         _set_values(layer, value_init, generator)
     return _report(vit)
 
@@ -460,8 +442,7 @@ def _describe(index: int, layer: BlockParts, inputs: torch.Tensor, grid, offsets
     for head, offset in enumerate(offsets):
         query = layer.head(layer.query, head).float().T
         key = layer.head(layer.key, head).float().T
-        logits = attention_logits(inputs, query, key)
-        attention = logits.softmax(-1)
+        attention = attention_map(inputs, query, key)
         target = impulse_matrix(*grid, offset).to(attention)
         inside = target.sum(1) > 0
         peaks = attention.argmax(1) == target.argmax(1)
@@ -475,7 +456,6 @@ def _describe(index: int, layer: BlockParts, inputs: torch.Tensor, grid, offsets
                 mass=interior_mass(attention, target).item(),
                 query_norm=query.norm().item(),
                 key_norm=key.norm().item(),
-                max_logit=logits.abs().max().item(),
             )
         )
     return reports

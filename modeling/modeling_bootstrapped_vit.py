@@ -27,17 +27,14 @@ from .reference_initialization import REFERENCE, reference_init_
 
 @dataclass
 class BootstrappedViTOutput(ModelOutput):
-    """
+    """Logits, hidden states and attentions of the transformer, and, with labels, what the two learn from.
+
     Args:
-        loss (`torch.FloatTensor`, *optional*): The sum of all terms; with labels.
-        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): The transformer's.
-        agent_logits (`torch.FloatTensor` of shape `(batch, num_labels)`, *optional*): The agent's; with labels.
+        loss (`torch.FloatTensor`, *optional*): The sum of all terms.
+        agent_logits (`torch.FloatTensor` of shape `(batch, num_labels)`, *optional*): Logits of the agent.
         losses (`dict[str, torch.FloatTensor]`, *optional*):
-            The terms, times their weights; with labels: `classification` and `agent_classification`; `divergence`, of
-            the transformer from the agent, and `agent_divergence`, the other way round; `hints`, `(layers,)`, 0 for a
-            block without.
-        hidden_states (`tuple(torch.FloatTensor)`, *optional*): The transformer's.
-        attentions (`tuple(torch.FloatTensor)`, *optional*): The transformer's.
+            The terms, times their weights: `classification` and `agent_classification`; `divergence`, of the
+            transformer from the agent, and `agent_divergence`, the other way round; `hints`, `(layers,)`.
     """
 
     loss: torch.FloatTensor | None = None
@@ -202,14 +199,9 @@ class BootstrappedViTForImageClassification(HubModel):
     ) -> BootstrappedViTOutput:
         """
         Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without, the transformer alone runs.
             hint_share (`float`, *optional*):
-                Factor of the hints' weight; `frugalvit joint` lets it decay linearly to 0, step by step. The model's
-                own `hint_share` if not given, which is 1 unless a `HintDecayCallback` sets it.
-
-        Returns:
-            `BootstrappedViTOutput`: The loss is the sum of the terms in `losses`.
+                Factor of the hints' weight; by default the model's, 1 unless a `HintDecayCallback` sets it.
         """
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
