@@ -119,18 +119,6 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
         types = (None, "regression", "single_label_classification", "multi_label_classification")
         self._check_choices(problem_type=types)
 
-    def validate_context_broadcast(self):
-        """Kind and positions of Context Broadcasting exist, in families that can have it."""
-        if hasattr(self, "context_broadcast"):
-            self._check_choices(context_broadcast=(None, *CONTEXT_BROADCASTS))
-            positions = self.context_broadcast_position
-            for position in (positions,) if isinstance(positions, str) else positions:
-                if position not in CONTEXT_BROADCAST_POSITIONS:
-                    raise ValueError(
-                        f"`context_broadcast_position` has {position!r}, expected some of "
-                        f"{list(CONTEXT_BROADCAST_POSITIONS)}."
-                    )
-
     def _check_counts(self, *names: str, low: int = 1):
         for name in names:
             value = getattr(self, name)

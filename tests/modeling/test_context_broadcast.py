@@ -266,7 +266,7 @@ class TestInserted:
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["older names", "names"])
-@pytest.mark.parametrize("host", ["ViT", "Swin", "CLIP", "timm in Transformers"])
+@pytest.mark.parametrize("host", ["ViT", "Swin", "CLIP", "timm in Transformers", "ViTImpulseInit", "SparseFormer"])
 def test_is_loaded_again(host, original, tmp_path):
     """The host keeps its class; what was inserted is noted, and comes back when it is asked for."""
     model = make(host)
@@ -309,6 +309,14 @@ class TestPlaces:
             for block in stage.blocks:
                 block.drop_path = Mean()
         torch.testing.assert_close(output_of(model), inserted)
+
+    @torch.no_grad()
+    def test_of_all_tokens_of_a_sparseformer(self):
+        """Without, its last block computes [CLS] alone."""
+        model = make("SparseFormer")
+        insert_context_broadcast(model)
+        images = torch.randn(1, 3, 32, 32)
+        torch.testing.assert_close(model(images).logits, model(images, output_tokens=True).logits)
 
     @pytest.mark.parametrize(("host", "part"), [("CLIP", "vision_model."), ("SparseFormer", "sparseformer.layers.")])
     def test_only_the_image_side_and_the_blocks(self, host, part):
