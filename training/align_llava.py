@@ -328,7 +328,7 @@ class AlignLlavaTrainer(ImageTrainer):
         if args.num_tokens is not None:
             self.llava.set_num_tokens(args.num_tokens)
         processor = matching_processor(processing_class, self.llava)
-        if self.has_new_layer:
+        if tower.config.hidden_size != original.config.vision_config.hidden_size:
             # A tower of another family than the LLaVA's own.
             processor.image_processor.image_mean = tower.config.image_mean
             processor.image_processor.image_std = tower.config.image_std
