@@ -212,7 +212,7 @@ def test_the_loss_reaches_both_sides(towers):
     model(**towers.inputs, return_loss=True).loss.backward()
     assert not [name for name, parameter in model.named_parameters() if not parameter.grad.isfinite().all()]
     assert model.logit_scale.grad.item() != 0 and model.text_model.embeddings.token_embedding.weight.grad.any()
-    image_side = model.vision_model.pooler.head.probe if towers.is_siglip else model.visual_projection.weight
+    image_side = model.vision_model.pooling_head.probe if towers.is_siglip else model.visual_projection.weight
     assert image_side.grad.any()
 
 
