@@ -8,10 +8,9 @@ import math
 
 import torch
 from torch import nn
-from transformers import CLIPImageProcessor, ViTImageProcessor
+from transformers import AutoConfig, AutoModel, CLIPImageProcessor, ViTImageProcessor
 
 from ..configuration.configuration_base import pair
-from .modeling_patch_sparseformer import PatchSparseFormerVisionModelWithProjection
 from .modeling_sparseformer import SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from .modeling_sparseformer_clip import (
     SparseFormerCLIPConfig,
@@ -22,10 +21,6 @@ from .modeling_sparseformer_clip import (
 )
 
 
-PROJECTIONS = {
-    "sparseformer": SparseFormerVisionModelWithProjection,
-    "patch_sparseformer": PatchSparseFormerVisionModelWithProjection,
-}
 # open_clip's names of PIL's resampling filters.
 RESAMPLE = {"bilinear": 2, "bicubic": 3, "random": 3}
 # Names of open_clip's text transformers and, without "text_model.", of Transformers'.
@@ -278,8 +273,8 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
     else:
         weights["text_projection"] = model.text_projection.weight.mT
         fields = model.vision_model.config.to_dict()
-        vision_class = PROJECTIONS[fields.pop("model_type")]
-        vision = vision_class(vision_class.config_class(**fields))
+        model_type = f"{fields.pop('model_type')}_projection"
+        vision = AutoModel.from_config(AutoConfig.for_model(model_type, **fields))
         vision.base_model.load_state_dict(model.vision_model.state_dict())
         vision.visual_projection.load_state_dict(model.visual_projection.state_dict())
     weights["logit_scale"] = model.logit_scale.squeeze()
