@@ -45,18 +45,10 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
     Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would silently build the
     default model. Here a name that is close to that of a field raises, also if it was assigned to the configuration.
 
-    Args:
-        initialization_seed (`int`, *optional*):
-            Seed of the weights of a model that `from_config` makes. Without it, PyTorch's random numbers go on from
-            where they are. Trainers note their seed here, so that `from_config` of a trained model's configuration
-            draws again the weights that training started from, on the CPU.
-
     Raises:
         huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
             if a name looks like a misspelled field; the message says what was given and what would fit.
     """
-
-    initialization_seed: int | None = None
 
     def __post_init__(self, **kwargs):
         for name in ("image_mean", "image_std"):

@@ -60,32 +60,14 @@ for config_class in (SparseFormerConfig, PatchSparseFormerConfig, SparseFormerGr
 
 @strict
 class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
-    """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`, and whose
-    `image_seq_length` follows from it."""
+    """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. Models set
+    `image_seq_length`."""
 
     model_type = "sparseformer_llava"
     sub_configs_defaults = {
         **LlavaConfig.sub_configs_defaults,
         "vision_config": SubConfigSpec(AutoConfig, "sparseformer"),
     }
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        self.count_image_tokens()
-
-    def count_image_tokens(self):
-        """Set `image_seq_length`."""
-        vision = self.vision_config
-        drops_cls = self.vision_feature_select_strategy == "default"
-        self.image_seq_length = vision.default_num_tokens + vision.num_prefix_tokens - drops_cls
-
-    def validate_select_strategy(self):
-        """The strategy "default" leaves out the first token, which has to be [CLS]."""
-        if self.vision_feature_select_strategy == "default" and self.vision_config.num_prefix_tokens == 0:
-            raise ValueError(
-                '`vision_feature_select_strategy="default"` leaves out [CLS], and this SparseFormer has none; choose '
-                '"full".'
-            )
 
 
 @strict

@@ -23,7 +23,7 @@ COUNTED, SAVED = "a model to count", "a model of frugalvit or Transformers"
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
     """Return the papers' models of all families, by name, each with the class of its configuration."""
-    families = [found for found in vars(frugalvit).values() if hasattr(found, "variants")]
+    families = [found for found in vars(frugalvit).values() if isinstance(found, type) and hasattr(found, "variants")]
     plain = [found for found in families if not found.model_type.endswith("_projection")]
     return {name: config_class for config_class in plain for name in config_class.variants()}
 

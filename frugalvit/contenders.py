@@ -179,6 +179,8 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
     patches = height * width // math.prod(anatomy.patch_size)
     student = student_class.from_teacher(anatomy, patches, image_size=[height, width])
     student = student.to(next(anatomy.model.parameters())).requires_grad_(False)
+    # It computes all tokens of the last block, as its teacher does.
+    student.base_model.skips_unread_tokens = False
     embed = image_embedder(student, image_size)
     return as_teacher(
         anatomy,

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
@@ -74,15 +73,6 @@ class HubModel(PreTrainedModel):
         # In custom code Transformers passes over modules whose own parameters are all loaded, and that is every module
         # without parameters of its own. `transformers.initialization` looks at each parameter, so none needs it.
         super()._initialize_weights(module)
-
-    @classmethod
-    def _from_config(cls, config, **kwargs):
-        """A model with fresh weights, those of `config.initialization_seed` where there is one."""
-        seed = getattr(config, "initialization_seed", None)
-        with torch.random.fork_rng(devices=[], enabled=seed is not None):
-            if seed is not None:
-                torch.default_generator.manual_seed(seed)
-            return super()._from_config(config, **kwargs)
 
     @classmethod
     def family_class(cls) -> type:

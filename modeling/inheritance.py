@@ -11,7 +11,7 @@ from torch import nn
 
 from .hosts import Anatomy, read_anatomy
 from .hosts.anatomy import Block, Projection, difference, evaluating, norm_eps, norm_type
-from .layers import rotary_embeddings
+from .layers import pool_tokens, rotary_embeddings
 from .placement import cut_patches, grid_rois
 
 
@@ -138,7 +138,7 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict) -> nn.Module:
         load_linear(student.classifier, anatomy.classifier)
     if needs_projection:
         load_linear(student.visual_projection, anatomy.projection)
-    pooling, head = anatomy.pooling_head, student.base_model.pooler.head
+    pooling, head = anatomy.pooling_head, student.base_model.pooling_head
     if pooling is not None and head is not None:
         head.probe.copy_(pooling.probe)
         load_attention(head.attention, pooling.attention)
@@ -312,7 +312,15 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
     position_embeddings = rotary_embeddings(base.config, rois)
     for layer in base.layers:
         tokens = layer(tokens, position_embeddings=position_embeddings)
-    found = base.pooler(tokens, base.layernorm)
+    found = pool_tokens(
+        tokens,
+        anatomy.pooling,
+        base.layernorm,
+        anatomy.num_prefix_tokens,
+        anatomy.class_tokens or range(anatomy.num_class_tokens),
+        anatomy.pool_before_norm,
+        base.pooling_head,
+    )
     if hasattr(student, "visual_projection"):
         found = student.visual_projection(found)
     elif anatomy.projection is not None:

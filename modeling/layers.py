@@ -326,31 +326,6 @@ def pool_tokens(
     return norm(reduce(tokens)) if norm_last else reduce(norm(tokens))
 
 
-class Pooler(nn.Module):
-    """Pools tokens after the last block to one embedding of each image, as the configuration says."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        attends = config.pooling in ("attention", "latent_attention")
-        self.head = AttentionPooling(config) if attends else None
-
-    def forward(self, tokens: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        """Tokens `(batch, prefix + latent tokens, hidden_size)` before the final norm, which is passed along, to
-        `(batch, pooled_size)`."""
-        config = self.config
-        class_tokens = config.pooled_class_tokens or range(config.num_class_tokens)
-        return pool_tokens(
-            tokens,
-            config.pooling,
-            norm,
-            config.num_prefix_tokens,
-            class_tokens,
-            config.pool_before_norm,
-            self.head,
-        )
-
-
 def reads_class_tokens_alone(config, **kwargs) -> bool:
     """Whether of the last block a call with these arguments reads nothing but class tokens."""
     names = ("output_hidden_states", "output_attentions")

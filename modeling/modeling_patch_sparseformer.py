@@ -28,8 +28,8 @@ from ..configuration.configuration_patch_sparseformer import (
 from .hub import HubModel
 from .layers import (
     AdaptiveClassifierOutput,
+    AttentionPooling,
     EncoderLayer,
-    Pooler,
     SelfAttention,
     check_num_tokens,
     classify_adaptively,
@@ -37,6 +37,7 @@ from .layers import (
     in_float32,
     norm_factory,
     place_among,
+    pool_tokens,
     read_at,
     reads_class_tokens_alone,
     resize,
@@ -354,7 +355,8 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             EncoderLayer(config, config.drop_path_rate * number / blocks) for number in range(1, blocks + 1)
         )
         self.layernorm = norm_factory(config)(config.hidden_size) if config.final_norm else nn.Identity()
-        self.pooler = Pooler(config)
+        attends = config.pooling in ("attention", "latent_attention")
+        self.pooling_head = AttentionPooling(config) if attends else None
         # Context Broadcasting in the last block reads all tokens.
         self.skips_unread_tokens = True
         self.post_init()
@@ -395,9 +397,18 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             hidden_states = layer(
                 hidden_states, num_queries=num_queries, position_embeddings=position_embeddings, **kwargs
             )
+        pooled = pool_tokens(
+            hidden_states,
+            self.config.pooling,
+            self.layernorm,
+            self.config.num_prefix_tokens,
+            self.config.pooled_class_tokens or range(self.config.num_class_tokens),
+            self.config.pool_before_norm,
+            self.pooling_head,
+        )
         return PatchSparseFormerModelOutput(
             last_hidden_state=self.layernorm(hidden_states),
-            pooler_output=self.pooler(hidden_states, self.layernorm),
+            pooler_output=pooled,
             rois=(rois,) if output_rois else None,
             attention_forecast=forecast if output_attention_forecast else None,
         )

@@ -28,14 +28,15 @@ from .focusing import (
 from .hub import HubModel
 from .layers import (
     AdaptiveClassifierOutput,
+    AttentionPooling,
     EncoderLayer,
-    Pooler,
     SelfAttention,
     check_num_tokens,
     classify_adaptively,
     image_classification_loss,
     norm_factory,
     place_among,
+    pool_tokens,
     read_at,
     reads_class_tokens_alone,
     rotary_embeddings,
@@ -272,7 +273,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         else:
             self.final_focusing_layer = SparseFormerLastLook(config, rates[iterations])
         self.layernorm = norm_factory(config)(config.hidden_size) if config.final_norm else nn.Identity()
-        self.pooler = Pooler(config)
+        attends = config.pooling in ("attention", "latent_attention")
+        self.pooling_head = AttentionPooling(config) if attends else None
         # Context Broadcasting in the last block reads all tokens.
         self.skips_unread_tokens = True
         # FSDP refuses names of classes that a model has not.
@@ -343,9 +345,18 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             hidden_states = layer(
                 hidden_states, num_queries=num_queries, position_embeddings=position_embeddings, **kwargs
             )
+        pooled = pool_tokens(
+            hidden_states,
+            self.config.pooling,
+            self.layernorm,
+            self.config.num_prefix_tokens,
+            self.config.pooled_class_tokens or range(self.config.num_class_tokens),
+            self.config.pool_before_norm,
+            self.pooling_head,
+        )
         return SparseFormerModelOutput(
             last_hidden_state=self.layernorm(hidden_states),
-            pooler_output=self.pooler(hidden_states, self.layernorm),
+            pooler_output=pooled,
             rois=tuple(all_rois) if output_rois else None,
             sampling_points=tuple(all_points) if output_rois else None,
             stem_features=features if output_stem_features else None,

@@ -183,15 +183,28 @@ class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForCo
     }
 
     def __init__(self, config: SparseFormerLlavaConfig):
+        if config.vision_feature_select_strategy == "default" and config.vision_config.num_prefix_tokens == 0:
+            raise ValueError(
+                '`vision_feature_select_strategy="default"` leaves out [CLS], and this SparseFormer has none; choose '
+                '"full".'
+            )
         # The constructor of `LlavaForConditionalGeneration` would make a `LlavaModel`.
         super(LlavaForConditionalGeneration, self).__init__(config)
         self.model = SparseFormerLlavaModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.count_image_tokens()
         self.post_init()
+
+    def count_image_tokens(self):
+        """Set `config.image_seq_length`, the number of tokens of an image in the prompt."""
+        config = self.config
+        vision = config.vision_config
+        drops_cls = config.vision_feature_select_strategy == "default"
+        config.image_seq_length = vision.default_num_tokens + vision.num_prefix_tokens - drops_cls
 
     def set_num_tokens(self, num_tokens: int | None):
         super().set_num_tokens(num_tokens)
-        self.config.count_image_tokens()
+        self.count_image_tokens()
 
     def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, num_image_tokens=None, **kwargs) -> dict:
         # `generate` refuses arguments that no signature names.

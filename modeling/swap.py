@@ -90,16 +90,17 @@ def swap_vision_tower(
         check_projector_is_held(vlm)
         new.multi_modal_projector.load_state_dict(old.multi_modal_projector.state_dict(), assign=True)
         new_parts["multi_modal_projector"] = new.multi_modal_projector
-    elif not has_grid and first_layer(new).in_features != first_layer(old).in_features:
-        width = first_layer(new).in_features
-        if not new_first_layer:
+    elif not has_grid:
+        expected = first_layer(old.multi_modal_projector).in_features
+        width = first_layer(new.multi_modal_projector).in_features
+        if width != expected and not new_first_layer:
             raise ValueError(
-                f"The projector takes {first_layer(old).in_features} channels, the vision model gives {width}; "
-                "bootstrap it from the tower that it is to replace, or let the projector learn to read another one: "
-                "frugalvit align-llava."
+                f"The projector takes {expected} channels, the vision model gives {width}; bootstrap it from the "
+                "tower that it is to replace, or let the projector learn to read another one: frugalvit align-llava."
             )
-        check_projector_is_held(vlm)
-        new_parts["multi_modal_projector"] = with_new_first_layer(old.multi_modal_projector, width)
+        if width != expected:
+            check_projector_is_held(vlm)
+            new_parts["multi_modal_projector"] = with_new_first_layer(old.multi_modal_projector, width)
     for name, part in old.named_children():
         setattr(new, name, new_parts.get(name, part))
     for name, parameter in old.named_parameters(recurse=False):
@@ -132,7 +133,9 @@ def swapped_config(
             f"The tower of this {old.model_type} has {old.vision_config.hidden_size} channels, the vision model "
             f"{tower_fields['hidden_size']}; bootstrap it from the tower that it is to replace."
         )
-    rows, size, cell = grid_of(old), pair(old.vision_config.image_size)[0], pair(old.vision_config.patch_size)[0]
+    rows = grid_of(old)
+    size = pair(old.vision_config.image_size)[0]
+    cell = pair(old.vision_config.patch_size)[0]
     if image_grid not in (None, rows):
         # A Gemma 3 pools cells, of several rows and columns, into a token.
         pooled = rows // int(old.mm_tokens_per_image**0.5) if old.model_type == "gemma3" else 1
@@ -155,19 +158,18 @@ def count_from_end(layers: int | list[int], blocks: int) -> int | list[int]:
     return [count_from_end(layer, blocks) for layer in layers]
 
 
-def first_layer(vlm: nn.Module) -> nn.Linear:
-    """Return the layer of a `LlavaModel` or `PaliGemmaModel` that reads the vision tower's tokens."""
-    projector = vlm.multi_modal_projector
+def first_layer(projector: nn.Module) -> nn.Linear:
+    """Return the layer of a LLaVA's or a PaliGemma's projector that reads the vision tower's tokens."""
     return projector.linear_1 if hasattr(projector, "linear_1") else projector.linear
 
 
 def with_new_first_layer(projector: nn.Module, width: int) -> nn.Module:
     """Return a copy of a projector that reads another number of channels."""
     projector = copy.deepcopy(projector)
-    name = "linear_1" if hasattr(projector, "linear_1") else "linear"
-    old = getattr(projector, name)
-    new = nn.Linear(width, old.out_features, old.bias is not None, old.weight.device, old.weight.dtype)
-    setattr(projector, name, new)
+    layer = first_layer(projector)
+    layer.in_features = width
+    layer.weight = nn.Parameter(layer.weight.new_empty(layer.out_features, width))
+    layer.reset_parameters()
     return projector
 
 
@@ -222,7 +224,7 @@ def match_channels_(
     if original.config.model_type in GRID_MODELS:
         raise ValueError(f"Channels are matched in a LLaVA 1.5 or PaliGemma, not a {original.config.model_type}.")
     check_projector_is_held(original)
-    old = first_layer(original.model)
+    old = first_layer(original.model.multi_modal_projector)
     if old.bias is None:
         raise ValueError("The projector has no bias to put the channels' means into.")
     counts = torch.zeros(2, 1, dtype=torch.float64)
@@ -243,7 +245,7 @@ def match_channels_(
     weight = old.weight.double().cpu()
     # The original may have the same one.
     model.model.multi_modal_projector = copy.deepcopy(model.model.multi_modal_projector)
-    new = first_layer(model.model)
+    new = first_layer(model.model.multi_modal_projector)
     new.weight.copy_(weight * scale)
     new.bias.copy_(old.bias.double().cpu() + weight @ (wanted_mean - scale * mean))
 

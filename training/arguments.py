@@ -117,6 +117,14 @@ class DataArguments:
     tested: str | None = field(default=None, init=False, repr=False)
 
 
+class OneSpelling(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with one of both spellings of an argument."""
+
+    def _format_action_invocation(self, action) -> str:
+        option = max(action.option_strings, key=len)
+        return option if action.nargs == 0 else f"{option} {self._format_args(action, action.dest.upper())}"
+
+
 class ArgumentParser(HfArgumentParser):
     """`HfArgumentParser` with errors of one line and `--config`, a YAML file of arguments or the name of a recipe.
     Arguments on the command line replace those of the file."""
@@ -125,7 +133,8 @@ class ArgumentParser(HfArgumentParser):
         for each in dataclass_types:
             each._argument_group_name = each.__doc__.partition("\n\n")[0].replace("\n", " ").rstrip(".")
         usage = f"{prog} [--config FILE|RECIPE] [--ARGUMENT VALUE ...]"
-        super().__init__(dataclass_types, prog=prog, usage=usage, description=description, allow_abbrev=False)
+        options = {"formatter_class": OneSpelling, "allow_abbrev": False}
+        super().__init__(dataclass_types, prog=prog, usage=usage, description=description, **options)
         self.add_argument("--config", metavar="FILE|RECIPE", help="YAML file of arguments, or the name of a recipe.")
 
     def error(self, message: str):
@@ -139,7 +148,12 @@ class ArgumentParser(HfArgumentParser):
         try:
             if found.config:
                 words = [*config_words(read_config(found.config, self.prog)), *words]
-            *parsed, _ = self.parse_args_into_dataclasses(words, look_for_args_file=False)
+            *parsed, _, rest = self.parse_args_into_dataclasses(
+                words, look_for_args_file=False, return_remaining_strings=True
+            )
+            if rest:
+                close = difflib.get_close_matches(rest[0].partition("=")[0], self._option_string_actions, 1)
+                raise ValueError(f"there is no argument {rest[0]}{f'; did you mean {close[0]}?' if close else ''}")
             return tuple(parsed)
         except (ValueError, OSError, argparse.ArgumentError) as error:
             self.error(printable(" ".join(str(error).split())))

@@ -24,10 +24,10 @@ from ..configuration.configuration_bootstrapped_vit import VARIANTS, Bootstrappe
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .arguments import ArgumentParser, DataArguments, argument, check, read_values, run_as_program
+from .augmentation import SmallDataArguments, SmallDataView
 from .cards import name_images, write_card
 from .data import labeled_images
 from .models import configure_start
-from .train import SmallDataArguments, SmallDataView
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
@@ -184,7 +184,7 @@ class JointTrainer(ImageTrainer):
         return metrics
 
 
-def build_twins(options: TwinArguments, names: list[str], seed: int = 0) -> BootstrappedViTForImageClassification:
+def build_twins(options: TwinArguments, names: list[str]) -> BootstrappedViTForImageClassification:
     """Return a new ViT and its agent for these class names, in float32."""
     values = VARIANTS[options.variant]
     fields = {
@@ -201,7 +201,7 @@ def build_twins(options: TwinArguments, names: list[str], seed: int = 0) -> Boot
     if without := {math.ceil(depth * blocks - 1e-6) - 1 for depth in options.without_hint_at}:
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
-    configure_start(config, options.initialization, options.initialization_options, seed)
+    configure_start(config, options.initialization, options.initialization_options)
     return BootstrappedViTForImageClassification._from_config(config)
 
 
@@ -219,7 +219,7 @@ def make_trainer(options: TwinArguments, data: DataArguments, args: JointArgumen
     if args.vit_max_grad_norm is None and not args.sam_rho:
         args.vit_max_grad_norm = CLIPPING.get(options.variant.removesuffix("-res"))
     train, evaluation, test = load_splits(data, learns_labels=True)
-    trainer = JointTrainer(build_twins(options, class_names(train), args.seed), args, train, evaluation)
+    trainer = JointTrainer(build_twins(options, class_names(train)), args, train, evaluation)
     trainer.test_images = test
     return trainer
 

@@ -49,7 +49,7 @@ def label_fields(names: list[str]) -> dict:
 
 def new_classifier(options, args, labels: dict):
     config = new_config(options.model_type or "vit", options.config_overrides, options.drop_path, **labels)
-    is_configured = configure_start(config, options.initialization, options.initialization_options, args.seed)
+    is_configured = configure_start(config, options.initialization, options.initialization_options)
     normalization = {"image_mean": options.image_mean, "image_std": options.image_std}
     if isinstance(config, FrugalViTConfig):
         config.update(normalization)
@@ -129,12 +129,10 @@ def start_options(name: str, text: str) -> dict:
     return options
 
 
-def configure_start(config, name: str, text: str, seed: int) -> bool:
+def configure_start(config, name: str, text: str) -> bool:
     """Write the initialization of a new model into its configuration, as far as the family has fields for it. Return
     whether the configuration holds all of it."""
     options = start_options(name, text)
-    if isinstance(config, FrugalViTConfig):
-        config.initialization_seed = seed
     if name == "default":
         return True
     if name == REFERENCE and hasattr(config, "initialization"):

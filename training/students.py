@@ -196,7 +196,7 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
     Return the inherited parameters that are tuned."""
     base = student.base_model
     for owner in (student, base):
-        for name in ("classifier", "visual_projection", "pooler"):
+        for name in ("classifier", "visual_projection", "pooling_head"):
             if isinstance(module := getattr(owner, name, None), nn.Module):
                 module.requires_grad_(False)
     if not args.inherit_blocks:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torchvision.transforms import InterpolationMode, v2
 from transformers import PreTrainedModel
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
@@ -20,9 +19,10 @@ from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
 from ..common.splits import load_splits
-from ..common.views import EvalView, ImageFormat, View
+from ..common.views import EvalView, ImageFormat
 from ..modeling.layers import divergence
-from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
+from .arguments import ArgumentParser, DataArguments, argument, run_as_program
+from .augmentation import SmallDataArguments, SmallDataView
 from .cards import name_images
 from .data import labeled_images, mixing
 from .models import build_model
@@ -58,58 +58,6 @@ class ModelArguments:
     def __post_init__(self):
         if not (self.model or self.model_type or self.config_overrides):
             raise ValueError("Give model, to go on from, or model_type and config_overrides, to train from scratch.")
-
-
-@dataclass
-class SmallDataArguments(ImageTrainingArguments):
-    """Training of classifiers from little data: the optimizer, crops and flips."""
-
-    metric_for_best_model: str = argument("accuracy", "Metric that chooses the best model.")
-    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
-    learning_rate: float = argument(1e-3, "Highest learning rate.")
-    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
-    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
-    attn_implementation: str | None = argument(None, "Attention in training. Default: eager on CPUs.")
-    crop: str = argument("padded", "Crop of the padded image, or a random part.", choices=["padded", "resized"])
-    crop_padding: int = argument(4, "Pixels of padding on each side for crop padded.")
-    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
-    crop_size: int | None = argument(None, "Pixels of the images for crop padded. Default: the model's.")
-    crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
-
-
-class SmallDataView(View):
-    """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision."""
-
-    def __init__(
-        self,
-        image_format: ImageFormat,
-        args: SmallDataArguments,
-        randaugment_layers: int = 0,
-        randaugment_magnitude: int = 9,
-        erasing: float = 0.0,
-    ):
-        self.formats = {"pixel_values": image_format}
-        size, interpolation, fill = list(image_format.size), image_format.interpolation, image_format.fill
-        before, padding = 2 * [args.crop_size] if args.crop_size else size, args.crop_padding
-        flip = v2.RandomHorizontalFlip(args.flip)
-        if args.crop == "resized":
-            steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
-        else:
-            if padding >= min(before):
-                raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")
-            crop = v2.RandomCrop(before, padding or None, padding_mode=args.padding_mode)
-            steps = [v2.Resize(before, interpolation), flip, crop, v2.Resize(size, interpolation)]
-        if randaugment_layers:
-            bilinear = InterpolationMode.BILINEAR
-            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, fill))
-        steps.append(v2.PILToTensor())
-        if erasing:
-            steps.append(v2.RandomErasing(erasing, value=fill))
-        self.transform = v2.Compose(steps)
-
-    def __call__(self, image):
-        return {"pixel_values": self.transform(image)}
 
 
 @dataclass

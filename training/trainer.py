@@ -144,7 +144,7 @@ class ImageTrainer(Trainer):
                 f"The loss at step {step} is not finite, so training stopped. Lower learning_rate or warm up longer. "
                 f"{f'{checkpoint} is kept.' if checkpoint else 'There is no checkpoint yet.'}"
             )
-        if "loss" in logs:
+        if "loss" in logs and self.since:
             images = (step - self.since[0]) * self.get_total_train_batch_size(self.args)
             logs["images_per_second"] = images / (time.perf_counter() - self.since[1])
         self.since = None

@@ -41,12 +41,15 @@ def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
 def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
     """Load the images to learn from, the test images (a tenth of the former if there are no others) and the name of
     their split; without --limit."""
+    if arguments.split == arguments.train_split and not arguments.eval_dataset:
+        raise ValueError(f"--split and --train-split are both {arguments.split!r}; expected different parts.")
     options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
     data = argparse.Namespace(**vars(arguments) | options)
-    train, evaluation, test = load_splits(data, learns_labels=True)
+    train, evaluation, test = load_splits(data)
     test, split = (evaluation, data.evaluated) if test is None else (test, data.tested)
-    if class_names(test) is None:
-        raise ValueError(f"The split {split!r} has no labels to compare with; name their column with --label-column.")
+    for images, part in ((train, arguments.train_split), (test, split)):
+        if class_names(images) is None:
+            raise ValueError(f"The split {part!r} has no labels to compare with; name their column: --label-column.")
     return train, test, split
 
 

@@ -41,14 +41,9 @@ class Obstacle(ValueError):
 
 @dataclass
 class Projection:
-    """A linear map that is no layer of its own, as views of a model's weights.
+    """A linear map that is no layer of its own, as views of a model's weights."""
 
-    Args:
-        weight (`torch.Tensor`): `(out, in)`.
-        bias (`torch.Tensor`, *optional*): `(out,)`.
-    """
-
-    weight: torch.Tensor
+    weight: torch.Tensor  # (out, in)
     bias: torch.Tensor | None = None
 
 
@@ -57,17 +52,11 @@ Linear = nn.Linear | Projection
 
 @dataclass
 class PatchEmbedding:
-    """A linear map of each patch's pixels to its token.
+    """A linear map of each patch's pixels to its token."""
 
-    Args:
-        weight (`torch.Tensor`): `(hidden_size, channels, patch height, patch width)`.
-        bias (`torch.Tensor`, *optional*): `(hidden_size,)`.
-        norm (`nn.Module`, *optional*): The norm of the tokens, before positions are added.
-    """
-
-    weight: torch.Tensor
+    weight: torch.Tensor  # (hidden_size, channels, patch height, patch width)
     bias: torch.Tensor | None = None
-    norm: nn.Module | None = None
+    norm: nn.Module | None = None  # of the tokens, before positions are added
 
     @classmethod
     def of(cls, module: nn.Module | None, norm: nn.Module | None = None) -> "PatchEmbedding":
@@ -90,21 +79,13 @@ class PatchEmbedding:
 
 @dataclass
 class GridPositions:
-    """Positions that are added to tokens, interpolated for other grids as the model's own library does it.
+    """Positions that are added to tokens, interpolated for other grids as the model's own library does it."""
 
-    Args:
-        table (`torch.Tensor`): `(in front + rows * columns, hidden_size)`, with leading axes of 1 or without.
-        grid (pair of `int`): Rows and columns.
-        mode (`str`, *optional*, defaults to `"bicubic"`): `"bilinear"` or `"nearest"`.
-        antialias (`bool`, *optional*, defaults to `False`): Whether it is low-pass filtered for smaller grids.
-        crops (`bool`, *optional*, defaults to `False`): Whether a grid that is no square has the corner of a square.
-    """
-
-    table: torch.Tensor
+    table: torch.Tensor  # (in front + rows * columns, hidden_size), with leading axes of 1 or without
     grid: tuple[int, int]
     mode: str = "bicubic"
     antialias: bool = False
-    crops: bool = False
+    crops: bool = False  # a grid that is no square has the corner of a square
 
     @property
     def front(self) -> torch.Tensor:
@@ -126,23 +107,16 @@ class GridPositions:
 
 @dataclass
 class Attention:
-    """Multi-head attention, as wide as the tokens.
-
-    Args:
-        query, key, value, output (`nn.Linear` or `Projection`): `(hidden_size, hidden_size)` each.
-        num_heads (`int`): Heads.
-        query_norm, key_norm (`nn.Module`, *optional*): Norms of each head's queries and keys, before they are rotated.
-        output_norm (`nn.Module`, *optional*): The norm before the output projection.
-    """
+    """Multi-head attention, as wide as the tokens."""
 
     query: Linear
     key: Linear
     value: Linear
     output: Linear
     num_heads: int
-    query_norm: nn.Module | None = None
+    query_norm: nn.Module | None = None  # of each head's queries, before they are rotated
     key_norm: nn.Module | None = None
-    output_norm: nn.Module | None = None
+    output_norm: nn.Module | None = None  # before the output projection
 
     @property
     def head_dim(self) -> int:
@@ -151,39 +125,25 @@ class Attention:
 
 @dataclass
 class MLP:
-    """`down(norm(activation(up(x))))`, or, with a gate, `down(norm(activation(gate(x)) * up(x)))`.
-
-    Args:
-        up, down (`nn.Linear` or `Projection`): `(intermediate_size, hidden_size)` and its reverse.
-        activation (`str`): One of Transformers' names.
-        gate (`nn.Linear` or `Projection`, *optional*): As `up`.
-        norm (`nn.Module`, *optional*): Before `down`.
-    """
+    """`down(norm(activation(up(x))))`, or, with a gate, `down(norm(activation(gate(x)) * up(x)))`."""
 
     up: Linear
     down: Linear
-    activation: str
+    activation: str  # one of Transformers' names
     gate: Linear | None = None
     norm: nn.Module | None = None
 
 
 @dataclass
 class Block:
-    """A pre-norm transformer block: attention and MLP, each of normalized tokens and added to them.
-
-    Args:
-        module (`nn.Module`): The model's own.
-        attention_norm, mlp_norm (`nn.Module`): LayerNorm or RMSNorm.
-        attention (`Attention`), mlp (`MLP`): The two branches.
-        attention_scale, mlp_scale (`torch.Tensor`, *optional*): Layer scale, `(hidden_size,)`.
-    """
+    """A pre-norm transformer block: attention and MLP, each of normalized tokens and added to them."""
 
     module: nn.Module
     attention_norm: nn.Module
     attention: Attention
     mlp_norm: nn.Module
     mlp: MLP
-    attention_scale: torch.Tensor | None = None
+    attention_scale: torch.Tensor | None = None  # layer scale, (hidden_size,)
     mlp_scale: torch.Tensor | None = None
 
     @property
@@ -193,21 +153,13 @@ class Block:
 
 @dataclass
 class Outline:
-    """The places of a block where modules can be inserted; blocks of hierarchical transformers have them, too.
-
-    Args:
-        block (`nn.Module`): The block.
-        mlp, second_linear (`nn.Module`): Its MLP, and the layer that takes that back to the width of the tokens.
-        attention (`nn.Module`): Its attention.
-        after_attention (`nn.Module`, *optional*): The module that is given what attention adds to the tokens, where
-            attention itself does not return it.
-    """
+    """The places of a block where modules can be inserted; blocks of hierarchical transformers have them, too."""
 
     block: nn.Module
     mlp: nn.Module
-    second_linear: nn.Linear
+    second_linear: nn.Linear  # of the MLP
     attention: nn.Module
-    after_attention: nn.Module | None = None
+    after_attention: nn.Module | None = None  # is given what attention adds to the tokens, if that does not return it
 
 
 @dataclass
@@ -248,17 +200,11 @@ class Rotary:
 
 @dataclass
 class AttentionPooling:
-    """One learned query that attends to all tokens, as in SigLIP and AIMv2.
+    """One learned query that attends to all tokens, as in SigLIP and AIMv2."""
 
-    Args:
-        probe (`torch.Tensor`): `(1, hidden_size)`, the input of `attention.query`.
-        attention (`Attention`): The attention of the probe to the tokens.
-        norm (`nn.Module`, *optional*), mlp (`MLP`, *optional*): A branch that reads the output and is added to it.
-    """
-
-    probe: torch.Tensor
+    probe: torch.Tensor  # (1, hidden_size), the input of `attention.query`
     attention: Attention
-    norm: nn.Module | None = None
+    norm: nn.Module | None = None  # with `mlp`, a branch that is added to the output
     mlp: MLP | None = None
 
 
@@ -267,56 +213,36 @@ class Anatomy:
     """A vision transformer, part by part. Parts of fused layers are views of their weights: read a model again after
     it was moved or cast.
 
-    Args:
-        model (`nn.Module`): The model, without wrappers and towers for text.
-        outlines (`list[Outline]`): Outlines of its blocks, in order.
-        blocks (`list[Block]`): The same, in full.
-        image_size, grid (pairs of `int`): Height and width, in pixels and in patches.
-        num_class_tokens, num_register_tokens (`int`): Tokens in front of those of patches, in this order.
-        pooling, pool_before_norm, class_tokens: How tokens become the embedding, as in a SparseFormer's configuration.
-        norm, pre_norm (`nn.Module`, *optional*): Norms of the tokens after the last and before the first block.
-        rotary (`Rotary`, *optional*): Rotates queries and keys of patches.
-        patch_embedding (`PatchEmbedding`, *optional*): Images to patches' tokens.
-        front (`list[torch.Tensor]`): Class tokens and registers without positions, `(…, hidden_size)` each.
-        patch_positions (`Callable`, *optional*): A `GridPositions`, or a function of a grid that computes positions.
-        pooling_head (`AttentionPooling`, *optional*): For attention pooling.
-        classifier (`nn.Linear`, *optional*), labels (`dict`): Takes the embedding to logits; names of the classes.
-        projection (`nn.Linear` or `Projection`, *optional*): Part of the embedding, a CLIP's, of its pooled tokens.
-        embed (`Callable`): Images to the model's own embedding, `(batch, embedding_size)`, which bootstrapping aligns:
-            a classifier's is the one that it reads, a CLIP's is projected and not normalized, any other is pooled.
-        run_classifier (`Callable`, *optional*): Images to the model's own logits.
-        obstacle (`str`, *optional*): Why this is no plain vision transformer; then there are outlines alone.
-        patch_obstacle, embedding_obstacle (`str`, *optional*): Why the tokens before its first block, or its
-            embedding, were not read.
-        source (`nn.Module`, *optional*): The model as it was given, with its wrappers.
+    The embedding, which bootstrapping aligns, is the one that a classifier reads; a CLIP's is projected and not
+    normalized, any other model's is pooled.
     """
 
-    model: nn.Module
+    model: nn.Module  # without wrappers and towers for text
     outlines: list[Outline]
     blocks: list[Block] = field(default_factory=list)
-    image_size: tuple[int, int] = (0, 0)
-    grid: tuple[int, int] = (0, 0)
-    num_class_tokens: int = 0
-    num_register_tokens: int = 0
-    pooling: str = "cls"
+    image_size: tuple[int, int] = (0, 0)  # height and width
+    grid: tuple[int, int] = (0, 0)  # the same in patches
+    num_class_tokens: int = 0  # in front of patches
+    num_register_tokens: int = 0  # between class tokens and patches
+    pooling: str = "cls"  # as in a SparseFormer's configuration
     pool_before_norm: bool = False
-    class_tokens: list[int] | None = None
-    norm: nn.Module | None = None
-    pre_norm: nn.Module | None = None
+    class_tokens: list[int] | None = None  # that are pooled, if not all
+    norm: nn.Module | None = None  # after the last block
+    pre_norm: nn.Module | None = None  # before the first block
     rotary: Rotary | None = None
     patch_embedding: PatchEmbedding | None = None
-    front: list[torch.Tensor] = field(default_factory=list)
-    patch_positions: Callable[[tuple[int, int]], torch.Tensor] | None = None
+    front: list[torch.Tensor] = field(default_factory=list)  # class tokens and registers, (…, hidden_size) each
+    patch_positions: Callable[[tuple[int, int]], torch.Tensor] | None = None  # `GridPositions` or a function of a grid
     pooling_head: AttentionPooling | None = None
     classifier: nn.Linear | None = None
-    labels: dict = field(default_factory=dict)
+    labels: dict = field(default_factory=dict)  # `id2label` and `label2id`
     projection: Linear | None = None
-    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
-    run_classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
-    obstacle: str | None = None
-    patch_obstacle: str | None = None
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None  # images to the embedding, (batch, embedding_size)
+    run_classifier: Callable[[torch.Tensor], torch.Tensor] | None = None  # images to logits
+    obstacle: str | None = None  # why it is no plain vision transformer and was not read, but for its outlines
+    patch_obstacle: str | None = None  # why the tokens before its first block were not read
     embedding_obstacle: str | None = None
-    source: nn.Module | None = None
+    source: nn.Module | None = None  # the model as it was given
 
     @property
     def name(self) -> str:

@@ -37,21 +37,13 @@ from .anatomy import (
 
 @dataclass(frozen=True)
 class Family:
-    """What a family does with tokens.
+    """What a family does with tokens."""
 
-    Args:
-        pooling (`str`, *optional*): `Anatomy.pooling` of its base model; that of its configuration by default.
-        classifier_pooling (`str`, *optional*): That of its classifier, if it is another.
-        output (`str`, *optional*): The output that is the pooled token; by default `last_hidden_state` is pooled.
-        any_size (`bool`): Whether it takes images of any size unasked.
-        interpolation (`dict`): Arguments of `GridPositions`.
-    """
-
-    pooling: str | None = "cls"
-    classifier_pooling: str | None = None
-    output: str | None = None
-    any_size: bool = False
-    interpolation: dict = field(default_factory=dict)
+    pooling: str | None = "cls"  # of its base model; None for that of its configuration
+    classifier_pooling: str | None = None  # of its classifier, if it is another
+    output: str | None = None  # the pooled token; None for pooling `last_hidden_state`
+    any_size: bool = False  # takes images of any size unasked
+    interpolation: dict = field(default_factory=dict)  # arguments of `GridPositions`
 
 
 _FAMILIES = {

@@ -232,6 +232,7 @@ def test_bad_input(arguments, message, picture, tmp_path, capsys):
     for part, label in (("OTHER", "red"), ("OTHER", "blue"), ("UNLABELED", "")):
         (tmp_path / part / label).mkdir(parents=True, exist_ok=True)
         (tmp_path / part / label / "image.png").write_bytes(picture)
+        (tmp_path / part / label / "other.png").write_bytes(picture)
     arguments = [str(tmp_path / one) if one in ("OTHER", "UNLABELED") else one for one in arguments]
     defaults = ["--model", VIT, "--train-split", "train[:50]", "--limit", "5"]
     error = fails("knn", *defaults, *arguments, capsys=capsys)

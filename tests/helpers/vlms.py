@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, ProcessorMixin
 
-from frugalvit import SparseFormerVisionModel
+from frugalvit import PatchSparseFormerVisionModel, SparseFormerVisionModel
 from tiny import SMALL, randomize, word_tokenizer
 
 
@@ -69,13 +69,13 @@ class VLM:
 
     def make_tower(self, num_tokens: int = 7, **fields) -> SparseFormerVisionModel:
         """A student of its tower, with weights of its own, the same each time."""
-        return randomize(self.inherit(num_tokens, **SMALL, **fields))
-
-    def inherit(self, num_tokens: int = ROWS**2, **fields) -> SparseFormerVisionModel:
-        """A student of its tower as `from_teacher` makes it."""
         torch.manual_seed(0)
         tower = self.model.model.vision_tower
-        return SparseFormerVisionModel.from_teacher(tower, num_tokens, **NORMALIZATION, **fields)
+        return randomize(SparseFormerVisionModel.from_teacher(tower, num_tokens, **NORMALIZATION, **SMALL, **fields))
+
+    def inherit(self) -> PatchSparseFormerVisionModel:
+        """A student of its tower with a token for each patch."""
+        return PatchSparseFormerVisionModel.from_teacher(self.model.model.vision_tower, ROWS**2, **NORMALIZATION)
 
 
 VLMS: dict[str, VLM] = {

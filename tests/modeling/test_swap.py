@@ -162,9 +162,11 @@ def test_channels_are_matched(make):
 
     ours, theirs = read(model, 0), read(original, 1)
     matched = (ours - ours.mean(0)) / ours.std(0, correction=0) * theirs.std(0, correction=0) + theirs.mean(0)
-    given = first_layer(model.model)(ours)
-    torch.testing.assert_close(given, first_layer(original.model)(matched), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(given.mean(0), first_layer(original.model)(theirs).mean(0), rtol=1e-4, atol=1e-4)
+    given = first_layer(model.model.multi_modal_projector)(ours)
+    torch.testing.assert_close(given, first_layer(original.model.multi_modal_projector)(matched), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        given.mean(0), first_layer(original.model.multi_modal_projector)(theirs).mean(0), rtol=1e-4, atol=1e-4
+    )
     with pytest.raises(ValueError, match="There are no images to match"):
         match_channels_(model, original, [])
 

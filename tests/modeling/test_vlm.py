@@ -49,7 +49,7 @@ def swapped(vlm: VLM, image_grid: int | None = None):
 
 @torch.no_grad()
 def test_with_a_token_for_each_patch_it_answers_as_before(vlm, processor):
-    model = swap_vision_tower(vlm.model, vlm.inherit(focusing="inherited"))
+    model = swap_vision_tower(vlm.model, vlm.inherit())
     inputs = ask(processor, vlm)
     expected = vlm.model(**inputs).logits
     given = model(**ask(matching_processor(processor, model), vlm)).logits

@@ -46,7 +46,7 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
 @pytest.mark.parametrize(
     "case",
     [
-        "bootstrap --teacher t --learning_rates 1 | not used by the HfArgumentParser: ['--learning_rates', '1']",
+        "bootstrap --teacher t --learning_rates 1 | no argument --learning_rates; did you mean --learning_rate?",
         "bootstrap --teacher t --max_steps many | --max_steps/--max-steps: invalid int value: 'many'",
         "bootstrap --teacher t --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
         "bootstrap --teacher t --tune 1.5 | tune is 1.5, expected a share from 0 to below 1, or a count",
@@ -57,7 +57,7 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
         "train | Give model, to go on from, or model_type and config_overrides, to train from scratch",
         "- a | --config file.yaml holds a list, expected names and values",
         "a: [ | --config file.yaml is no YAML",
-        "learning_rats: 1 | not used by the HfArgumentParser: ['--learning_rats', '1']",
+        "learning_rats: 1 | no argument --learning_rats; did you mean --learning_rate?",
         "max_steps: 1.5 | max_steps/--max-steps: invalid int value: '1.5'",
         "loss: l2 | invalid choice: 'l2'",
     ],

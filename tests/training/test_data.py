@@ -7,7 +7,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader, Subset
 from trainings import Pairs, assert_equal
 
@@ -17,9 +16,8 @@ from frugalvit.common.decoding import CorruptImageError, decode_image, read_imag
 from frugalvit.common.labels import class_names
 from frugalvit.common.views import VIEW, EvalView, ImageFormat, seeded
 from frugalvit.training.arguments import ImageTrainingArguments
-from frugalvit.training.augmentation import BootstrapView, PairedEvalView
+from frugalvit.training.augmentation import SmallDataView
 from frugalvit.training.data import Collator, Views, as_images, labeled_images, mixing, split_off, training_views
-from frugalvit.training.train import SmallDataView
 
 
 FORMAT = ImageFormat((8, 8))
@@ -169,16 +167,6 @@ def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
         Views(as_images([tmp_path / "broken.jpg"]), EvalView(FORMAT))[0]
     with pytest.raises(ValueError, match="None of the 1 images of the data set can be read"):
         Views(as_images([tmp_path / "broken.jpg"]), EvalView(FORMAT), skip_corrupt=True)[0]
-
-
-@pytest.mark.parametrize(("view", "size"), [(BootstrapView, (320, 240)), (PairedEvalView, (80, 60))])
-def test_jpegs_are_decoded_as_large_as_views_need(view, size, tmp_path, monkeypatch):
-    """Random views do not allow smaller images: crops depend on the size."""
-    Image.new("RGB", (320, 240)).save(tmp_path / "0.jpg")
-    seen, decode = [], decode_image
-    monkeypatch.setattr("frugalvit.training.data.decode_image", lambda *given: seen.append(decode(*given)) or seen[-1])
-    assert Views(as_images([tmp_path / "0.jpg"]), view(FORMAT, ImageFormat((16, 16))), seed=0)[0]
-    assert seen[0].size == size
 
 
 def test_batches_are_normalized_and_mixed_in_training_alone(images):

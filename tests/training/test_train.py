@@ -173,11 +173,12 @@ def test_other_architectures_and_stochastic_depth(tmp_path):
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
     """A saved configuration says how the run began."""
+    torch.manual_seed(99)
     start = {"initialization": initialization, "initialization_options": options}
     if model_type == "bootstrapped_vit":
         sizes = "patch_size=8,hidden_size=16,num_hidden_layers=2,intermediate_size=32"
         twins = joint.TwinArguments(vit=f"image_size=32,num_attention_heads=2,{sizes}", agent=sizes, **start)
-        model = joint.build_twins(twins, ["ant", "bee"], seed=3)
+        model = joint.build_twins(twins, ["ant", "bee"])
     else:
         sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
         arguments = ModelArguments(model_type=model_type, config_overrides=sizes.get(model_type, SMALL), **start)
@@ -192,12 +193,9 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     torch.manual_seed(99)
     config = AutoConfig.from_pretrained(tmp_path)
     named = "impulse" if (model_type, initialization) == ("vit_impulse_init", "default") else initialization
-    assert config.initialization_seed == 3 and getattr(config, "initialization", named) == named
+    assert getattr(config, "initialization", named) == named
     drawn = AutoModelForImageClassification.from_config(config).state_dict()
     assert all(torch.equal(drawn[name], weight) for name, weight in expected.items())
-    config.initialization_seed = 4
-    other = AutoModelForImageClassification.from_config(config).state_dict()
-    assert not all(torch.equal(other[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize(
