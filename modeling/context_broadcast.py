@@ -9,13 +9,13 @@ passes an affine combination on, bias included. For `cb_s` they are not. At the 
 end, the loss of token i reaches them through the MLP of every token j.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..configuration.configuration_vit_context_broadcast import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS
+from ..configuration.configuration_vit_context_broadcast import CONTEXT_BROADCASTS
 
 
 class ContextBroadcast(nn.Module):
@@ -89,40 +89,6 @@ class ContextBroadcast(nn.Module):
 def has_context_broadcast(model: nn.Module) -> bool:
     """Whether a module has Context Broadcasting in it."""
     return any(isinstance(module, ContextBroadcast) for module in model.modules())
-
-
-def check_positions(kind: str, position: str | Sequence[str], has_class_token: bool) -> list[str]:
-    """Return positions as a list.
-
-    Raises:
-        ValueError: if a position is unknown or repeated, or the kind needs a class token and there is none.
-    """
-    positions = [position] if isinstance(position, str) else list(position)
-    if not positions or len(set(positions)) < len(positions) or not {*positions} <= {*CONTEXT_BROADCAST_POSITIONS}:
-        raise ValueError(
-            f"`position` is {position!r}, expected one or several different ones of "
-            f"{', '.join(map(repr, CONTEXT_BROADCAST_POSITIONS))}."
-        )
-    if kind in ("cb_gate", "cb_hybrid") and not has_class_token:
-        raise ValueError(f"`kind={kind!r}` needs a class token in front of the tokens; 'cb' and 'cb_s' do without.")
-    return positions
-
-
-def broadcast_layers(layers: Iterable[nn.Module], config, has_class_token: bool):
-    """Put Context Broadcasting into layers of this package's families, if their configuration has it.
-
-    Args:
-        layers (`Iterable[nn.Module]`): Layers with `attention` and an `mlp` that ends in `fc2`.
-        config (`PreTrainedConfig`): Its `context_broadcast` (`None` for a plain model) and related fields are read.
-        has_class_token (`bool`): Whether a class token is in front.
-    """
-    kind = config.context_broadcast
-    if kind is None:
-        return
-    positions = check_positions(kind, config.context_broadcast_position, has_class_token)
-    options = {"scale_init": config.context_broadcast_scale_init, "blend": config.context_broadcast_blend}
-    for layer in layers:
-        broadcast_block(layer.mlp, layer.mlp.fc2, layer.attention, "out", positions, kind, **options)
 
 
 def broadcast_block(

@@ -8,7 +8,8 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from .context_broadcast import ContextBroadcast, broadcast_block, check_positions, has_context_broadcast
+from ..configuration.configuration_vit_context_broadcast import CONTEXT_BROADCAST_POSITIONS
+from .context_broadcast import ContextBroadcast, broadcast_block, has_context_broadcast
 from .hosts import read_anatomy
 
 
@@ -49,7 +50,7 @@ def insert_context_broadcast(
     # Raises before the model is changed.
     ContextBroadcast(kind, 1, scale_init=scale_init, blend=blend)
     anatomy = read_anatomy(model)
-    positions = check_positions(kind, position, anatomy.num_class_tokens > 0)
+    positions = _check_positions(kind, position, anatomy.num_class_tokens > 0)
     if not anatomy.outlines:
         raise ValueError(f"{type(model).__name__} has no blocks that are known here (docs/models.md lists models).")
     if "attention_end" in positions:
@@ -108,6 +109,23 @@ def remove_context_broadcast(model: nn.Module):
                 child.hook.remove()
                 delattr(module, name)
     _note(model, None)
+
+
+def _check_positions(kind: str, position: str | Sequence[str], has_class_token: bool) -> list[str]:
+    """Return positions as a list.
+
+    Raises:
+        ValueError: if a position is unknown or repeated, or the kind needs a class token and there is none.
+    """
+    positions = [position] if isinstance(position, str) else list(position)
+    if not positions or len(set(positions)) < len(positions) or not {*positions} <= {*CONTEXT_BROADCAST_POSITIONS}:
+        raise ValueError(
+            f"`position` is {position!r}, expected one or several different ones of "
+            f"{', '.join(map(repr, CONTEXT_BROADCAST_POSITIONS))}."
+        )
+    if kind in ("cb_gate", "cb_hybrid") and not has_class_token:
+        raise ValueError(f"`kind={kind!r}` needs a class token in front of the tokens; 'cb' and 'cb_s' do without.")
+    return positions
 
 
 def _note(model: nn.Module, noted: dict | None):

@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration.configuration_vit_context_broadcast import ViTContextBroadcastConfig
-from .context_broadcast import ContextBroadcast, broadcast_layers
+from .context_broadcast import ContextBroadcast, broadcast_block
 from .initialization import is_drawn, parts_of_layers, start_attention_
 from .layers import image_classification_loss
 from .vit import ViTEmbeddings, ViTPreTrainedModel, vit_layers
@@ -62,7 +62,19 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
         self.embeddings = ViTEmbeddings(config, use_distillation_token=config.use_distillation_token)
         self.layers = vit_layers(config)
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        broadcast_layers(self.layers, config, has_class_token=True)
+        if config.context_broadcast is not None:
+            positions = config.context_broadcast_position
+            for layer in self.layers:
+                broadcast_block(
+                    layer.mlp,
+                    layer.mlp.fc2,
+                    attention=layer.attention,
+                    attention_side="out",
+                    positions=[positions] if isinstance(positions, str) else positions,
+                    kind=config.context_broadcast,
+                    scale_init=config.context_broadcast_scale_init,
+                    blend=config.context_broadcast_blend,
+                )
         self.post_init()
 
     @merge_with_config_defaults
