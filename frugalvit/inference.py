@@ -20,8 +20,10 @@ from .common.precision import choose_mixed_precision
 from .common.reading import Reader, read_ahead, share_read
 from .common.scores import check_scores
 from .common.tables import first_line
-from .common.views import size_made_by
+from .common.views import size_made_by, vision_config_of
+from .configuration.configuration_base import is_sparseformer
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
+from .modeling.layers import check_num_tokens
 
 
 def class_scores(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor:
@@ -100,10 +102,14 @@ class _Application:
                 model.to(torch.bfloat16)
             pack_linear_layers(model)
         if num_tokens is not None:
-            parts = [part for part in model.modules() if hasattr(part, "check_num_tokens")]
-            if not parts:
+            config = vision_config_of(model.config)
+            if hasattr(model, "check_num_tokens"):
+                # An exported program, which has some counts alone.
+                model.check_num_tokens(num_tokens)
+            elif is_sparseformer(config):
+                check_num_tokens(config, num_tokens)
+            else:
                 raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
-            parts[0].check_num_tokens(num_tokens)
         self.model, self.image_processor = model, image_processor
         self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
         self.return_errors = return_errors

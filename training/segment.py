@@ -217,10 +217,12 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
         set_drop_path(config, options.drop_path)
         if is_sparseformer(config):
             config.image_size, config.resize_size = [height, width], None
-        values = {"trust_remote_code": options.trust_remote_code}
-        if options.num_latent_tokens:
-            values["num_latent_tokens"] = options.num_latent_tokens
-        model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, **values)
+        elif options.num_latent_tokens:
+            raise ValueError(f"num_latent_tokens is for SparseFormers, {options.model} is a {config.model_type}.")
+        remote = {"trust_remote_code": options.trust_remote_code}
+        model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, **remote)
+        if options.num_latent_tokens not in (None, getattr(config, "num_latent_tokens", None)):
+            model.resize_tokens(options.num_latent_tokens)
         given = load_image_processor(options.model, options.trust_remote_code, KIND)
         for name in ("image_mean", "image_std", "resample", "do_normalize"):
             preprocessing[name] = getattr(given, name, None)

@@ -37,7 +37,7 @@ from .anatomy import (
 
 @dataclass(frozen=True)
 class Family:
-    """What a family does with tokens."""
+    """How a family pools, projects and interpolates its tokens."""
 
     pooling: str | None = "cls"  # of its base model; None for that of its configuration
     classifier_pooling: str | None = None  # of its classifier, if it is another
