@@ -122,11 +122,12 @@ def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tmp_path, class
 
 @pytest.mark.parametrize("broadcast", [None, "cb", "blend"])
 def test_a_thousand_classes_become_ten(vit, broadcast, tmp_path, class_names):
-    """Context Broadcasting is saved with the model; blended, training starts from the model as it was."""
+    """Context Broadcasting is loaded by commands; blended, training starts from the model as it was."""
     folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
     options = {"context_broadcast": "cb", "context_broadcast_blend": broadcast == "blend"} if broadcast else {}
     own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)
-    before, (model, _) = load_vision_model(folder, "cpu")[0].state_dict(), load(tmp_path / "out")
+    before, (model, _) = (load_vision_model(each, "cpu") for each in (folder, tmp_path / "out"))
+    before = before[0].state_dict()
     after, heads = model.state_dict(), ("timm_model.head.", "classifier.")
     assert all((after[name] - before[name]).abs().max() < 1e-6 for name in before if not name.startswith(heads))
     assert [*model.config.id2label.values()] == class_names
