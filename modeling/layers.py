@@ -330,8 +330,7 @@ def reads_class_tokens_alone(config, **kwargs) -> bool:
     """Whether of the last block a call with these arguments reads nothing but class tokens."""
     names = ("output_hidden_states", "output_attentions")
     recorded = any(kwargs.get(name, getattr(config, name, False)) for name in names)
-    # Context Broadcasting takes the mean of all tokens.
-    return config.pooling == "cls" and not recorded and not getattr(config, "context_broadcast", None)
+    return config.pooling == "cls" and not recorded
 
 
 def place_among(counts: Sequence[int], number: torch.Tensor) -> torch.Tensor:
