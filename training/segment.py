@@ -171,7 +171,7 @@ class SegmentationTrainer(ImageTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits = model(pixel_values=inputs["pixel_values"]).logits
-        loss = semantic_segmentation_loss(logits, inputs["labels"], self.num_labels)
+        loss = semantic_segmentation_loss(logits, inputs["labels"])
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def parameter_groups(self, model) -> list[dict]:
