@@ -58,14 +58,12 @@ class HubModel(PreTrainedModel):
     """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
     `trust_remote_code=True` where frugalvit is not installed.
 
-    Families set `auto_classes`, Auto class name to class name, for `auto_map`. A class that is not in there, but that
-    an Auto class loads, names that in `loads_with`. `embeds` tells sentence-transformers what embeds images and texts:
-    by the kind of input, a method of what `AutoModel` reads from the folder, and one of its outputs. It may be given
-    what `embedding_arguments` names, too.
+    Families set `auto_classes`, Auto class name to class name, for `auto_map`. `embeds` tells sentence-transformers
+    what embeds images and texts: by the kind of input, a method of what `AutoModel` reads from the folder, and one of
+    its outputs. It may be given what `embedding_arguments` names, too.
     """
 
     auto_classes: dict[str, str] = {}
-    loads_with: str | None = None
     embeds: dict[str, tuple[str, str]] = {}
     embedding_arguments: tuple[str, ...] = ()
 

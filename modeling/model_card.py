@@ -8,27 +8,8 @@ from transformers import PreTrainedModel
 from .hub import HubModel
 
 
-_LOADING_BY_AUTO_CLASS = """\
-from transformers import {names}
-
-processor = {processor}.from_pretrained("path/or/id"{processor_remote})
-model = {auto_class}.from_pretrained("path/or/id"{remote})"""
-
-_LOADING_BY_CLASS_NAME = """\
-from transformers import AutoImageProcessor
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-processor = AutoImageProcessor.from_pretrained("path/or/id")
-model_class = get_class_from_dynamic_module("{module}.{name}", "path/or/id")
-model = model_class.from_pretrained("path/or/id")"""
-
-_USING_A_BACKBONE = """
-
-# (1, channels, rows, columns), one for each of `out_indices`; frugalvit has the same class, {name}.
-feature_maps = model(**processor(image, return_tensors="pt")).feature_maps"""
-
-
-_PIPELINES = {
+# Tasks of the hub, by the Auto class that loads a model.
+TASKS = {
     "AutoModel": "image-feature-extraction",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForImageTextToText": "image-text-to-text",
@@ -42,43 +23,38 @@ def class_name(model: PreTrainedModel) -> str:
     return type(model).__name__.removeprefix("FSDP")
 
 
-def auto_class(model: PreTrainedModel) -> str | None:
-    """The Auto class that loads a model from a folder or the hub, the most special one."""
+def auto_class(model: PreTrainedModel) -> str:
+    """The Auto class that loads a model from a folder or the hub, the most special one; `AutoModel` reads the base
+    model out of a backbone's folder, as `AutoBackbone.from_pretrained` takes none."""
     if not isinstance(model, HubModel):
         if class_name(model).endswith("ForSemanticSegmentation"):
             return "AutoModelForSemanticSegmentation"
         is_clip = hasattr(model, "get_text_features")
         return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
-    # `AutoBackbone.from_pretrained` takes no folders.
-    names = reversed([(auto, own) for auto, own in model.auto_classes.items() if auto != "AutoBackbone"])
-    return next((auto for auto, own in names if own == class_name(model)), model.loads_with)
+    names = [auto for auto, own in model.auto_classes.items() if own == class_name(model) and auto in TASKS]
+    return names[-1] if names else "AutoModel"
 
 
-def pipeline_tag(model: PreTrainedModel) -> str | None:
+def pipeline_tag(model: PreTrainedModel) -> str:
     """The hub's name for the task of a model, which may be an image classifier or a CLIP of Transformers."""
-    # `AutoModel` reads the base model out of a backbone's folder.
-    backbone = class_name(model).endswith("Backbone")
-    return _PIPELINES.get("AutoModel" if backbone else auto_class(model))
+    return TASKS[auto_class(model)]
 
 
 def loading_example(model: PreTrainedModel) -> str:
     """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor."""
-    if (loader := auto_class(model)) is not None:
-        remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
-        # A LLaVA's processor brings code, too; a CLIP's has a tokenizer.
-        llava = loader == "AutoModelForImageTextToText"
-        both = llava or loader == "AutoModelForZeroShotImageClassification"
-        processor = "AutoProcessor" if both else "AutoImageProcessor"
-        return _LOADING_BY_AUTO_CLASS.format(
-            names=", ".join(sorted([loader, processor])),
-            auto_class=loader,
-            processor=processor,
-            processor_remote=remote if llava else "",
-            remote=remote,
-        )
-    module, name = model.family_class().__module__.rpartition(".")[2], class_name(model)
-    using = _USING_A_BACKBONE if name.endswith("Backbone") else ""
-    return (_LOADING_BY_CLASS_NAME + using).format(module=module, name=name)
+    name, loader = class_name(model), auto_class(model)
+    both = loader in ("AutoModelForImageTextToText", "AutoModelForZeroShotImageClassification")
+    processor = "AutoProcessor" if both else "AutoImageProcessor"
+    remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
+    lines = [f"from transformers import {', '.join(sorted([loader, processor]))}", ""]
+    if name.endswith("Backbone"):
+        lines = [f"from frugalvit import {name}", f"from transformers import {processor}", ""]
+        loader, remote = name, ""
+    # A LLaVA's processor is frugalvit's own.
+    own = remote if loader == "AutoModelForImageTextToText" else ""
+    lines += [f'processor = {processor}.from_pretrained("path/or/id"{own})']
+    lines += [f'model = {loader}.from_pretrained("path/or/id"{remote})']
+    return "\n".join(lines)
 
 
 def embedding_example(model: PreTrainedModel) -> str:
@@ -94,14 +70,7 @@ embeddings = searcher.encode([{inputs}])  # for a search, with the stores of vec
 
 
 def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
-    """Return a card of a model: metadata for the hub, a title and paragraphs.
-
-    Args:
-        model (`PreTrainedModel`): The model, or an image classifier or CLIP of Transformers.
-        title (`str`): Title of the card.
-        paragraphs (`str`): Markdown; empty ones are left out.
-        metadata: Fields of `ModelCardData`, besides library, task and tags or in their place.
-    """
+    """Return a card of a model: `metadata` are fields of `ModelCardData`; empty paragraphs are left out."""
     data = {"library_name": "transformers", "pipeline_tag": pipeline_tag(model)} | metadata
     data["tags"] = ["frugalvit", model.config.model_type, *data.get("tags", ())]
     text = "\n\n".join(filter(None, (f"# {title}", *paragraphs)))
@@ -111,9 +80,11 @@ def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) 
 def model_card(model: PreTrainedModel) -> ModelCard:
     """A card that says what the model is and how to load it; trainers write theirs with measured results instead."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    examples = (loading_example(model), embedding_example(model))
     return make_card(
-        *(model, class_name(model)),
+        model,
+        class_name(model),
         f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.",
         inspect.getdoc(type(model)) or "" if isinstance(model, HubModel) else "",
-        *(f"```python\n{code}\n```" for code in (loading_example(model), embedding_example(model)) if code),
+        *(f"```python\n{code}\n```" for code in examples if code),
     )

@@ -490,8 +490,6 @@ class PatchSparseFormerVisionModel(PatchSparseFormerModel):
     """PatchSparseFormer as a vision encoder of CLIP or SigLIP: a `PatchSparseFormerModel` under the name that goes
     with `PatchSparseFormerVisionModelWithProjection`."""
 
-    loads_with = "AutoModel"
-
 
 class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedModel):
     """PatchSparseFormer with a linear projection of the pooled embedding, in the place of

@@ -456,8 +456,6 @@ class SparseFormerVisionModel(SparseFormerModel):
     """SparseFormer as a vision encoder of CLIP, in the place of `CLIPVisionModel`: a `SparseFormerModel` under the
     name that goes with `SparseFormerVisionModelWithProjection`."""
 
-    loads_with = "AutoModel"
-
 
 class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
     """SparseFormer with a linear projection of the pooled token, in the place of `CLIPVisionModelWithProjection`."""
