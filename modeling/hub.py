@@ -38,11 +38,8 @@ def image_processor_config(config) -> dict:
     resized and the center cropped (CLIPImageProcessor), else images are resized to `image_size`."""
     height, width = pair(config.image_size)
     square = {"height": height, "width": width}
-    fields = {
+    fields = dict.fromkeys(("do_normalize", "do_rescale", "do_resize"), True) | {
         "do_convert_rgb": config.num_channels == 3,
-        "do_normalize": True,
-        "do_rescale": True,
-        "do_resize": True,
         "image_mean": config.image_mean,
         "image_std": config.image_std,
         "resample": config.resample,
