@@ -22,11 +22,7 @@ def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]
 
 
 def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns of the grid whose cells are most nearly square.
-
-    Args:
-        num_cells (`int`): Cells of the grid.
-        image_size (pair of `int`): Height and width in pixels.
+    """Return the rows and columns of the grid whose cells are most nearly square in images of this height and width.
 
     Raises:
         ValueError: if cells would be more than twice as long one way as the other; the message names counts that fit.
@@ -46,12 +42,8 @@ def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]:
-    """Return the rows and columns of the grid whose cells are most nearly square, of those with few cells.
-
-    Args:
-        image_size (pair of `int`): Height and width in pixels.
-        most (`int`, *optional*, defaults to 4): Most cells of the grid, which has at least half as many.
-    """
+    """Return the rows and columns of the grid whose cells are most nearly square, of those with up to `most` cells and
+    at least half as many."""
     sides = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most + 1)]
     grids = [grid for grid in sides if most <= 2 * math.prod(grid) <= 2 * most]
     # Of equally square ones that with more cells.
@@ -74,25 +66,17 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             are most nearly square in an image of `image_size`.
         placement (`str`, *optional*, defaults to `"grid"`):
             Where tokens look: in the cells of a `"grid"`, or, by `"content"`, in those of a quadtree that is chosen
-            for each image, see `frugalvit.modeling.placement`. Trees have the coarsest grid's cells and three more for
-            each split; other counts are rounded down.
+            for each image. Trees have the coarsest grid's cells and three more a split; counts are rounded down.
         placement_rule (`str`, *optional*, defaults to `"detail"`):
-            Which cells of a tree are split. `"detail"`: those that lose most when they have the resolution of a patch,
-            the mean squared difference times the cell's area. `"contrast"`: the same with the root of the difference.
-            `"entropy"`: those whose gray values have the largest entropy. `"learned"`: the root of the difference
-            times the attention of a teacher to the cell, which a few convolutions predict.
+            Which cells are split. `"detail"`: those that lose most at the resolution of a patch, the mean squared
+            difference times the area. `"contrast"`: the same with the root of the difference. `"entropy"`: those with
+            the largest entropy of gray. `"learned"`: the root times a teacher's attention, which convolutions predict.
         placement_grid (`int` or pair of `int`, *optional*):
             The coarsest grid of trees in images of `image_size`; up to four nearly square cells by default.
         num_placement_levels (`int`, *optional*):
-            Number of sizes of a tree's cells, at least two, each half of the one before. By default, as many as it
-            takes until the smallest cells have no more pixels than a patch.
+            Number of sizes of a tree's cells, at least two. By default until cells have no more pixels than a patch.
         placement_random_share (`float`, *optional*, defaults to 0.0):
             Share of images that have a random tree while training.
-
-    Raises:
-        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
-            if a name looks like a misspelled field; the message says what was given and what would fit.
-        ValueError: if tokens make no grid, or fewer than a tree has.
     """
 
     model_type = "patch_sparseformer"
@@ -129,11 +113,8 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         return pair(self.patch_size)
 
     def cell_grids(self, image_size: tuple[int, int] | None = None) -> list[tuple[int, int]]:
-        """Return the grids of a tree's cells, coarsest first, each as rows and columns.
-
-        Args:
-            image_size (pair of `int`, *optional*): Height and width in pixels; the configuration's if not given.
-        """
+        """Return the grids of a tree's cells, coarsest first, each as rows and columns, in images of this height and
+        width; the configuration's by default."""
         own = pair(self.image_size)
         rows, columns = self.placement_grid
         height, width = image_size or own
@@ -149,11 +130,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         return [(rows << level, columns << level) for level in range(levels)]
 
     def tokens_of_tree(self, num_tokens: int, image_size: tuple[int, int] | None = None) -> int:
-        """Round a count of tokens down to one that a tree can have.
-
-        Args:
-            num_tokens (`int`): Latent tokens.
-            image_size (pair of `int`, *optional*): Height and width in pixels; the configuration's if not given.
+        """Round a count of tokens down to one that a tree can have; `image_size` as in `cell_grids`.
 
         Raises:
             ValueError: if the coarsest grid has more cells.
@@ -168,21 +145,14 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         return min(base + (num_tokens - base) // 3 * 3, most)
 
     def round_tokens(self, num_tokens: int) -> int:
-        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for.
-
-        Raises:
-            ValueError: if so many tokens make no grid, or fewer than a tree has.
-        """
+        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for; errors as of
+        `grid_of` and `tokens_of_tree`."""
         if self.placement == "content":
             return self.tokens_of_tree(num_tokens)
         return math.prod(self.grid_of(num_tokens))
 
     def grid_of(self, num_tokens: int) -> tuple[int, int]:
-        """Return the rows and columns of the grid of `num_tokens` tokens.
-
-        Raises:
-            ValueError: if so many tokens make no grid.
-        """
+        """Return the rows and columns of the grid of `num_tokens` tokens; errors as of `choose_grid`."""
         if num_tokens == self.num_latent_tokens:
             return self.token_grid
         return choose_grid(num_tokens, pair(self.image_size))

@@ -12,6 +12,7 @@ from torch import nn
 from .hosts import Anatomy, read_anatomy
 from .hosts.anatomy import Block, Projection, difference, evaluating, norm_eps, norm_type
 from .layers import pool_tokens, rotary_embeddings
+from .modeling_patch_sparseformer import PatchSparseFormerEmbeddings, resize_table
 from .placement import cut_patches, grid_rois
 
 
@@ -91,6 +92,29 @@ def inherit_blocks(
     if break_ties:
         latents.break_ties()
     return student
+
+
+@torch.no_grad()
+def place_by_content(model: nn.Module, rule: str, num_levels: int | None):
+    """`place_by_content` of a PatchSparseFormer's class, which documents it."""
+    base, config = model.base_model, model.config
+    if config.placement == "content":
+        raise ValueError("This model's tokens are placed by content already.")
+    fields = {"placement": "content", "placement_rule": rule, "num_placement_levels": num_levels}
+    placed = type(config).from_dict(config.to_dict() | fields | {"token_grid": None})
+    grid, old = config.token_grid, base.embeddings
+    trees = PatchSparseFormerEmbeddings(placed).to(old.position_embeddings)
+    if trees.placement.forecast is not None:
+        trees.placement.forecast.draw(config.initializer_range)
+    tables = [resize_table(old.position_embeddings, grid, level) for level in trees.grids]
+    trees.load_state_dict(old.state_dict() | {"position_embeddings": torch.cat(tables)}, strict=False)
+    for name, parameter in old.named_parameters():
+        trees.get_parameter(name).requires_grad_(parameter.requires_grad)
+    counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
+    for name in (*fields, "token_grid", "placement_grid", *counts):
+        setattr(config, name, getattr(placed, name))
+    trees.config = config
+    base.embeddings = trees
 
 
 def read_teacher(teacher: nn.Module | Anatomy) -> Anatomy:

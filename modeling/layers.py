@@ -42,14 +42,8 @@ def rotary_table(
     With scale = 4 pi and shift = -2 pi these are 2 pi (2 c - 1) f, DINOv3's (Siméoni et al. 2025, arXiv 2508.10104);
     EVA-02 (Fang et al. 2023, arXiv 2303.11331) counts patches. Neither needs a grid: the formula holds at any center.
 
-    Args:
-        centers (`torch.Tensor`): `(..., 2)` as y, x, 0 to 1 across the image.
-        theta (`float`): Base of the frequencies.
-        scale, shift (pair of `float`): From centers to coordinates, y first.
-        head_dim (`int`): Channels of a head, a multiple of 4.
-
-    Returns:
-        pair of `torch.Tensor`: `(..., head_dim / 2)`, first the frequencies of y, then those of x.
+    `centers` are `(..., 2)` as y, x, 0 to 1 across the image, results `(..., head_dim / 2)`, first the frequencies of
+    y, then those of x.
     """
     # Numbers of Python instead of tensors, which a device would wait for.
     axes = zip(in_float32(centers).unbind(-1), scale, shift, strict=True)
@@ -81,12 +75,8 @@ def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channel i with channel i + head_dim / 2, for each token by its angles.
-
-    Args:
-        states (`torch.Tensor`): `(batch, heads, tokens, head_dim)`.
-        cos, sin (`torch.Tensor`): `(batch, heads, tokens, head_dim / 2)`, or shapes that broadcast with it.
-    """
+    """Rotate channel i with channel i + head_dim / 2 of states `(batch, heads, tokens, head_dim)`, by cosines and
+    sines that broadcast with `(batch, heads, tokens, head_dim / 2)`."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -95,10 +85,7 @@ class SelfAttention(nn.Module):
     """Multi-head attention through Transformers' attention interface, of tokens to themselves or of other queries.
 
     Args:
-        config: The model's configuration, read for the attention implementation only.
-        hidden_size (`int`): Width of the tokens.
-        num_heads (`int`): Heads; divides `hidden_size`.
-        qkv_bias (`bool`): Biases on queries, keys and values.
+        config: Read for the attention implementation only.
         head_norm (`Callable`, *optional*): Makes the norm of each head's queries and keys, given their width.
         output_norm (`Callable`, *optional*): Makes the norm before the output projection.
     """
@@ -135,14 +122,12 @@ class SelfAttention(nn.Module):
         """
         Args:
             hidden_states (`torch.Tensor`): `(batch, tokens, hidden_size)`, which are attended to.
-            queries (`torch.Tensor`, *optional*): `(batch, queries, hidden_size)`, which attend; all tokens by default.
-                If there are fewer than tokens, they are the first ones.
+            queries (`torch.Tensor`, *optional*): The first tokens, which attend; all of them by default.
             position_embeddings (pair of `torch.Tensor`, *optional*): Cosines and sines, `(batch, rotated tokens,
                 head_dim / 2)`, of the last tokens.
 
         Returns:
-            `tuple`: The output for each query, of their shape, and the attention weights if the implementation has
-            them.
+            The output for each query, and the attention weights if the implementation has them.
         """
         queries = hidden_states if queries is None else queries
         heads = (-1, self.head_dim)
@@ -170,8 +155,6 @@ class MLP(nn.Module):
     """Two linear layers with an activation between. With a gate, the activated gate multiplies the first layer.
 
     Args:
-        hidden_size, intermediate_size (`int`): Widths.
-        hidden_act (`str`): One of Transformers' activations.
         gated (`bool`): With a gate (Shazeer 2020, arXiv 2002.05202), SwiGLU for `hidden_act="silu"`.
         norm (`Callable`, *optional*): Makes the norm before the second layer, given its width.
     """
@@ -216,12 +199,7 @@ def norm_factory(config) -> Callable[[int], nn.Module]:
 
 class EncoderLayer(GradientCheckpointingLayer):
     """A pre-norm transformer block of a SparseFormer: attention and MLP, each of normalized tokens, with the options
-    of the vision transformers from which students inherit blocks.
-
-    Args:
-        config (`SparseFormerBaseConfig`): The configuration.
-        drop_path_rate (`float`): Drop rate of each of the two branches, 0 to 1.
-    """
+    of the vision transformers from which students inherit blocks."""
 
     def __init__(self, config, drop_path_rate: float):
         super().__init__()
@@ -246,6 +224,12 @@ class EncoderLayer(GradientCheckpointingLayer):
         )
         self.attention_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
         self.mlp_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
+
+    def draw(self, std: float):
+        """Start layer scale at 1."""
+        if self.mlp_scale is not None:
+            init.ones_(self.attention_scale)
+            init.ones_(self.mlp_scale)
 
     def forward(self, hidden_states: torch.Tensor, num_queries: int | None = None, **kwargs) -> torch.Tensor:
         """`(batch, tokens, hidden_size)` to the same shape, or, with `num_queries`, to the first tokens alone, which
@@ -304,14 +288,9 @@ def pool_tokens(
     Args:
         tokens (`torch.Tensor`): `(batch, prefix + other tokens, hidden_size)`.
         pooling (`str`): `pooling` of a `SparseFormerBaseConfig`.
-        norm (`Callable`): The final norm.
-        num_prefix_tokens (`int`): Class and register tokens, in front of the others.
         class_tokens (sequence of `int`): The class tokens that are pooled.
         norm_last (`bool`): Whether means are taken before the norm.
-        attend (`Callable`, *optional*): Attention pooling, `(batch, tokens, hidden_size)` to `(batch, hidden_size)`.
-
-    Returns:
-        `torch.Tensor`: `(batch, hidden_size)`, or of several parts side by side a multiple of it.
+        attend (`Callable`, *optional*): Attention pooling.
     """
     if pooling in ("cls", "class_mean"):
         tokens = torch.stack([tokens[:, index] for index in class_tokens], dim=1)
@@ -347,12 +326,8 @@ def read_at(place: torch.Tensor, values: Sequence[int]) -> int:
 
 
 def check_num_tokens(config, num_tokens: int) -> int:
-    """Return the count that a model computes with when `num_tokens` latent tokens are asked for. Warn once if the
-    model was not trained for it.
-
-    Raises:
-        ValueError: if it is below 1 or above `config.num_latent_tokens`, or cells of such a number make no grid.
-    """
+    """Return the count that a model computes with when `num_tokens` latent tokens are asked for, with the errors of
+    `set_num_tokens`. Warn once if the model was not trained for it."""
     if not 1 <= num_tokens <= config.num_latent_tokens:
         raise ValueError(
             f"`num_tokens` is {num_tokens}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
@@ -370,13 +345,8 @@ def check_num_tokens(config, num_tokens: int) -> int:
 
 @dataclass
 class AdaptiveClassifierOutput(ModelOutput):
-    """Scores of images that were each classified with as many tokens as they needed.
-
-    Args:
-        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores, from the last count that was tried.
-        num_tokens (`torch.LongTensor` of shape `(batch,)`): That count.
-        confidence (`float`): Probability of the likeliest class from which on an image was done, 0 to 1.
-    """
+    """Logits of images, `(batch, num_labels)`, from the last count of tokens that was tried, that count, `(batch,)`,
+    and the probability of the likeliest class from which on an image was done."""
 
     logits: torch.FloatTensor | None = None
     num_tokens: torch.LongTensor | None = None
@@ -389,17 +359,8 @@ def classify_adaptively(
     confidence: float,
     token_counts: Sequence[int],
 ) -> AdaptiveClassifierOutput:
-    """Classify images with the first count of tokens, and those whose class is not sure enough with the next.
-
-    Args:
-        classify (`Callable`): Returns logits, `(chosen, num_labels)`, given indices of images and a count.
-        images (`torch.Tensor`): Indices of all images, `(batch,)`.
-        confidence (`float`): Probability of the likeliest class, 0 to 1, from which on an image is done.
-        token_counts (sequence of `int`): Counts to try, in this order.
-
-    Raises:
-        ValueError: if `confidence` is no probability.
-    """
+    """Body of a model's `classify_adaptively`, given the indices of all images, `(batch,)`, and a function that
+    returns logits, `(chosen, num_labels)`, of some indices for a count."""
     if not 0 <= confidence <= 1:
         raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
     left = images
@@ -427,29 +388,15 @@ def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return F.interpolate(in_float32(images), size, mode="bilinear", antialias=True)
 
 
-def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """Interpolate the positions of a grid, `(1, leading + rows * columns, hidden_size)`, for one of another size,
-    bicubically. Leading positions, of [CLS] and the like, stay."""
-    leading = positions.shape[1] - grid[0] * grid[1]
-    patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
-    patches = F.interpolate(in_float32(patches), size, mode="bicubic", align_corners=False).flatten(2).mT
-    return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
-
-
 def image_classification_loss(
     logits: torch.Tensor, labels: torch.Tensor, config, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
     """Loss of an image classifier for `config.problem_type`, inferred from the labels and kept there if it is unset.
 
-    With `num_items_in_batch` (what `Trainer` hands over when it accumulates gradients) the summed loss is divided by
-    that count for every problem type, so that accumulated steps add up to the large batch; Transformers' own loss does
-    so for single labels alone.
-
-    Args:
-        logits (`torch.Tensor`): `(batch, num_labels)`.
-        labels (`torch.Tensor`): `(batch,)` integers, `(batch, num_labels)` zeros and ones, or floats for regression.
-        config: Its `problem_type` and `num_labels` are read.
-        num_items_in_batch (`int`, *optional*): Labels in the whole batch that this one is a part of.
+    Labels of logits `(batch, num_labels)` are `(batch,)` integers, `(batch, num_labels)` zeros and ones, or floats for
+    regression. With `num_items_in_batch` (what `Trainer` hands over when it accumulates gradients) the summed loss is
+    divided by that count for every problem type, so that accumulated steps add up to the large batch; Transformers'
+    own loss does so for single labels alone.
     """
     if config.problem_type is None:
         if config.num_labels == 1:

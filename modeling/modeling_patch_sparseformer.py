@@ -52,10 +52,8 @@ class PatchSparseFormerModelOutput(BaseModelOutputWithPooling):
 
     Args:
         last_hidden_state (`torch.FloatTensor` of shape `(batch, [CLS] and registers + tokens, hidden_size)`):
-            Tokens after the final norm.
+            Tokens after the final norm; `hidden_states` are before the first block and after each.
         pooler_output (`torch.FloatTensor` of shape `(batch, pooled_size)`): The pooled embedding.
-        hidden_states (`tuple`, *optional*): Input of the first block and the output of each block.
-        attentions (`tuple`, *optional*): `(batch, heads, all tokens, all tokens)` of each block.
         rois (`tuple`, *optional*, with `output_rois=True`):
             The tokens' cells, `(batch, tokens, 4)` float32: left, top, right, bottom, 0 to 1 across the image.
         attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
@@ -189,10 +187,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
         if grids == own:
             return self.position_embeddings
         tables = self.position_embeddings.split([math.prod(grid) for grid in own])
-        last = len(own) - 1
-        return torch.cat(
-            [resize_table(tables[min(level, last)], own[min(level, last)], grid) for level, grid in enumerate(grids)]
-        )
+        places = [min(level, len(own) - 1) for level in range(len(grids))]
+        return torch.cat([resize_table(tables[i], own[i], grid) for i, grid in zip(places, grids, strict=True)])
 
 
 class PatchSparseFormerPreTrainedModel(HubModel):
@@ -235,20 +231,14 @@ class PatchSparseFormerPreTrainedModel(HubModel):
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, EncoderLayer) and module.mlp_scale is not None:
-            init.ones_(module.attention_scale)
-            init.ones_(module.mlp_scale)
         elif hasattr(module, "draw"):
             module.draw(std)
         else:
             super()._init_weights(module)
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Choose the number of latent tokens for all calls that choose none. The model keeps the choice when it is
-        saved, exported or given to a pipeline; weights stay.
-
-        Args:
-            num_tokens (`int`, *optional*): Count, [CLS] not counted; `None` for all tokens.
+        """Choose the number of latent tokens, [CLS] not counted, for all calls that choose none; `None` for all. The
+        model keeps the choice when it is saved, exported or given to a pipeline; weights stay.
 
         Raises:
             ValueError: if it is below 1, above `num_latent_tokens`, or makes no grid.
@@ -257,14 +247,8 @@ class PatchSparseFormerPreTrainedModel(HubModel):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Change the number of latent tokens in place, as continued bootstrapping needs. Positions are interpolated.
-
-        Args:
-            num_latent_tokens (`int`): New count, [CLS] not counted.
-
-        Raises:
-            ValueError: if the count is below 1, or makes no grid.
-        """
+        """Change the number of latent tokens, [CLS] not counted, in place, as continued bootstrapping needs. Positions
+        are interpolated. Errors as of `set_num_tokens`."""
         config, embeddings = self.config, self.base_model.embeddings
         smaller = []
         if config.placement == "content":
@@ -280,43 +264,21 @@ class PatchSparseFormerPreTrainedModel(HubModel):
         config.num_latent_tokens = num_latent_tokens
         config.num_tokens = None
 
-    @torch.no_grad()
     def place_by_content(self, rule: str = "detail", num_levels: int | None = None):
-        """Place tokens by content, in place: those that embed the cells of a grid embed the cells of a quadtree from
-        then on, see `frugalvit.modeling.placement`. Weights stay; positions are interpolated.
-
-        Args:
-            rule (`str`, *optional*, defaults to `"detail"`): `placement_rule` of the configuration.
-            num_levels (`int`, *optional*): `num_placement_levels` of the configuration.
-
-        Raises:
-            ValueError: if tokens are placed by content already.
-        """
-        base, config = self.base_model, self.config
-        if config.placement == "content":
-            raise ValueError("This model's tokens are placed by content already.")
-        fields = {"placement": "content", "placement_rule": rule, "num_placement_levels": num_levels}
-        placed = type(config).from_dict(config.to_dict() | fields | {"token_grid": None})
-        grid, old = config.token_grid, base.embeddings
-        trees = PatchSparseFormerEmbeddings(placed).to(old.position_embeddings)
-        if trees.placement.forecast is not None:
-            trees.placement.forecast.draw(config.initializer_range)
-        tables = [resize_table(old.position_embeddings, grid, level) for level in trees.grids]
-        trees.load_state_dict(old.state_dict() | {"position_embeddings": torch.cat(tables)}, strict=False)
-        for name, parameter in old.named_parameters():
-            trees.get_parameter(name).requires_grad_(parameter.requires_grad)
-        counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
-        for name in (*fields, "token_grid", "placement_grid", *counts):
-            setattr(config, name, getattr(placed, name))
-        trees.config = config
-        base.embeddings = trees
+        """Let tokens that embed the cells of a grid embed those of a quadtree, in place, see `placement_rule` and
+        `num_placement_levels` of the configuration. Weights stay; positions are interpolated."""
+        try:
+            from frugalvit.modeling.inheritance import place_by_content
+        except ModuleNotFoundError as error:
+            raise ImportError("place_by_content needs frugalvit: pip install frugalvit.") from error
+        place_by_content(self, rule, num_levels)
 
     @classmethod
     def from_teacher(
         cls, teacher: nn.Module, num_latent_tokens: int | None = None, truncate: float | int = 0, **fields
     ):
-        """Return a student that is its teacher at a lower resolution: it inherits the patch embedding, positions,
-        blocks, final norm and classifier or projection.
+        """Return a student, in evaluation mode, that is its teacher at a lower resolution: it inherits the patch
+        embedding, positions, blocks, final norm and classifier or projection.
 
         Args:
             teacher (`nn.Module`):
@@ -328,13 +290,9 @@ class PatchSparseFormerPreTrainedModel(HubModel):
                 Leading blocks left out: below 1 a share, from 1 on a count (1.0 is one block).
             fields: Fields of the configuration to set differently, for example `placement="content"`.
 
-        Returns:
-            The model, in evaluation mode.
-
         Raises:
             ValueError: if the teacher is no such transformer, has no classifier where one is needed, or the numbers
                 do not fit.
-            ImportError: in a model's own code, where frugalvit is not installed.
         """
         try:
             from frugalvit.modeling.inheritance import inherit_patches
@@ -385,9 +343,6 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             output_tokens (`bool`, *optional*, defaults to `True`):
                 Return `last_hidden_state` of all tokens. Without it, the last block computes [CLS] alone where that is
                 what is pooled, unless `hidden_states` or `attentions` are asked for.
-
-        Raises:
-            ValueError: if `num_tokens` does not fit.
         """
         hidden_states, rois, forecast = self.embeddings(pixel_values, num_tokens)
         position_embeddings = rotary_embeddings(self.config, rois)
@@ -438,12 +393,10 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
     ) -> PatchSparseFormerImageClassifierOutput:
         """
         Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*):
                 `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
             num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
             output_tokens (`bool`, *optional*, defaults to `False`): Let the last block compute all tokens.
-            kwargs: Passed to `PatchSparseFormerModel.forward`.
         """
         outputs = self.sparseformer(pixel_values, output_tokens=output_tokens, **kwargs)
         logits = self.classifier(outputs.pooler_output)
@@ -464,16 +417,9 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
     ) -> AdaptiveClassifierOutput:
         """Classify images with few tokens, and those whose class is not sure enough again with more.
 
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            confidence (`float`, *optional*, defaults to 0.9):
-                Probability of the likeliest class, 0 to 1, from which on an image is done.
-            token_counts (sequence of `int`, *optional*):
-                Counts to try, in this order; by default the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens` or all (`docs/elastic.md`: more between them save less than they cost).
-
-        Raises:
-            ValueError: if `confidence` is no probability, or the model has not so many tokens.
+        An image is done when the likeliest class has a probability of `confidence`, 0 to 1. `token_counts` are tried
+        in this order; by default the smallest of `config.elastic_token_counts`, then `config.num_tokens` or all
+        (`docs/elastic.md`: more between them save less than they cost).
         """
         most = self.config.default_num_tokens
         token_counts = token_counts or sorted({min(self.config.trained_token_counts[0], most), most})

@@ -163,20 +163,14 @@ class SparseFormerPreTrainedModel(HubModel):
             init.trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, EncoderLayer) and module.mlp_scale is not None:
-            init.ones_(module.attention_scale)
-            init.ones_(module.mlp_scale)
         elif hasattr(module, "draw"):
             module.draw(std)
         else:
             super()._init_weights(module)
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Choose the number of latent tokens for all calls that choose none. The model keeps the choice when it is
-        saved, exported or given to a pipeline; weights stay.
-
-        Args:
-            num_tokens (`int`, *optional*): Count, [CLS] not counted; `None` for all tokens.
+        """Choose the number of latent tokens, [CLS] not counted, for all calls that choose none; `None` for all. The
+        model keeps the choice when it is saved, exported or given to a pipeline; weights stay.
 
         Raises:
             ValueError: if it is below 1 or above `num_latent_tokens`.
@@ -400,7 +394,6 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
     ) -> SparseFormerImageClassifierOutput:
         """
         Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             labels (`torch.Tensor`, *optional*):
                 `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
             num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
@@ -429,16 +422,9 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
         """Classify images with few tokens, and those whose class is not sure enough again with more. Stem features are
         computed once.
 
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            confidence (`float`, *optional*, defaults to 0.9):
-                Probability of the likeliest class, 0 to 1, from which on an image is done.
-            token_counts (sequence of `int`, *optional*):
-                Counts to try, in this order; by default the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens` or all (`docs/elastic.md`: more between them save less than they cost).
-
-        Raises:
-            ValueError: if `confidence` is no probability, or the model has not so many tokens.
+        An image is done when the likeliest class has a probability of `confidence`, 0 to 1. `token_counts` are tried
+        in this order; by default the smallest of `config.elastic_token_counts`, then `config.num_tokens` or all
+        (`docs/elastic.md`: more between them save less than they cost).
         """
         most = self.config.default_num_tokens
         token_counts = token_counts or sorted({min(self.config.trained_token_counts[0], most), most})

@@ -1,10 +1,9 @@
 """Cells of a quadtree, chosen for each image: fine where it has something to show, coarse where it has not.
 
-Each cell, of whatever size, is embedded as a patch. A few large cells cover the image, and those whose split is worth
-most are split into four. With a fixed number of splits, all images of a batch have as many tokens, so that no loop
-runs over images or cells. Mixed resolutions of patches are older (Ronen et al., *Vision Transformers with Mixed-
-Resolution Tokenization*, 2023; *Adaptive Patch Transformer*, 2026, splits by entropy and a threshold); here a number
-of tokens is kept, and both ends are the teacher, on the coarsest and on the finest grid.
+A few large cells cover the image, and those whose split is worth most are split into four. All images of a batch have
+as many splits, so that no loop runs over images or cells. Mixed resolutions of patches are older (Ronen et al.,
+*Vision Transformers with Mixed-Resolution Tokenization*, 2023; *Adaptive Patch Transformer*, 2026, splits by entropy
+and a threshold); here a number of tokens is kept, and both ends are the teacher, on the coarsest and finest grid.
 """
 
 import torch
@@ -50,17 +49,9 @@ def split_in_four(cells: torch.Tensor) -> torch.Tensor:
 
 
 def lost_detail(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
-    """The loss of a cell that is shown by the points of a patch: the mean squared difference from the image.
-
-    Args:
-        image (`torch.Tensor`): `(batch, channels, height, width)`, where a cell of the finest grid has a patch's
-            points.
-        patch_size (pair of `int`): Rows and columns of points.
-        num_levels (`int`): Number of grids. The finest loses nothing and is left out.
-
-    Returns:
-        `list[torch.Tensor]`: `(batch, rows, columns)` of each grid, coarsest first.
-    """
+    """The loss of a cell that is shown by the points of a patch: the mean squared difference from the image, `(batch,
+    channels, height, width)`, where a cell of the finest grid has a patch's points. Return `(batch, rows, columns)` of
+    each grid, coarsest first, without the finest, which loses nothing."""
     window = [2 * points for points in patch_size]
     losses: list[torch.Tensor] = []
     image = image.mean(dim=1, keepdim=True)
@@ -75,8 +66,7 @@ def lost_detail(image: torch.Tensor, patch_size: tuple[int, int], num_levels: in
 
 
 def entropy(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
-    """Entropy of the gray values in a cell, in bits, as in Adaptive Patch Transformer; arguments and shapes as those
-    of `lost_detail`."""
+    """Entropy of the gray values in a cell, in bits; arguments and shapes as those of `lost_detail`."""
     gray = image.mean(dim=1, keepdim=True)
     edges = torch.linspace(-BOUND, BOUND, BINS + 1, device=gray.device)[1:-1]
     # The share of pixels below each edge; between two edges lies their difference.
@@ -99,17 +89,9 @@ def worth_of(
     num_levels: int,
     attention: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The worth of splitting each cell, by a `placement_rule`.
-
-    Args:
-        rule (`str`): `placement_rule` of a configuration.
-        image, patch_size, num_levels: As of `lost_detail`.
-        attention (`torch.Tensor`, *optional*): Shares of a teacher's attention that fall on the cells of the finest
-            grid, `(batch, rows, columns)`; needed by `"learned"`.
-
-    Returns:
-        `list[torch.Tensor]`: As of `lost_detail`.
-    """
+    """The worth of splitting each cell, by a `placement_rule`; arguments and shapes as those of `lost_detail`.
+    `"learned"` needs shares of a teacher's attention that fall on the cells of the finest grid, `(batch, rows,
+    columns)`."""
     image = in_float32(image)
     if rule == "entropy":
         return entropy(image, patch_size, num_levels)
@@ -128,16 +110,9 @@ def worth_of(
 
 
 def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """Choose the cells that are left when those worth most are split.
-
-    Args:
-        worths (`list[torch.Tensor]`): `(batch, rows, columns)` of each grid but the finest, coarsest first, from 0 on.
-            A cell is worth no more than the one that it is a part of, so that the worthiest cells are a tree.
-        num_tokens (`int`): Cells to choose: the coarsest grid's, and three more for each split.
-
-    Returns:
-        `torch.Tensor`: `(batch, num_tokens)` int64, numbers of cells, those of the coarsest grid first, row by row.
-    """
+    """Choose the cells that are left when those worth most are split: numbers of cells, `(batch, num_tokens)` int64,
+    those of the coarsest grid first, row by row. `worths` are `(batch, rows, columns)` of each grid but the finest,
+    coarsest first. A cell counts no more than the one that it is a part of, so that they are a tree."""
     batch, rows, columns = worths[0].shape
     sizes = [worth[0].numel() for worth in worths]
     num_splits = (num_tokens - sizes[0]) // 3
@@ -171,10 +146,6 @@ class AttentionForecast(nn.Module):
 
     An embedding of patches to few channels, then convolutions that see seven cells far each way. It costs about as
     much as half a token. Before training, it predicts the same for all cells.
-
-    Args:
-        patch_size (pair of `int`): Rows and columns of points in a cell.
-        num_channels (`int`): Channels of the image.
     """
 
     WIDTH = 32
@@ -205,11 +176,7 @@ class AttentionForecast(nn.Module):
 
 
 class ContentPlacement(nn.Module):
-    """Chooses each image's cells.
-
-    Args:
-        config (`PatchSparseFormerConfig`): The configuration.
-    """
+    """Chooses each image's cells."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
@@ -223,11 +190,7 @@ class ContentPlacement(nn.Module):
 
     def forward(self, levels: list[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Choose `num_tokens` cells, given the images at the resolution of each grid, coarsest first, in float32.
-
-        Returns:
-            Numbers of cells, `(batch, num_tokens)`, see `choose_cells`, and the logits of the `AttentionForecast`,
-            None without one.
-        """
+        Return them as `choose_cells` does, and the logits of the `AttentionForecast`, None without one."""
         logits = attention = None
         if self.forecast is not None:
             logits = self.forecast(levels[-1])

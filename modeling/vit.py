@@ -10,7 +10,16 @@ from transformers.utils.output_capturing import OutputRecorder
 from ..configuration.configuration_base import pair
 from .hub import HubModel
 from .impulse import sincos_position_encoding
-from .layers import MLP, SelfAttention, drop_path, interpolate_positions
+from .layers import MLP, SelfAttention, drop_path, in_float32
+
+
+def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+    """Interpolate the positions of a grid, `(1, leading + rows * columns, hidden_size)`, for one of another size,
+    bicubically. Leading positions, of [CLS] and the like, stay."""
+    leading = positions.shape[1] - grid[0] * grid[1]
+    patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
+    patches = F.interpolate(in_float32(patches), size, mode="bicubic", align_corners=False).flatten(2).mT
+    return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
 
 
 class ViTPatchEmbeddings(nn.Module):

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...configuration.configuration_base import is_sparseformer, pair, set_image_size
-from ..layers import interpolate_positions, pool_tokens
+from ..layers import pool_tokens
+from ..vit import interpolate_positions
 from .anatomy import (
     MLP,
     Anatomy,
