@@ -26,7 +26,7 @@ def inherit_patches(
     model_class: type, teacher: nn.Module | Anatomy, num_latent_tokens: int | None, truncate: float | int, **fields
 ) -> nn.Module:
     """`from_teacher` of a PatchSparseFormer's class, which documents it."""
-    anatomy = read_teacher(teacher)
+    anatomy = read_teacher(teacher, patches=True)
     truncated = count_truncated(anatomy, truncate)
     inherited = configuration_fields(anatomy) | {
         "num_latent_tokens": default_num_latent_tokens(anatomy, True)
@@ -93,10 +93,10 @@ def inherit_blocks(
     return student
 
 
-def read_teacher(teacher: nn.Module | Anatomy) -> Anatomy:
+def read_teacher(teacher: nn.Module | Anatomy, patches: bool = False) -> Anatomy:
     """Read a teacher, and refuse it unless it is a plain vision transformer with an embedding."""
     anatomy = read_anatomy(teacher)
-    anatomy.require_plain("bootstrap from", embeds=True)
+    anatomy.require_plain("bootstrap from", embeds=True, patches=patches)
     return anatomy
 
 
