@@ -21,6 +21,7 @@ def classifier(generation, make_model) -> SparseFormerForImageClassification:
 
 
 class TestAttention:
+    @pytest.mark.nightly
     @torch.no_grad()
     def test_flex(self, make_model, pixel_values):
         model = make_model(SparseFormerForImageClassification, "bootstrapped")
