@@ -93,6 +93,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     placement_random_share: float | int = 0.0
 
     def __post_init__(self, **kwargs):
+        self._check_sizes("image_size", "patch_size")
         height, width = pair(self.patch_size)
         # One number where both are alike: heads of Transformers divide by a backbone's `patch_size`.
         self.patch_size = height if height == width else (height, width)
@@ -161,7 +162,6 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         """Sizes are positive, tokens fill their grid, and fields of trees are those of trees."""
         self._check_choices(placement=("grid", "content"), placement_rule=PLACEMENT_RULES)
         self._check_rates("placement_random_share")
-        self._check_sizes("patch_size")
         if self.placement == "content":
             if self.token_grid is not None:
                 raise ValueError(f"`token_grid` is {self.token_grid} with `placement='content'`; leave it out.")

@@ -27,7 +27,7 @@ def inherit_patches(
     model_class: type, teacher: nn.Module | Anatomy, num_latent_tokens: int | None, truncate: float | int, **fields
 ) -> nn.Module:
     """`from_teacher` of a PatchSparseFormer's class, which documents it."""
-    anatomy = read_teacher(teacher)
+    anatomy = read_teacher(teacher, patches=True)
     truncated = count_truncated(anatomy, truncate)
     inherited = configuration_fields(anatomy) | {
         "num_latent_tokens": default_num_latent_tokens(anatomy, True)
@@ -117,10 +117,10 @@ def place_by_content(model: nn.Module, rule: str, num_levels: int | None):
     base.embeddings = trees
 
 
-def read_teacher(teacher: nn.Module | Anatomy) -> Anatomy:
+def read_teacher(teacher: nn.Module | Anatomy, patches: bool = False) -> Anatomy:
     """Read a teacher, and refuse it unless it is a plain vision transformer with an embedding."""
     anatomy = read_anatomy(teacher)
-    anatomy.require_plain("bootstrap from", embeds=True)
+    anatomy.require_plain("bootstrap from", embeds=True, patches=patches)
     return anatomy
 
 

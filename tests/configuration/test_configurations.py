@@ -38,31 +38,26 @@ MAKE = {
 BAD_FIELDS = {
     "sparseformer": [
         ({"hidden_size": 96, "num_attention_heads": 5}, "`hidden_size`=96 .* `num_attention_heads`=5"),
-        ({"focusing_hidden_size": 64, "focusing_num_attention_heads": 3}, "`focusing_hidden_size`=64 .*heads`=3"),
         ({"hidden_size": 100, "num_attention_heads": 1}, "`hidden_size`=100 is not a multiple of 8"),
         ({"num_latent_tokens": 0}, "`num_latent_tokens` is 0, expected at least 1"),
         ({"num_sampling_points": 1}, "`num_sampling_points` is 1, expected at least 2"),
         ({"image_size": 3}, "`image_size` is 3, expected .* at least 4"),
         ({"generation": "v2"}, r"`generation` is 'v2', expected one of \['bootstrapped', 'v1'\]"),
-        ({"generation": "v1"}, "set `use_cls_token=False`"),
-        ({"use_cls_token": False}, "`pooling='cls'` needs `use_cls_token=True`"),
+        ({"generation": "v1"}, "set `num_class_tokens=0`"),
+        ({"num_class_tokens": 0}, "`pooling='cls'` needs `num_class_tokens`"),
         ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'class_mean', 'mean',"),
         ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
-        ({"layer_norm_eps": 0.0}, "`layer_norm_eps` is 0.0, expected a positive number"),
-        ({"patch_size": 16}, "`patch_size` is a field of PatchSparseFormerConfig"),
-        ({"placement": "content"}, "`placement` is a field of PatchSparseFormerConfig"),
     ],
     "patches": [
         ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
         ({"num_latent_tokens": 17}, "17 tokens make no grid"),
-        ({"num_tokens": 7}, "7 tokens make no grid"),
     ],
     "content": [
         ({"token_grid": [4, 4]}, r"`token_grid` is \[4, 4\] with `placement='content'`"),
         ({"placement": "contents"}, "`placement` is 'contents'"),
         ({"placement_rule": "random"}, "`placement_rule` is 'random'"),
         ({"num_latent_tokens": 3}, "3 tokens are fewer than the 4 cells"),
-        ({"num_placement_levels": 1}, "`num_placement_levels` is 1, expected 2 or more"),
+        ({"num_placement_levels": 1}, "`num_placement_levels` is 1, expected at least 2"),
         ({"placement_random_share": 2.0}, "`placement_random_share` is 2.0"),
     ],
     "elastic": [
@@ -76,13 +71,10 @@ BAD_FIELDS = {
         ({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32"),
         ({"position_embedding": "rotary"}, "`position_embedding` is 'rotary', expected one of"),
         ({"initialization": "xavier"}, r"`initialization` is 'xavier', expected one of \['impulse'"),
-        ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
     ],
     "vit_context_broadcast": [
         ({"context_broadcast": "cbs"}, "`context_broadcast` is 'cbs'"),
         ({"context_broadcast_position": "end"}, "`context_broadcast_position` is 'end'"),
-        ({"patch_size": 5}, "do not tile images"),
-        ({"num_attention_heads": 3}, "not divisible by `num_attention_heads`"),
     ],
     "convmixer": [
         ({"spatial_filters": "gabor"}, r"`spatial_filters` is 'gabor', expected one of \['trained'"),
@@ -90,17 +82,14 @@ BAD_FIELDS = {
     ],
     "agent_cnn": [
         ({"stem": "resnet"}, "`stem` is 'resnet', expected one of"),
-        ({"num_positions": 0}, "`num_positions` is 0"),
         ({"downsample_after": [6]}, r"`downsample_after` is \(6,\), expected blocks from 0 to 5"),
         ({"image_size": 16, "stem": "res", "downsample_after": [0, 1]}, "stride of 32"),
-        ({"dropout": 1.0}, "`dropout` is 1.0"),
     ],
     "bootstrapped_vit": [
         ({"sharing": "all"}, "`sharing` is 'all', expected one of"),
         ({"mlp_dropout": 1}, "`mlp_dropout` is 1, expected 0 <= rate < 1"),
         ({"vit": {"num_hidden_layers": 2}}, "`num_hidden_layers`=2, `agent_config` `num_hidden_layers`=3"),
         ({"sharing": "weights", "agent": {"num_positions": 9}}, "`num_attention_heads`=6.*`num_positions`=9"),
-        ({"sharing": "weights", "agent": {"intermediate_size": 41}}, "`intermediate_size`=40"),
         ({"hint_layers": [0, 3]}, r"`hint_layers` is \[0, 3\], expected blocks from 0 to 2"),
     ],
 }
@@ -116,40 +105,38 @@ OF_ANY_FAMILY = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "message"), [(family, *row) for family, rows in BAD_FIELDS.items() for row in rows]
-)
-def test_of_one_family(family, fields, message):
-    with pytest.raises((StrictDataclassError, ValueError), match=message):
-        MAKE[family](**fields)
+@pytest.mark.parametrize("family", BAD_FIELDS)
+def test_of_one_family(family):
+    for fields, message in BAD_FIELDS[family]:
+        with pytest.raises((StrictDataclassError, ValueError), match=message):
+            MAKE[family](**fields)
 
 
-@pytest.mark.parametrize(("fields", "message"), OF_ANY_FAMILY)
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_any_family(kind, fields, message):
-    with pytest.raises(StrictDataclassError, match=message):
-        of_kind(kind, **fields)
+def test_of_any_family(kind):
+    for fields, message in OF_ANY_FAMILY:
+        with pytest.raises((StrictDataclassError, ValueError), match=message):
+            of_kind(kind, **fields)
 
 
-@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS["sparseformer"])
-def test_assigned_later(fields, message, tmp_path):
+def test_assigned_later(tmp_path):
     config = SparseFormerConfig(hidden_size=64, focusing_hidden_size=32)
-    for name, value in fields.items():
-        setattr(config, name, value)
+    config.num_sampling_points = 1
     for use in (lambda: SparseFormerModel(config), lambda: config.save_pretrained(tmp_path / "config")):
-        with pytest.raises(StrictDataclassError, match=message):
+        with pytest.raises(StrictDataclassError, match="`num_sampling_points` is 1"):
             use()
     assert not list(tmp_path.glob("config/*"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unknown_fields_that_resemble_none_are_kept(kind, tmp_path):
+def test_variants_and_unknown_fields(kind, tmp_path):
+    """Fields that resemble none are kept."""
     of_kind(kind, dataset="cifar10").save_pretrained(tmp_path)
-    assert KINDS[kind].config_class.from_pretrained(tmp_path).dataset == "cifar10"
-
-
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.variant])
-def test_variants_that_are_none(kind):
-    variant = KINDS[kind].variant
-    with pytest.raises(ValueError, match=f"variant '{variant}x'. Did you mean: .*{variant}"):
-        KINDS[kind].config_class.from_variant(f"{variant}x")
+    config_class = KINDS[kind].config_class
+    assert config_class.from_pretrained(tmp_path).dataset == "cifar10"
+    for variant in config_class.variants():
+        config = config_class.from_variant(variant)
+        assert config_class.from_dict(config.to_dict()).to_diff_dict() == config.to_diff_dict()
+    if variant := KINDS[kind].variant:
+        with pytest.raises(ValueError, match=f"variant '{variant}x'. Did you mean: .*{variant}"):
+            config_class.from_variant(f"{variant}x")

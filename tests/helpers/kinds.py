@@ -29,10 +29,11 @@ class Kind:
     one_program: bool = True
     files: set[str] = field(default_factory=set)
 
-    def config(self, **fields) -> PreTrainedConfig:
-        """A tiny configuration, with these fields instead."""
+    def config(self, model_class: type[PreTrainedModel] | None = None, **fields) -> PreTrainedConfig:
+        """A tiny configuration, of a model class or the base model's, with these fields instead."""
+        config_class = (model_class or self.base).config_class
         fields = self.fields | fields
-        return self.config_class.from_variant(self.variant, **fields) if self.variant else self.config_class(**fields)
+        return config_class.from_variant(self.variant, **fields) if self.variant else config_class(**fields)
 
     @property
     def base(self) -> type[PreTrainedModel]:
@@ -42,20 +43,24 @@ class Kind:
     def classifier(self) -> type[PreTrainedModel]:
         return self.classes[1]
 
-    @property
-    def code(self) -> set[str]:
-        """The source files in a repository."""
+    def code(self, model_class: type[PreTrainedModel] | None = None) -> set[str]:
+        """The source files in a repository, the classifier's unless another class is given."""
+        if model_class and model_class.__name__.endswith(("Backbone", "ForSemanticSegmentation")):
+            return DENSE
         family = self.config_class.model_type
         shared = {"configuration_base.py", "hub.py", "layers.py"}
         return shared | {f"configuration_{family}.py", f"modeling_{family}.py"} | self.files
 
-    @property
-    def complete(self) -> set[str]:
+    def complete(self, model_class: type[PreTrainedModel] | None = None) -> set[str]:
         """The files of a repository."""
         model = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
-        return self.code | model | {"modules.json", "sentence_bert_config.json"}
+        return self.code(model_class) | model | {"modules.json", "sentence_bert_config.json"}
 
 
+# Both families' files are in the repositories of backbones and segmentation models.
+DENSE = {"configuration_base.py", "configuration_sparseformer.py", "configuration_patch_sparseformer.py", "hub.py"}
+DENSE |= {"layers.py", "focusing.py", "placement.py", "dense.py", "segmentation.py", "modeling_sparseformer.py"}
+DENSE |= {"modeling_patch_sparseformer.py", "modeling_sparseformer_dense.py"}
 SHARED = {"image_size": 32, "resize_size": None, "num_labels": 3}
 ENCODER = {
     **SHARED,

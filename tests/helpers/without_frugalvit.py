@@ -112,7 +112,7 @@ def load(jobs_file: str, results: str):
         config = transformers.AutoConfig.from_pretrained(job["source"], trust_remote_code=True)
         processor = transformers.AutoImageProcessor.from_pretrained(job["source"])
         pixel_values = load_file(job["inputs"])["pixel_values"]
-        outputs[name] = main_output(model, pixel_values)
+        outputs[name] = main_output(model, pixel_values).contiguous()
         report[name] = {
             "class": type(model).__name__,
             "module": type(model).__module__,

@@ -32,7 +32,7 @@ def make_config():
 
 
 @pytest.fixture(scope="session")
-def make_model(make_config):
+def make_model():
     """Function that makes a tiny model in evaluation mode, with every weight moved off its initial value, so that
     outputs differ between images. The class is one of the kind's, or `"base"` or `"classifier"`."""
 
@@ -40,7 +40,7 @@ def make_model(make_config):
         if isinstance(model_class, str):
             model_class = getattr(KINDS[kind], model_class)
         torch.manual_seed(seed)
-        model = model_class(make_config(kind, **fields)).eval()
+        model = model_class(KINDS[kind].config(model_class, **fields)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn_like(parameter)

@@ -1,7 +1,5 @@
 """A ViT beside its agent: every term of the loss, who learns from whom, what is shared, and both by themselves."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +10,7 @@ from safetensors import safe_open
 from transformers import (
     AutoModel,
     AutoModelForImageClassification,
-    Trainer,
-    TrainingArguments,
     ViTForImageClassification,
-    pipeline,
 )
 
 import frugalvit
@@ -108,25 +103,12 @@ class TestLoss:
             parts = {parameter.partition(".")[0] for parameter in learned(model)}
             assert parts == ({"vit"} if name in of_vit else {"twin"}), name
 
-    def test_hints_where_they_are_wanted(self, make_model, images):
-        whole = make_model()(images, labels=LABELS)
-        part = make_model(hint_layers=[0, 2])(images, labels=LABELS)
-        assert part.losses["hints"][1] == 0 and whole.losses["hints"].all()
-        assert torch.equal(part.losses["hints"][[0, 2]], whole.losses["hints"][[0, 2]])
-        torch.testing.assert_close(part.loss, whole.loss - whole.losses["hints"][1])
-        assert not make_model(hint_layers=[])(images, labels=LABELS).losses["hints"].any()
-
     def test_without_labels_the_agent_rests(self, make_model, images):
         model = make_model()
         model.twin = None
         for training in (False, True):
             outputs = model.train(training)(images, output_hidden_states=True)
             assert len(outputs.hidden_states) == 4 and outputs.loss is outputs.agent_logits is outputs.losses is None
-
-    def test_weights_of_the_terms_may_be_chosen(self, make_model, images):
-        outputs = make_model(classification_weight=0, divergence_weight=0, hint_weight=2.0)(images, labels=LABELS)
-        plain = make_model()(images, labels=LABELS)
-        torch.testing.assert_close(outputs.loss, 0.2 * plain.losses["hints"].sum())
 
     @settings(max_examples=40, deadline=None)
     @given(
@@ -202,15 +184,6 @@ class TestSharing:
         assert {"attention.v_proj.weight", "attention.o_proj.weight", "attention.o_proj.bias"} <= names
         assert {"mlp.fc1.weight", "mlp.fc2.bias"} <= names and "attention.q_proj.weight" not in names
 
-    def test_copies_share_among_themselves(self, make_model, images):
-        model = make_model("weights")
-        before = model(images, labels=LABELS).agent_logits
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            other.vit.base_model.layers[0].mlp.fc1.weight.zero_()
-        assert torch.equal(model(images, labels=LABELS).agent_logits, before)
-        assert not torch.allclose(other(images, labels=LABELS).agent_logits, before)
-
 
 class TestAlone:
     @pytest.mark.parametrize("sharing", SHARINGS)
@@ -228,24 +201,8 @@ class TestAlone:
             torch.testing.assert_close(alone(images).logits, logits)
         assert tuple(alone.config.image_mean) == (0.4, 0.5, 0.6) and alone.config.image_size == 32
 
-    def test_an_agent_of_ones_own_is_no_copy(self, make_model):
-        model = make_model()
-        assert model.agent is model.twin
-        shared = make_model("weights")
-        assert not {id(weight) for weight in shared.agent.parameters()} & {id(w) for w in shared.parameters()}
-
 
 class TestHub:
-    @pytest.mark.parametrize("sharing", SHARINGS)
-    def test_loads_by_auto_class(self, sharing, make_model, images, tmp_path):
-        model = make_model(sharing)
-        model.save_pretrained(tmp_path / "model")
-        loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
-        assert type(loaded) is BootstrappedViTForImageClassification and loaded.config.sharing == sharing
-        again = loaded(images, labels=LABELS)
-        expected = model(images, labels=LABELS)
-        assert torch.equal(again.logits, expected.logits) and torch.equal(again.loss, expected.loss)
-
     def test_loads_without_the_package(self, make_model, images, tmp_path):
         model = make_model("weights")
         model.save_pretrained(tmp_path / "model")
@@ -254,23 +211,7 @@ class TestHub:
         for found in compute_without_frugalvit(tmp_path, *given):
             assert torch.equal(found, expected)
 
-    def test_pipeline_and_trainer(self, make_model, photographs, tmp_path):
-        model = make_model(num_labels=10, vit={"attention_probs_dropout_prob": 0.1})
-        pictures, labels = photographs
-        model.save_pretrained(tmp_path / "model")
-        scores = pipeline("image-classification", str(tmp_path / "model"))(pictures[0], top_k=10)
-        assert sum(score["score"] for score in scores) == pytest.approx(1, abs=1e-5)
-
-        pixels = torch.randn(8, 3, 32, 32)
-        examples = [{"pixel_values": pixels[i], "labels": labels[i]} for i in range(8)]
-        options = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
-        arguments = TrainingArguments(str(tmp_path / "out"), max_steps=30, learning_rate=3e-3, **options)
-        trainer = Trainer(model, arguments, train_dataset=examples, eval_dataset=examples)
-        before = trainer.evaluate()["eval_loss"]
-        trainer.train()
-        assert trainer.evaluate()["eval_loss"] < 0.8 * before
-        assert trainer.predict(examples).predictions.shape == (8, 10)
-
+    @pytest.mark.nightly
     @pytest.mark.parametrize("sharing", SHARINGS)
     def test_compiles_in_one_piece(self, sharing, make_model, images):
         model = make_model(sharing)
@@ -296,15 +237,6 @@ class TestConfiguration:
         weights = (config.classification_weight, config.divergence_weight, config.hint_weight)
         assert weights == ((0.5, 0.5, 5.0) if variant.startswith("shared") else (1, 1, 10)) and config.num_labels == 10
         assert (config.agent_config.stem == "res") == variant.endswith("res")
-
-    def test_labels_are_those_of_both(self):
-        labels = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
-        for config in (
-            BootstrappedViTConfig.from_variant("joint-small", **labels),
-            BootstrappedViTConfig(vit_config={**VIT, **labels}, agent_config=AGENT),
-        ):
-            for part in (config, config.vit_config, config.agent_config):
-                assert {name: getattr(part, name) for name in labels} == labels and part.num_labels == 2
 
 
 @torch.no_grad()

@@ -17,10 +17,6 @@ from transformers import (
     CLIPImageProcessor,
     CLIPModel,
     CLIPProcessor,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     Siglip2Config,
     Siglip2Model,
     SiglipConfig,
@@ -30,19 +26,15 @@ from transformers import (
     pipeline,
 )
 
-import frugalvit
 from frugalvit import (
     OpenClipVisual,
-    SparseFormerCLIPConfig,
     SparseFormerCLIPModel,
-    SparseFormerSiglipConfig,
     SparseFormerSiglipModel,
     SparseFormerVisionModel,
     SparseFormerVisionModelWithProjection,
     from_open_clip,
     to_open_clip,
 )
-from frugalvit.common.loading import load_vision_model
 from tiny import SMALL, randomize, word_tokenizer
 
 
@@ -182,6 +174,7 @@ def test_images_and_texts_are_compared_as_the_teacher_compares_them(name, masked
     assert expected.logits_per_text.std() > 0.1
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_sentence_transformers_embeds_texts_of_the_one_length(siglip):
     """SigLIP was trained on texts that are padded to it, which its tokenizer may not say."""
@@ -195,18 +188,6 @@ def test_sentence_transformers_embeds_texts_of_the_one_length(siglip):
         assert torch.allclose(found, expected, atol=1e-5) == alike
 
 
-@torch.no_grad()
-def test_outputs_of_both_sides_are_there(towers):
-    model, inputs = towers.model, towers.inputs
-    outputs = model(**inputs, output_hidden_states=True, output_rois=True)
-    assert len(outputs.vision_model_output.rois) == 2
-    assert len(outputs.vision_model_output.hidden_states) == len(outputs.text_model_output.hidden_states) == 3
-    assert len(model.get_image_features(inputs["pixel_values"], output_rois=True).rois) == 2
-    assert outputs.loss is None and len(model(**inputs, return_dict=False)) == 6
-    # Any size, unlike the teacher.
-    assert model.get_image_features(torch.randn(1, 3, 40, 56)).pooler_output.shape[0] == 1
-
-
 def test_the_loss_reaches_both_sides(towers):
     model = copy.deepcopy(towers.model).train()
     model(**towers.inputs, return_loss=True).loss.backward()
@@ -216,6 +197,7 @@ def test_the_loss_reaches_both_sides(towers):
     assert image_side.grad.any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @torch.no_grad()
 def test_eager_and_sdpa_agree_on_both_sides(padding_side, towers):
@@ -240,16 +222,6 @@ def test_loads_with_and_without_the_package(towers, tmp_path):
     assert not (towers.folder / "open_clip_adapter.py").exists()
     for given in compute_without_frugalvit(tmp_path, towers.folder, "AutoModel", towers.inputs):
         assert torch.equal(given, expected)
-
-
-def test_a_llava_takes_the_image_side_of_a_whole_clip(clip):
-    text = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
-    vision = CLIPVisionConfig(image_size=32, patch_size=4, **VISION)
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=8)
-    image_side = load_vision_model(clip.folder, "cpu")[0]
-    llava = frugalvit.swap_vision_tower(LlavaForConditionalGeneration(config), image_side)
-    tower, expected = llava.model.vision_tower.state_dict(), clip.model.vision_model.state_dict()
-    assert tower.keys() == expected.keys() and all(torch.equal(tower[name], expected[name]) for name in tower)
 
 
 def test_pipeline_labels_images(towers, photographs):
@@ -279,41 +251,6 @@ def test_precision_is_the_teachers_but_for_rois(towers):
         assert rois.dtype == torch.float32
         assert {parameter.dtype for parameter in model.parameters() if parameter is not rois} == {dtype}
         assert model(**towers.inputs, return_loss=True).loss.isfinite()
-
-
-def test_a_new_clip_starts_as_both_sides_do():
-    torch.manual_seed(0)
-    vision = frugalvit.SparseFormerConfig.from_variant("clip-base-49-224", num_hidden_layers=2, projection_dim=24)
-    config = SparseFormerCLIPConfig(text_config=CLIP_TEXT, vision_config=vision, projection_dim=24)
-    model = SparseFormerCLIPModel(config)
-    assert not model.vision_model.focusing_layer.roi_deltas.out_proj.weight.any()
-    assert model.text_model.embeddings.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert model.visual_projection.weight.std().item() == pytest.approx(768**-0.5, rel=0.1)
-    assert model.logit_scale.item() == pytest.approx(2.6592)
-
-
-def test_a_new_siglip_starts_as_both_sides_do():
-    torch.manual_seed(0)
-    sides = {"hidden_size": 64, "num_hidden_layers": 2}
-    vision = {**sides, "use_cls_token": False, "pooling": "attention"}
-    config = SparseFormerSiglipConfig(text_config={**SIGLIP_TEXT, **sides}, vision_config=vision)
-    model = SparseFormerSiglipModel(config)
-    assert not model.vision_model.focusing_layer.roi_deltas.out_proj.weight.any()
-    assert not model.text_model.encoder.layers[0].self_attn.q_proj.bias.any()
-    assert model.logit_scale.exp().item() == pytest.approx(10) and model.logit_bias.item() == -10
-    default = SparseFormerSiglipConfig()
-    assert default.text_config.projection_size == default.vision_config.hidden_size == 768
-    assert default.vision_config.pooling == "attention"
-
-
-def test_parts_that_do_not_fit_are_refused(clip, siglip):
-    for model, vision_model in (
-        (clip.teacher.vision_model, clip.vision_model),
-        (siglip.teacher, siglip.vision_model),
-        (clip.teacher, siglip.vision_model),
-    ):
-        with pytest.raises(ValueError, match="expected a CLIPModel and a .* `SparseFormerSiglipModel.from_siglip`"):
-            SparseFormerCLIPModel.from_clip(model, vision_model)
 
 
 # open_clip
@@ -369,16 +306,18 @@ def test_a_sparseformer_is_a_visual_tower_of_open_clip(towers):
     assert "Resize" in str(open_clip.transform.image_transform_v2(preprocessing, False))
 
 
-def test_the_visual_tower_is_frozen_as_a_whole(towers):
-    clip = swapped(open_clip_model(towers.name), towers.vision_model)
-    clip.lock_image_tower()
-    assert not any(parameter.requires_grad for parameter in clip.visual.parameters())
-    with pytest.raises(ValueError, match="unlocked_groups is 2, expected 0"):
-        clip.lock_image_tower(unlocked_groups=2)
-    clip.visual.requires_grad_()
-    clip.set_grad_checkpointing(True)
-    clip.visual.train()(torch.randn(2, 3, 32, 32)).sum().backward()
-    assert all(parameter.grad is not None for parameter in clip.visual.model.base_model.layers.parameters())
+def test_parts_that_do_not_fit_are_refused(clip, siglip):
+    unlike = open_clip_model("clip", open_clip.CustomTextCLIP, pool_type="last")
+    causal = open_clip_model("siglip", no_causal_mask=False)
+    for convert, wrong, message in (
+        (SparseFormerCLIPModel.from_clip, (siglip.teacher, siglip.vision_model), "expected a CLIPModel and a "),
+        (from_open_clip, (open_clip_model("clip"),), "is a VisionTransformer, expected an OpenClipVisual"),
+        (from_open_clip, (swapped(unlike, clip.vision_model),), "text side of this CustomTextCLIP is not like"),
+        (from_open_clip, (swapped(causal, siglip.vision_model),), "text side of this CustomTextCLIP is not like"),
+        (OpenClipVisual, (clip.vision_model.base_model,), "expected a SparseFormerVisionModelWithProjection"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert(*wrong)
 
 
 CONVERTED = {
@@ -418,56 +357,6 @@ def test_converts_to_transformers_and_back(case, make_towers):
     assert model.logit_scale.item() == again.logit_scale.item() == pytest.approx(clip.logit_scale.item())
     if towers.is_siglip:
         assert again.logit_bias.item() == model.logit_bias.item() == clip.logit_bias.item()
-
-
-@torch.no_grad()
-def test_one_of_transformers_becomes_one_of_open_clip(towers):
-    clip, inputs = to_open_clip(towers.model), towers.inputs
-    ids = towers.tokenize(
-        ["a photo of a cat", "this is a ship."], towers.model.config.text_config.max_position_embeddings
-    )
-    logits = clip.get_logits(inputs["pixel_values"], ids["input_ids"])[0]
-    torch.testing.assert_close(logits, towers.model(**inputs).logits_per_image, rtol=1e-5, atol=1e-5)
-    half = to_open_clip(copy.deepcopy(towers.model).half())
-    assert next(half.visual.model.base_model.layers.parameters()).dtype == torch.float16
-    rois = half.visual.model.base_model.latents.initial_rois
-    assert torch.equal(rois, towers.model.vision_model.latents.initial_rois)
-
-
-CUSTOM = {"model_class": open_clip.CustomTextCLIP}
-UNFIT_TEXTS = {
-    "bidirectional": ("clip", {**CUSTOM, "no_causal_mask": True}),
-    "another pooling": ("clip", {**CUSTOM, "pool_type": "last"}),
-    "a class token": ("clip", {**CUSTOM, "embed_cls": True}),
-    "a projection with bias": ("clip", {**CUSTOM, "proj_bias": True}),
-    "causal attention": ("siglip", {"no_causal_mask": False}),
-    "CLIP's pooling": ("siglip", {"pool_type": "argmax"}),
-    "a projection without bias": ("siglip", {"proj_bias": False}),
-    "norms in attention": ("siglip", {"qk_norm": True}),
-    "a mask of padding": ("siglip", {}),
-}
-
-
-@pytest.mark.parametrize("case", UNFIT_TEXTS)
-def test_text_sides_that_transformers_has_not_are_refused(case, make_towers):
-    name, text = UNFIT_TEXTS[case]
-    clip = swapped(open_clip_model(name, **text), make_towers(name).vision_model)
-    if case == "a mask of padding":
-        clip.text.use_pad_mask = True
-    with pytest.raises(ValueError, match="text side of this CustomTextCLIP is not like that of Transformers'"):
-        from_open_clip(clip)
-
-
-def test_other_models_are_not_converted(clip, siglip):
-    classifier = frugalvit.SparseFormerForImageClassification(siglip.vision_model.config)
-    for convert, wrong, message in (
-        (from_open_clip, open_clip_model("clip"), "is a VisionTransformer, expected an OpenClipVisual"),
-        (from_open_clip, swapped(open_clip_model("siglip"), clip.vision_model), "or of a SigLIP with a"),
-        (OpenClipVisual, clip.vision_model.base_model, "expected a SparseFormerVisionModelWithProjection"),
-        (OpenClipVisual, classifier, "Got a SparseFormerForImageC.*, expected a Sparse.* from a SigLIP"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            convert(wrong)
 
 
 def test_the_image_side_computes_with_the_tokens_that_are_chosen(clip, tmp_path):

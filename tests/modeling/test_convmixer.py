@@ -35,7 +35,7 @@ def test_follows_the_definition(kernel_size, make_model, pixel_values):
     torch.testing.assert_close(outputs.pooler_output, x.mean((2, 3)), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kernel_size", [1, 3, 5, 8])
+@pytest.mark.parametrize("kernel_size", [3, 8])
 @pytest.mark.parametrize("spatial_filters", ["trained", *FROZEN])
 def test_filters(spatial_filters, kernel_size, make_config):
     torch.manual_seed(0)
@@ -46,15 +46,13 @@ def test_filters(spatial_filters, kernel_size, make_config):
     assert norms.square().mean().item() == pytest.approx(1 / 3, rel=0.1)
     if spatial_filters in ("trained", "random"):
         assert filters.abs().max() <= 1 / kernel_size and abs(filters.mean().item()) < 0.05 / kernel_size
-    elif spatial_filters.endswith("impulse"):
-        assert ((filters != 0).sum(1) == 1).all() and len(filters.abs().argmax(1).unique()) == size
-        negative = (filters < 0).any(1).float().mean().item()
-        assert negative == pytest.approx(0.5 if "signed" in spatial_filters else 0, abs=0.1)
+    elif spatial_filters == "impulse":
+        assert ((filters != 0).sum(1) == 1).all() and len(filters.argmax(1).unique()) == size
     else:
         assert (filters == filters[0, 0]).all() and filters[0, 0] > 0
 
 
-@pytest.mark.parametrize("spatial_filters", FROZEN)
+@pytest.mark.parametrize("spatial_filters", ["trained", *FROZEN])
 def test_frozen_filters_and_their_biases_are_never_trained(spatial_filters, make_config, pixel_values, tmp_path):
     torch.manual_seed(0)
     model = ConvMixerForImageClassification(make_config("convmixer", spatial_filters=spatial_filters))
@@ -65,13 +63,8 @@ def test_frozen_filters_and_their_biases_are_never_trained(spatial_filters, make
     model(pixel_values, labels=torch.tensor([0, 1])).loss.backward()
     optimizer.step()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]) == ("spatial_mixing" in name), name
-
-
-def test_trained_filters_are_trained(make_config, pixel_values):
-    model = ConvMixerForImageClassification(make_config("convmixer", spatial_filters="trained")).train()
-    model(pixel_values, labels=torch.tensor([0, 1])).loss.backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in model.convmixer.layers[0].spatial_mixing.parameters())
+        frozen = spatial_filters != "trained" and "spatial_mixing" in name
+        assert torch.equal(tensor, before[name]) == frozen, name
 
 
 def test_loads_frozen_filters_as_trained_ones(make_model, pixel_values, tmp_path):

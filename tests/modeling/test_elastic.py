@@ -7,12 +7,10 @@ import torch
 from transformers.utils import logging
 
 import frugalvit
-from frugalvit import SparseFormerModel
-from frugalvit.contenders import load_students
 from frugalvit.modeling.focusing import initial_rois
 
 
-COUNTS = {"bootstrapped": [4, 6, 9], "patches": [4, 9, 16], "v1": [4, 6, 9]}
+COUNTS = {"bootstrapped": [4, 6, 9], "patches": [4, 9, 16]}
 
 
 @pytest.fixture(params=list(COUNTS))
@@ -21,8 +19,6 @@ def elastic(request, make_model):
 
     def make(ending: str, **fields):
         counts = COUNTS[request.param]
-        if request.param == "v1":
-            fields["projection_dim"] = 16
         prefix = "PatchSparseFormer" if request.param == "patches" else "SparseFormer"
         model_class = getattr(frugalvit, f"{prefix}{ending}")
         return make_model(
@@ -62,32 +58,17 @@ def test_a_count_is_the_model_that_was_cut_to_it(ending, elastic, pixel_values, 
     assert torch.equal(first(model(pixel_values)), found[largest])
 
 
-@torch.no_grad()
-def test_rois_are_those_of_the_tokens(elastic, pixel_values):
-    model = elastic("Model")
-    outputs = model(pixel_values, num_tokens=4, output_rois=True)
-    assert {rois.shape[1] for rois in outputs.rois} == {4}
-
-
 class TestPrefixes:
     """The first tokens of a model with the paper's focusing stage are those of a smaller model."""
 
-    @pytest.mark.parametrize("counts", [[4, 9, 16], [5, 12], [9, 16, 25, 36, 49, 64]])
-    def test_every_prefix_covers_the_image(self, counts):
-        *smaller, largest = counts
-        rois = initial_rois(largest, smaller)
-        assert rois.shape == (largest, 4)
+    def test_every_prefix_covers_the_image(self):
         points = torch.cartesian_prod(torch.linspace(0, 1, 21), torch.linspace(0, 1, 21))
-        for count in counts:
-            low, high = rois[:count, None, :2], rois[:count, None, 2:]
-            assert ((points >= low) & (points <= high)).all(-1).any(0).all()
-        assert torch.equal(rois[: counts[0]], initial_rois(counts[0]))
-
-    def test_a_new_model_starts_there(self, make_config):
-        config = make_config("bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 9])
-        rois = SparseFormerModel(config).latents.initial_rois
-        assert torch.equal(rois, initial_rois(9, [4]))
-        assert not torch.equal(rois, initial_rois(9))
+        for counts in ([4, 9, 16], [5, 12], [9, 16, 25, 36, 49, 64]):
+            rois = initial_rois(counts[-1], counts[:-1])
+            for count in counts:
+                low, high = rois[:count, None, :2], rois[:count, None, 2:]
+                assert ((points >= low) & (points <= high)).all(-1).any(0).all()
+            assert torch.equal(rois[: counts[0]], initial_rois(counts[0]))
 
     def test_cutting_keeps_smaller_counts(self, make_model):
         model = make_model("base", "bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 6, 9])
@@ -106,18 +87,14 @@ def test_cutting_a_grid_leaves_one_count(make_model):
 
 
 class TestCounts:
-    @pytest.mark.parametrize("count", [0, -1, 10])
-    def test_too_few_and_too_many(self, count, make_model, pixel_values):
+    def test_counts_that_do_not_fit(self, make_model, pixel_values):
         model = make_model("classifier", "bootstrapped", num_latent_tokens=9)
-        for refuse in (lambda: model(pixel_values, num_tokens=count), lambda: model.set_num_tokens(count)):
-            with pytest.raises(ValueError, match=f"`num_tokens` is {count}, expected 1 to 9"):
-                refuse()
-
-    def test_no_grid(self, make_model, pixel_values):
-        model = make_model("classifier", "patches", num_latent_tokens=16)
-        for refuse in (lambda: model(pixel_values, num_tokens=7), lambda: model.set_num_tokens(7)):
-            with pytest.raises(ValueError, match="7 tokens make no grid"):
-                refuse()
+        for count in (0, -1, 10):
+            for choose in (lambda count: model(pixel_values, num_tokens=count), model.set_num_tokens):
+                with pytest.raises(ValueError, match=f"`num_tokens` is {count}, expected 1 to 9"):
+                    choose(count)
+        with pytest.raises(ValueError, match="7 tokens make no grid"):
+            make_model("classifier", "patches", num_latent_tokens=16)(pixel_values, num_tokens=7)
 
     @torch.no_grad()
     def test_what_was_not_trained_warns_once(self, elastic, pixel_values, caplog):
@@ -134,31 +111,6 @@ class TestCounts:
 
 # Of what is traced: each further layer or iteration takes as long as the first.
 SHALLOW = {"num_hidden_layers": 1}
-
-
-def test_each_count_compiles_once(elastic, pixel_values):
-    model = elastic("ForImageClassification", **SHALLOW)
-    counts = [model.config.elastic_token_counts[place] for place in (0, -1)]
-    compiles = []
-
-    def backend(graph, example_inputs):
-        compiles.append(graph)
-        return graph
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    with torch.no_grad():
-        for count in (*counts, *counts, counts[0]):
-            expected = model(pixel_values, num_tokens=count).logits
-            torch.testing.assert_close(compiled(pixel_values, num_tokens=count).logits, expected)
-    assert len(compiles) == len(counts)
-
-
-@torch.no_grad()
-def test_export_has_the_count_that_is_set(elastic, pixel_values):
-    model = elastic("ForImageClassification", **SHALLOW)
-    model.set_num_tokens(4)
-    exported = torch.export.export(model, (pixel_values,)).module()
-    torch.testing.assert_close(exported(pixel_values).logits, model(pixel_values, num_tokens=4).logits)
 
 
 @torch.no_grad()
@@ -196,17 +148,14 @@ class TestAdaptive:
             assert all(sure[other][index] < confidence for other in earlier)
             assert count == counts[-1] or sure[count][index] >= confidence
 
-    def test_two_looks_by_default(self, elastic, images):
+    def test_ends(self, elastic, images):
         model = elastic("ForImageClassification")
         low, middle, high = model.config.elastic_token_counts
         confidence = model(images, num_tokens=low).logits.softmax(-1).amax(-1).median().item()
         assert set(model.classify_adaptively(images, confidence).num_tokens.tolist()) == {low, high}
         model.set_num_tokens(middle)
         assert set(model.classify_adaptively(images, confidence).num_tokens.tolist()) == {low, middle}
-
-    def test_ends(self, elastic, images):
-        model = elastic("ForImageClassification")
-        low, *_, high = model.config.elastic_token_counts
+        model.set_num_tokens(None)
         assert set(model.classify_adaptively(images, 0.0).num_tokens.tolist()) == {low}
         assert set(model.classify_adaptively(images, 1.0).num_tokens.tolist()) == {high}
         assert set(model.classify_adaptively(images, 1.0, [low]).num_tokens.tolist()) == {low}
@@ -221,31 +170,3 @@ class TestAdaptive:
         model.base_model.stem.register_forward_hook(lambda *_: seen.append(1))
         model.classify_adaptively(images, 1.0)
         assert len(seen) == 1
-
-    def test_one_count(self, make_model, images):
-        model = make_model("classifier", "bootstrapped")
-        found = model.classify_adaptively(images)
-        assert set(found.num_tokens.tolist()) == {5}
-        torch.testing.assert_close(found.logits, model(images).logits)
-
-
-def test_comparisons_have_a_line_of_all_counts(elastic, pixel_values, tmp_path):
-    model = elastic("ForImageClassification")
-    model.save_pretrained(tmp_path / "student")
-    counts, front = model.config.elastic_token_counts, model.config.num_prefix_tokens
-    students = load_students(str(tmp_path / "student"), device="cpu")
-    assert [student.tokens for student in students] == [front + count for count in counts]
-    assert {student.method for student in students} == {"student"}
-    for student, count in zip(students, counts, strict=True):
-        assert student.name == f"student, {count} tokens"
-        with torch.no_grad():
-            expected = model(pixel_values, num_tokens=count).logits
-            torch.testing.assert_close(student.model(pixel_values).logits, expected)
-            torch.testing.assert_close(student.classifier(student.embed(pixel_values)), expected)
-    assert len({next(student.model.parameters()) for student in students}) == 1
-
-
-def test_one_count_is_one_contender(make_model, tmp_path):
-    make_model("classifier", "bootstrapped").save_pretrained(tmp_path / "student")
-    (student,) = load_students(str(tmp_path / "student"), device="cpu")
-    assert (student.name, student.method, student.tokens) == ("student", "SparseFormer", 6)

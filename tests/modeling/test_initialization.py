@@ -18,7 +18,7 @@ from transformers import (
     ViTModel,
 )
 
-from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, insert_context_broadcast
+from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel
 from frugalvit.modeling.hosts.transformers import resize_positions_
 from frugalvit.modeling.impulse import (
     attention_map,
@@ -31,7 +31,6 @@ from frugalvit.modeling.impulse import (
     sincos_position_encoding,
     solve_adam,
     solve_closed_form,
-    solve_pinv,
 )
 from frugalvit.modeling.initialization import (
     impulse_init_,
@@ -115,25 +114,23 @@ def test_offsets_of_kernels():
     assert pinv_offsets(10) == [kernel_offsets(3)[i] for i in (4, 1, 5, 3, 7, 0, 2, 6, 8, 4)]
 
 
-@pytest.mark.parametrize("offset", kernel_offsets(3))
 @pytest.mark.parametrize(
-    ("height", "width", "hidden_size", "head_dim"),
-    [(14, 14, 192, 64), (14, 14, 192, 24), (16, 16, 192, 24), (8, 8, 192, 24), (14, 14, 384, 24), (6, 10, 96, 24)],
+    ("height", "width", "hidden_size", "head_dim"), [(14, 14, 192, 64), (8, 8, 192, 24), (6, 10, 96, 24)]
 )
-def test_closed_form_peaks_at_the_offset_from_everywhere_inside(height, width, hidden_size, head_dim, offset):
-    inputs, target = encoding(height, width, hidden_size), impulse_matrix(height, width, offset)
-    query, key = solve_closed_form(inputs, target, head_dim, mass=0.6)
-    assert query.shape == key.shape == (hidden_size, head_dim)
-    attention = attention_map(inputs, query, key)
-    inside = target.sum(1) > 0
-    assert (attention.argmax(1) == target.argmax(1))[inside].all()
-    assert interior_mass(attention, target).item() == pytest.approx(0.6, abs=2e-3)
-    assert query.norm().item() == pytest.approx(key.norm().item(), rel=1e-3) and query.norm() < 8
+def test_closed_form_peaks_at_the_offset_from_everywhere_inside(height, width, hidden_size, head_dim):
+    inputs = encoding(height, width, hidden_size)
+    for offset in kernel_offsets(3):
+        target = impulse_matrix(height, width, offset)
+        query, key = solve_closed_form(inputs, target, head_dim, mass=0.6)
+        assert query.shape == key.shape == (hidden_size, head_dim)
+        attention = attention_map(inputs, query, key)
+        inside = target.sum(1) > 0
+        assert (attention.argmax(1) == target.argmax(1))[inside].all()
+        assert interior_mass(attention, target).item() == pytest.approx(0.6, abs=2e-3)
+        assert query.norm().item() == pytest.approx(key.norm().item(), rel=1e-3) and query.norm() < 8
 
 
-@pytest.mark.parametrize(
-    ("side", "head_dim", "expected"), [(14, 16, 1.0), (14, 12, 0.89), (14, 8, 0.23), (8, 12, 1.0), (8, 8, 0.92)]
-)
+@pytest.mark.parametrize(("side", "head_dim", "expected"), [(14, 16, 1.0), (14, 8, 0.23), (8, 8, 0.92)])
 def test_closed_form_blurs_in_narrow_heads(side, head_dim, expected):
     inputs, rates = encoding(side, side, 192), []
     for offset in kernel_offsets(3):
@@ -142,31 +139,6 @@ def test_closed_form_blurs_in_narrow_heads(side, head_dim, expected):
         rates.append((attention.argmax(1) == target.argmax(1))[target.sum(1) > 0].float().mean().item())
     # Which of equally good directions a narrow head keeps differs from machine to machine.
     assert sum(rates) / 9 == pytest.approx(expected, abs=0.04)
-
-
-@pytest.mark.parametrize(("height", "width", "offset"), [(1, 1, (0, 0)), (1, 1, (0, 1)), (1, 4, (1, 0))])
-def test_closed_form_leaves_attention_alone_where_there_is_nothing_to_reach(height, width, offset):
-    query, key = solve_closed_form(encoding(height, width, 96), impulse_matrix(height, width, offset), 24)
-    assert query.shape == key.shape == (96, 24) and not query.any() and not key.any()
-
-
-def test_closed_form_withstands_content_better_than_adam():
-    """The claim that decides what is solved for: small norms, and peaks that stay when tokens are not positions."""
-    offset, masses = (0, 1), {}
-    inputs, target = encoding(8, 8, 96), impulse_matrix(8, 8, offset)
-    tokens = sincos_position_encoding(8, 8, 96)
-    content = torch.randn(tokens.shape, generator=seeded())
-    tokens = F.layer_norm(tokens + 0.5 * content * tokens.norm() / content.norm(), (96,))
-    query, key = solve_adam(inputs, target[None], 24, steps=400, learning_rate=1e-2, generator=seeded())
-    adam = query[0], key[0]
-    before = interior_mass(attention_map(inputs, *adam), target).item()
-    closed_form = solve_closed_form(inputs, target, 24, mass=min(before, 0.9))
-    masses = {
-        name: interior_mass(attention_map(tokens, *heads), target).item()
-        for name, heads in {"adam": adam, "closed_form": closed_form}.items()
-    }
-    assert before > 0.8 and masses["closed_form"] > masses["adam"] + 0.1
-    assert closed_form[0].norm() < adam[0].norm()
 
 
 def test_adam_does_what_the_algorithm_says():
@@ -209,7 +181,7 @@ def test_adam_bounds_weights_where_it_is_told_to():
     assert free > bound + 0.05 and solved[None][0].norm() > 1.1 * solved[100][0].norm()
 
 
-@pytest.mark.parametrize("offset", [(1, 1), (0, -1)])
+@pytest.mark.parametrize("offset", [(1, 1)])
 def test_closed_form_without_a_mass_reaches_the_maps_of_algorithm_1(offset):
     """The closed form's maps are as sharp as Algorithm 1's, even where the impulse leaves the grid, and about as far
     from eq. 8's target; how far Algorithm 1's are depends on its start, too."""
@@ -224,25 +196,6 @@ def test_closed_form_without_a_mass_reaches_the_maps_of_algorithm_1(offset):
     mass = {name: interior_mass(attention, target).item() for name, attention in maps.items()}
     assert mass["ours"] == pytest.approx(mass["adam"], abs=0.03) and mass["ours"] > 0.95
     assert error["ours"] < 1.1 * error["adam"] and error["0.9"] > 3 * error["adam"]
-
-
-@pytest.mark.parametrize(
-    "options", [{"solver": "adam", "steps": 1}, {"solver": "adam_bounded", "steps": 1}, {"mass": None}]
-)
-def test_offsets_do_not_depend_on_the_solver(options):
-    offsets = [
-        [head.offset for head in impulse_init_(timm_vit(), generator=seeded(), **each).heads] for each in ({}, options)
-    ]
-    assert offsets[0] == offsets[1]
-
-
-def test_pinv_peaks_on_random_positions():
-    inputs = F.layer_norm(torch.randn(64, 192, generator=seeded()), (192,))
-    target = impulse_matrix(8, 8, (1, 0))
-    query, key = solve_pinv(inputs, target, 64, seeded())
-    peaks = attention_map(inputs, query, key).argmax(1) == target.argmax(1)
-    assert peaks[target.sum(1) > 0].all()
-    assert query.norm().item() == pytest.approx(7) and key.norm().item() == pytest.approx(7)
 
 
 def test_a_rotated_head_attends_as_before():
@@ -316,26 +269,6 @@ def test_every_head_of_every_host_attends_to_its_offset(name):
         assert interior_mass(attention, target).item() == pytest.approx(head.mass, abs=5e-3)
         assert ((attention.argmax(1) == target.argmax(1)) | (target.sum(1) == 0)).all() and head.peak_rate == 1
         assert 0.7 < head.mass < 0.82 and head.query_norm > 0.5
-
-
-def test_chance_comes_from_the_generator_alone():
-    states = []
-    for seed in (3, 3, 4):
-        model = timm_vit()
-        torch.manual_seed(len(states))
-        impulse_init_(model, value_init="mimetic", pseudo_input=("pe", "pe+uniform"), generator=seeded(seed))
-        states.append(torch.cat([p.flatten() for name, p in model.named_parameters() if ".attn." in name]))
-    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
-
-
-@pytest.mark.parametrize("per_layer", [True, False])
-def test_layers_share_heads_or_do_not(per_layer):
-    model = timm_vit()
-    report = impulse_init_(model, per_layer=per_layer, generator=seeded())
-    first, second = (block.attn.qkv.weight[: 2 * 96] for block in model.blocks)
-    assert torch.equal(first, second) is not per_layer
-    offsets = [head.offset for head in report.heads]
-    assert (offsets[:4] == offsets[4:]) is not per_layer
 
 
 @pytest.mark.parametrize("kind", ["uniform", "gaussian", "pe+uniform"])
@@ -415,31 +348,19 @@ def test_baselines_draw_what_they_say():
     assert str(report).startswith("1 heads; means: error")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_that_make_no_sense_are_refused_before_anything_changes():
+    model = timm_vit(depth=1)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    for arguments, message in (
         ({"solver": "svd"}, "`solver` is 'svd', expected one of 'closed_form', 'adam', 'adam_bounded', 'pinv'"),
         ({"value_init": "zero"}, "`value_init` is 'zero', expected one of"),
         ({"pseudo_input": "noise"}, "`pseudo_input` is 'noise', expected one of"),
-        ({"pseudo_input": ("pe", "pe", "pe")}, "expected one name or two"),
-        ({"positions": "learned"}, "`positions` is 'learned', expected one of 'sincos', 'keep'"),
         ({"mass": 1.0}, "`mass` is 1.0, expected a number above 0 and below 1"),
         ({"kernel_size": 99}, "`kernel_size` is 99, expected 1 to 15 on a grid of 8 x 8 patches"),
-        ({"solver": "pinv", "kernel_size": 5}, "has an order for 3 x 3 kernels only"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused_before_anything_changes(arguments, message):
-    model = timm_vit(depth=1)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match=message):
-        impulse_init_(model, **arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            impulse_init_(model, **arguments)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_models_with_context_broadcasting_are_initialized():
-    model = timm_vit()
-    insert_context_broadcast(model, "cb", ["attention_end", "mlp_end"])
-    assert impulse_init_(model, generator=seeded()).mean("peak_rate") == 1
 
 
 def test_models_without_such_attention_are_refused():
@@ -451,16 +372,10 @@ def test_models_without_such_attention_are_refused():
         initialize_attention_(vit(), "xavier")
 
 
-@pytest.mark.parametrize("size", [16, 24, 48])
 @pytest.mark.parametrize(
-    "model",
-    [
-        vit(),
-        vit(DeiTForImageClassification, DeiTConfig),
-        vit(ViTModel),
-        own_vit(position_embedding="learned"),
-    ],
-    ids=["vit", "deit", "headless", "vit_impulse_init"],
+    ("model", "size"),
+    [(vit(DeiTForImageClassification, DeiTConfig), 24), (own_vit(position_embedding="learned"), 48)],
+    ids=["deit", "vit_impulse_init"],
 )
 def test_resized_positions_are_those_of_interpolation_at_run_time(model, size, tmp_path):
     model = type(model).from_pretrained(saved(model, tmp_path / "before"))
@@ -476,19 +391,3 @@ def test_resized_positions_are_those_of_interpolation_at_run_time(model, size, t
 def saved(model, folder):
     model.save_pretrained(folder)
     return folder
-
-
-def test_fixed_positions_are_computed_anew_for_another_size(tmp_path):
-    model = own_vit(position_embedding="sincos")
-    resize_positions_(model, 48)
-    pixels = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        assert "embeddings.position_embeddings" not in model.state_dict()
-        loaded = ViTImpulseInitModel.from_pretrained(saved(model, tmp_path))
-        torch.testing.assert_close(loaded(pixels)[0], model(pixels)[0])
-        torch.testing.assert_close(model(pixels, interpolate_pos_encoding=True)[0], model(pixels)[0])
-
-
-def test_positions_that_cannot_be_resized_are_refused():
-    with pytest.raises(ValueError, match=r"30 pixels do not divide into patches of \(4, 4\)"):
-        resize_positions_(vit(), 30)

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import SiglipVisionConfig
 
 from drawn import noise
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
@@ -57,15 +56,6 @@ def test_has_the_tokens_that_are_set(tmp_path):
     assert tower(torch.zeros(1, 3, 32, 32)).shape == (1, 4, 64)
     tower.vision_tower.set_num_tokens(6)
     assert tower.num_patches == 6 == tower(torch.zeros(1, 3, 32, 32)).shape[1]
-
-
-@torch.no_grad()
-def test_of_a_siglip_has_no_cls(tmp_path):
-    make_tower(make_llava(SiglipVisionConfig)).save_pretrained(tmp_path / "tower")
-    tower = SparseFormerVisionTower(str(tmp_path / "tower"), tower_arguments())
-    pixel_values = tower.image_processor.preprocess(noise(), return_tensors="pt")["pixel_values"]
-    states = tower.vision_tower(pixel_values, output_hidden_states=True).hidden_states[-2]
-    assert states.shape == (1, 7, 64) and torch.equal(tower(pixel_values), states)
 
 
 def test_loads_at_once_where_it_is_to_be_tuned(tower_folder):

@@ -10,14 +10,11 @@ from transformers import (
     AutoModel,
     AutoModelForImageTextToText,
     AutoProcessor,
-    Gemma2Config,
     GemmaConfig,
-    PaliGemmaProcessor,
 )
 
 from drawn import noise
 from frugalvit import (
-    SparseFormerPaliGemmaConfig,
     SparseFormerPaliGemmaForConditionalGeneration,
     matching_processor,
     swap_vision_tower,
@@ -45,10 +42,9 @@ def ask(processor, text="<image>what is this ?", images=1) -> dict:
     return inputs
 
 
-@pytest.mark.parametrize("text_class", [GemmaConfig, Gemma2Config])
 @torch.no_grad()
-def test_the_language_model_reads_the_sparseformers_tokens(text_class):
-    paligemma = make_paligemma(text_class)
+def test_the_language_model_reads_the_sparseformers_tokens():
+    paligemma = make_paligemma(GemmaConfig)
     tower = make_tower(paligemma)
     text = torch.tensor([[2, 3, 4, 6]])
     before = paligemma(input_ids=text).logits
@@ -60,24 +56,13 @@ def test_the_language_model_reads_the_sparseformers_tokens(text_class):
     torch.testing.assert_close(features, expected)
     assert model.model.language_model is paligemma.model.language_model
     assert features.shape[1] == 7 == model.config.image_seq_length
-
-
-@torch.no_grad()
-def test_the_processor_inserts_as_many_tokens_as_the_tower_gives(swapped, tmp_path):
-    model, processor = swapped
-    inputs = ask(processor)
-    assert int((inputs["input_ids"] == IMAGE).sum()) == 7
-    logits = model(**inputs).logits
-    processor.save_pretrained(tmp_path)
-    again = AutoProcessor.from_pretrained(tmp_path)
-    assert type(again) is PaliGemmaProcessor
-    assert torch.equal(model(**ask(again)).logits, logits)
     model.set_num_tokens(4)
-    inputs = ask(matching_processor(processor, model))
+    inputs = ask(matching_processor(make_paligemma_processor(), model))
     assert int((inputs["input_ids"] == IMAGE).sum()) == 4 == model.config.image_seq_length
     assert model(**inputs).logits.isfinite().all()
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_generates_as_without_a_cache(swapped):
     model, processor = swapped
@@ -108,11 +93,7 @@ def test_a_saved_model_loads_with_and_without_the_package(swapped, tmp_path):
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
 
 
-def test_configurations():
-    config = SparseFormerPaliGemmaConfig()
-    assert config.vision_config.projection_dim == config.projection_dim
-
-
+@pytest.mark.nightly
 @torch.no_grad()
 def test_it_is_bootstrapped_from(paligemma, tmp_path):
     """The tower has no head, so the mean of the tokens that the language model reads is aligned."""

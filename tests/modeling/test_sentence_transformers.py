@@ -1,9 +1,8 @@
-"""sentence-transformers gives the embeddings of every saved model, as `frugalvit.Embedder` does."""
+"""sentence-transformers gives the embeddings of every saved model, as `extract_features` does."""
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from processes import run_without_frugalvit
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor
@@ -15,19 +14,15 @@ from kinds import KINDS
 
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="pip install 'frugalvit[search]'")
-CLIP = str(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
-
-
-@pytest.fixture(scope="module")
-def images(photographs) -> list[Image.Image]:
-    return photographs[0][:3]
 
 
 def load(folder) -> "sentence_transformers.SentenceTransformer":
     return sentence_transformers.SentenceTransformer(str(folder), device="cpu")
 
 
-def test_every_model_embeds_as_embedder_does(kind, make_model, images, tmp_path):
+@pytest.mark.nightly
+def test_every_model_embeds_as_extract_features_does(kind, make_model, photographs, tmp_path):
+    images = photographs[0][:3]
     for model_class in KINDS[kind].classes:
         model = make_model(model_class, kind)
         folder = tmp_path / model_class.__name__
@@ -43,24 +38,22 @@ def test_every_model_embeds_as_embedder_does(kind, make_model, images, tmp_path)
             np.testing.assert_allclose(few, extract_features(model, processor, images), rtol=1e-4, atol=1e-5)
 
 
-def test_a_clip_embeds_images_and_texts_side_by_side(images):
+def test_a_clip_embeds_images_and_texts_side_by_side(photographs):
     """Texts longer than its text side takes, too."""
-    searcher, towers = load(CLIP), load_two_towers(CLIP, device="cpu")
+    images, clip = photographs[0][:3], str(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
+    searcher, towers = load(clip), load_two_towers(clip, device="cpu")
     texts = ["a photo of a ship .", "a photo of a cat . " * 100]
     with torch.inference_mode():
         pixel_values = towers.image_processor(images, return_tensors="pt")["pixel_values"]
         expected = towers.embed_images(pixel_values) @ towers.embed_texts(texts[:1]).mT
     cosines = searcher.similarity(searcher.encode(images), searcher.encode(texts))
     torch.testing.assert_close(cosines[:, :1], expected, rtol=1e-4, atol=1e-5)
-    assert searcher.get_embedding_dimension() == searcher.encode(texts).shape[1]
     assert not np.allclose(searcher.encode(images, num_tokens=4), searcher.encode(images), atol=1e-3)
 
 
-def test_where_frugalvit_is_not_installed(make_model, images, tmp_path):
-    model = make_model("classifier", "bootstrapped")
-    model.save_pretrained(tmp_path / "model")
-    images[0].save(tmp_path / "image.png")
+def test_where_frugalvit_is_not_installed(make_model, photographs, tmp_path):
+    make_model("classifier", "bootstrapped").save_pretrained(tmp_path / "model")
+    photographs[0][0].save(tmp_path / "image.png")
     run_without_frugalvit(tmp_path, "embed", tmp_path / "model", tmp_path / "image.png", tmp_path / "embedding")
     [found] = load_file(tmp_path / "embedding")["embedding"]
-    expected = load(tmp_path / "model").encode(images[0])
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, load(tmp_path / "model").encode(photographs[0][0]), rtol=1e-4, atol=1e-5)

@@ -72,6 +72,7 @@ def picture() -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
+@pytest.mark.nightly
 def test_answers_as_transformers_does(client, folder):
     encoded = io.BytesIO()
     picture().save(encoded, "PNG")

@@ -10,7 +10,6 @@ from transformers import (
     AutoProcessor,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
-    LlavaForConditionalGeneration,
     Qwen2_5_VLConfig,
 )
 
@@ -26,30 +25,18 @@ from frugalvit.modeling.swap import first_layer, input_device, match_channels_, 
 from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower, save_to_swap
 
 
-def test_the_tower_takes_the_old_ones_precision():
-    llava = make_llava().to(torch.bfloat16)
-    model = swap_vision_tower(llava, make_tower(make_llava()))
-    tower = model.model.vision_tower
-    assert tower.stem.convolution.weight.dtype == torch.bfloat16
-    assert tower.latents.initial_rois.dtype == torch.float32
-    inputs = {"input_ids": torch.tensor([[*[IMAGE] * 7, 3]]), "pixel_values": torch.randn(1, 3, 32, 32)}
-    assert model(**inputs).logits.isfinite().all()
-
-
 def test_what_does_not_fit_is_refused():
     llava = make_llava()
     tower = make_tower(llava)
     with pytest.raises(ValueError, match="Got a LlamaModel, expected a Llava"):
         swap_vision_tower(llava.model.language_model, tower)
-    with pytest.raises(ValueError, match="`image_grid` is 4, .* `set_num_tokens`"):
-        swap_vision_tower(llava, tower, image_grid=4)
     with pytest.raises(ValueError, match="Got a CLIPVisionModel as vision model"):
         swap_vision_tower(llava, llava.model.vision_tower)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_command_swaps_as_the_function_does(dtype, tmp_path, capsys):
+def test_the_command_swaps_as_the_function_does(tmp_path, capsys):
+    dtype = "bfloat16"
     llava = make_llava()
     command = ["swap", *save_to_swap(tmp_path, llava), "--output", str(tmp_path / "out")]
     assert main([*command, "--dtype", dtype]) == 0
@@ -61,8 +48,8 @@ def test_the_command_swaps_as_the_function_does(dtype, tmp_path, capsys):
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     expected = swap_vision_tower(llava, load_vision_model(tmp_path / "tower")[0]).to(model.dtype)
     # In half precision, RoIs were rounded at another place.
-    close = {} if dtype == "float32" else {"atol": 0.02, "rtol": 0.1}
-    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, **close)
+    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, atol=0.02, rtol=0.1)
+    assert model.model.vision_tower.latents.initial_rois.dtype == torch.float32
     assert "AutoProcessor" in (tmp_path / "out" / "README.md").read_text()
     # What it is bootstrapped from is found in there.
     teacher, _ = load_vision_model(tmp_path / "llava")
@@ -71,6 +58,7 @@ def test_the_command_swaps_as_the_function_does(dtype, tmp_path, capsys):
     torch.testing.assert_close(teacher(pixel_values).last_hidden_state, states)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize(("bits", "layer"), [("4bit", "Linear4bit"), ("8bit", "Linear8bitLt")])
 def test_the_command_writes_a_quantized_language_model(bits, layer, tmp_path, capsys):
@@ -88,14 +76,6 @@ def test_the_command_writes_a_quantized_language_model(bits, layer, tmp_path, ca
     # With gradients: without, bitsandbytes packs matrices for AVX-512, and these are too narrow.
     given, expected = (each(**inputs).logits.flatten().float() for each in (model, plain))
     assert torch.cosine_similarity(given, expected, dim=0) > 0.9
-
-
-def test_an_output_with_something_in_it_is_refused_before_anything_is_loaded(tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").touch()
-    command = ["swap", "--model", "nothing", "--vision-model", "nothing", "--output", str(tmp_path / "out")]
-    assert main(command) == 1
-    assert "exists and is not empty" in capsys.readouterr().err
 
 
 def test_what_has_a_tower_of_another_kind_is_refused(tmp_path, capsys):
@@ -132,6 +112,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
+@pytest.mark.nightly
 def test_a_server_builds_it_of_a_configuration_from_another_process():
     """vLLM pickles configurations by value, with copies of their classes."""
     llava = make_llava()
@@ -171,12 +152,6 @@ def test_channels_are_matched(make):
         match_channels_(model, original, [])
 
 
-def test_a_projector_without_biases_cannot_match_means():
-    llava = make_llava(multimodal_projector_bias=False)
-    with pytest.raises(ValueError, match="The projector has no bias"):
-        match_channels_(swap_vision_tower(llava, make_tower(llava)), llava, [])
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("options", [(), ("--device-map", "auto")])
 def test_the_command_matches_channels(options, tmp_path, capsys):
@@ -202,6 +177,7 @@ PARTS = {f"model.{name}": "cpu" for name in ("vision_tower", "multi_modal_projec
 LAYERS = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 @pytest.mark.parametrize(
     "device_map",
@@ -238,13 +214,3 @@ def test_a_model_that_is_shared_out_is_swapped_as_one_that_is_not(make, device_m
     again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values())
     assert torch.equal(again(**inputs).logits, expected(**inputs).logits)
-
-
-def test_channels_of_an_offloaded_projector_are_not_matched(tmp_path):
-    make_llava().save_pretrained(tmp_path / "llava")
-    llava = LlavaForConditionalGeneration.from_pretrained(
-        tmp_path / "llava", device_map={"": "disk"}, offload_folder=tmp_path / "offload"
-    )
-    batches = [(torch.randn(1, 3, 32, 32), torch.randn(1, 3, 32, 32))]
-    with pytest.raises(ValueError, match="The projector is offloaded, .* `device_map`"):
-        match_channels_(swap_vision_tower(llava, make_tower(make_llava())), llava, batches)
