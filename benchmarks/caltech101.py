@@ -40,7 +40,7 @@ from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import macs_of
+from frugalvit.common.macs import count_macs
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare
@@ -182,7 +182,10 @@ def measure_student(arguments, folder: Path) -> list[dict]:
     model, processor = load_image_classifier(folder, "cpu")
     teacher, _ = load_teacher(str(arguments.runs_dir / "teacher"), str(choose_device()))
     counts, image_format = model.config.trained_token_counts, ImageFormat.from_processor(processor)
-    rows = {count: {"tokens": count, "macs": macs_of(WithTokens(model, count), image_format.size)} for count in counts}
+    rows = {
+        count: {"tokens": count, "macs": count_macs(WithTokens(model, count), image_format.size).macs_with_attention}
+        for count in counts
+    }
     adaptive = [
         {"looks": list(looks), "confidence": confidence}
         for looks, confidence in itertools.product(LOOKS, CONFIDENCES)
@@ -364,7 +367,11 @@ def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
     image_format = ImageFormat.from_processor(processor)
     embeddings, labels = outputs_for(arguments, lambda pixels: model(pixels).embedding, image_format)
     accuracy = accuracy_of(teacher.classifier.cpu()(embeddings), labels)
-    return {"accuracy": accuracy, "macs": macs_of(model, teacher.image_size), "images": len(labels)}
+    return {
+        "accuracy": accuracy,
+        "macs": count_macs(model, teacher.image_size).macs_with_attention,
+        "images": len(labels),
+    }
 
 
 def compare_features(arguments):

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from .common.loading import load_vision_model
-from .common.macs import macs_of
+from .common.macs import count_macs
 from .common.views import size_made_by
 from .configuration.configuration_base import is_sparseformer
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
 from .modeling.modeling_patch_sparseformer import (
-    PatchSparseFormerForImageClassification,
     PatchSparseFormerVisionModel,
     PatchSparseFormerVisionModelWithProjection,
 )
@@ -68,7 +67,7 @@ class Contender:
     @functools.cached_property
     def macs(self) -> int:
         """Multiply-accumulates of one image, including attention's products."""
-        return macs_of(self.model, self.image_size)
+        return count_macs(self.model, self.image_size).macs_with_attention
 
 
 class Vision(nn.Module):
@@ -152,19 +151,19 @@ def load_teachers(
     if resolutions is None:
         sides = {max(round(shorter / patch * share**0.5), 1) * patch for share in SHARES}
         resolutions = sorted(sides - {shorter})
-    if resolutions:
-        try:
-            anatomy.require_plain("resize the images of", patches=True)
-        except ValueError as error:
-            raise ValueError(f"{error} To compare with the teacher alone: --resolutions without numbers.") from error
+    if resolutions and anatomy.patch_obstacle:
+        raise ValueError(
+            f"{anatomy.name} cannot take smaller images: {anatomy.patch_obstacle}. To compare with the teacher alone: "
+            "--resolutions without numbers."
+        )
     for pixels in resolutions:
-        sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
-        height, width = (round(side * pixels / shorter / patch) * patch for side, patch in sides)
-        if min(height, width) != pixels or not 0 < pixels < shorter:
+        if not 0 < pixels < shorter or pixels % patch:
             raise ValueError(
                 f"--resolutions {pixels}: expected less than the teacher's {shorter} pixels and a multiple of {patch}."
             )
-        contenders.append(at_lower_resolution(anatomy, image_processor, (height, width)))
+        sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
+        size = tuple(round(side * pixels / shorter / patch) * patch for side, patch in sides)
+        contenders.append(at_lower_resolution(anatomy, image_processor, size))
     return contenders
 
 
@@ -172,9 +171,7 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
     """Describe a teacher with smaller images and resampled positions: a student with all their patches, untrained."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
-    if anatomy.classifier is not None:
-        student_class = PatchSparseFormerForImageClassification
-    elif anatomy.projection is not None:
+    if anatomy.projection is not None and anatomy.classifier is None:
         student_class = PatchSparseFormerVisionModelWithProjection
     patches = height * width // math.prod(anatomy.patch_size)
     student = student_class.from_teacher(anatomy, patches, image_size=[height, width])
@@ -215,22 +212,23 @@ def load_students(
     model = without_agent(model).requires_grad_(False).eval()
     size, name, config = size_made_by(image_processor), name or Path(folder).name, getattr(model, "config", None)
     fields = {"image_size": size, "image_processor": image_maker(image_processor)}
-    if not is_sparseformer(config) and not (anatomy := read_anatomy(model, size)).obstacle:
-        return [as_teacher(anatomy, name=name, method=method or name, **fields)]
     if (classifier := getattr(model, "classifier", None)) is not None:
         fields |= {"classifier": classifier, "id2label": dict(config.id2label)}
-    if not is_sparseformer(config):
-        embed = image_embedder(model, size)
-        return [Contender(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]
-    several = len(config.trained_token_counts) > 1
-    return [
-        Contender(
-            f"{name}, {count} tokens" if several else name,
-            method or (name if several else "SparseFormer"),
-            WithTokens(model, count).eval(),
-            embed=image_embedder(model, size, count),
-            tokens=config.num_prefix_tokens + count,
-            **fields,
-        )
-        for count in (config.trained_token_counts if several else [config.default_num_tokens])
-    ]
+    if is_sparseformer(config):
+        several = len(config.trained_token_counts) > 1
+        return [
+            Contender(
+                f"{name}, {count} tokens" if several else name,
+                method or (name if several else "SparseFormer"),
+                WithTokens(model, count).eval(),
+                embed=image_embedder(model, size, count),
+                tokens=config.num_prefix_tokens + count,
+                **fields,
+            )
+            for count in (config.trained_token_counts if several else [config.default_num_tokens])
+        ]
+    anatomy = read_anatomy(model, size)
+    if not anatomy.obstacle:
+        return [as_teacher(anatomy, name=name, method=method or name, **fields)]
+    embed = image_embedder(model, size)
+    return [Contender(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]

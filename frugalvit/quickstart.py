@@ -28,9 +28,8 @@ RESOLUTIONS = [56, 84, 112]
 SIZES, QUICK_SIZES = (560, 300, 3), (56, 30, 1)
 # For few photographs more and smaller steps than the recipe's are better.
 BATCH_SIZE, LEARNING_RATE = 8, 5e-4
-# Photographs drawn, and the number of tokens.
-DRAWN, DRAWN_TOKENS = 4, 16
-COLUMNS = ["method", "model", "accuracy, %", "accuracy - teacher's", "cosine", "tokens"]
+# Tokens of the picture.
+DRAWN_TOKENS = 16
 
 
 def make_parser() -> CommandParser:
@@ -90,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"3/3  Where {DRAWN_TOKENS} tokens look.\n")
     student, processor = load_image_classifier(folder / "student", "cpu")
-    shown = [decode_image(images[index]["image"], index) for index in range(DRAWN)]
+    shown = [decode_image(images[index]["image"], index) for index in range(4)]
     student.set_num_tokens(DRAWN_TOKENS)
     predictions = predict(student, processor, shown, top=1, output_rois=True)
     captions = [format_labels(prediction.labels) for prediction in predictions]
@@ -100,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     write_json(folder / "results.json", {**settings, "seconds": seconds, **origin(), "rows": rows})
 
     print(
-        f"{format_table(shorten(rows, precision))}\n\n± is a standard error; images/s are those of batches of "
+        f"{format_table(table_rows(rows))}\n\n± is a standard error; images/s are those of batches of "
         f"{BATCH_SIZES[-1]} in {precision}. It took {seconds} seconds. In {folder}: student/, comparison.png, "
         "rois.png, results.json.\n\nNext, with your own ViT and your own photographs, which need no labels:\n"
         "  frugalvit bootstrap --teacher YOUR_VIT --dataset PHOTOGRAPHS --focusing inherited --num_tokens "
@@ -116,15 +115,6 @@ def shipped_files() -> tuple[Path, Path]:
     if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
         raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")
     return checkpoint_path(TEACHER), photographs
-
-
-def shorten(rows: list[dict], precision: str) -> list[dict]:
-    """Format some columns of the rows of `compare`, with the ratio of each speed to the teacher's."""
-    speeds = [row["images_per_second"][precision][str(BATCH_SIZES[-1])] for row in rows]
-    return [
-        {**{name: cells[name] for name in COLUMNS}, "images/s": speed, "times": speed / speeds[0]}
-        for cells, speed in zip(table_rows(rows), speeds, strict=True)
-    ]
 
 
 def claim(folder: Path):

@@ -179,4 +179,3 @@ def add_training_images_arguments(parser: argparse.ArgumentParser):
         nargs="+",
         help="to judge by, where it is not a split of --dataset (default: --dataset)",
     )
-    parser.add_argument("--classes", nargs="+", metavar="NAME", help="take the images of these classes alone")

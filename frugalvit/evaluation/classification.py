@@ -25,15 +25,14 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     pack_linear_layers(model)
     choose_tokens(model, arguments.num_tokens, arguments.confidence)
-    conditions = {"protocol": arguments.protocol}
-    if arguments.attack:
-        if isinstance(model, ExportedModule) or arguments.confidence is not None:
-            raise ValueError("--attack needs a gradient, which an exported model and --confidence do not have.")
-        conditions["fgsm_eps"] = 1 / 255
-    if arguments.occlude:
-        conditions["occluded_share"] = 0.25
-    if arguments.confidence is not None:
-        conditions["confidence"] = arguments.confidence
+    if arguments.attack and (isinstance(model, ExportedModule) or arguments.confidence is not None):
+        raise ValueError("--attack needs a gradient, which an exported model and --confidence do not have.")
+    conditions = {
+        "protocol": arguments.protocol,
+        "fgsm_eps": 1 / 255 if arguments.attack else None,
+        "occluded_share": 0.25 if arguments.occlude else None,
+        "confidence": arguments.confidence,
+    }
     results = classification_accuracy(
         model,
         image_processor,
@@ -45,9 +44,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         exact=arguments.exact,
     )
     about = {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split}
-    if arguments.num_tokens is not None:
-        about["num_tokens"] = arguments.num_tokens
-    return about | conditions | results
+    conditions |= {"num_tokens": arguments.num_tokens}
+    return about | {name: value for name, value in conditions.items() if value is not None} | results
 
 
 def classification_accuracy(
@@ -84,7 +82,6 @@ def classification_accuracy(
     right_of, classes = right_answers(protocol, images, model.config.id2label)
     counting = [index for index, right in enumerate(right_of) if right]
     total, images = len(images), images.select(counting)
-    # Filled up with -1 to as many as the most.
     labels = torch.nn.utils.rnn.pad_sequence([torch.tensor(right_of[i]) for i in counting], True, padding_value=-1)
     chosen = slice(None) if classes is None else torch.tensor(classes, device=model.device)
     image_format = ImageFormat.from_processor(image_processor) if fgsm_eps else None

@@ -79,14 +79,13 @@ def image_batches(
                 return None
             raise
 
-    found, pending = False, read_ahead(read, range(len(images)), 2 * batch_size, num_workers)
-    with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
-        while batch := list(islice(pending, batch_size)):
-            pixels = {index: future.result() for index, future in batch}
-            readable = {index: each for index, each in pixels.items() if each is not None}
-            if readable:
-                found = True
-                yield reader.batch(list(readable.values())), list(readable)
-            progress.update(len(batch))
+    places = tqdm(range(len(images)), desc="evaluate", unit=" images", leave=False, disable=None)
+    found, pending = False, read_ahead(read, places, 2 * batch_size, num_workers)
+    while batch := list(islice(pending, batch_size)):
+        pixels = {index: future.result() for index, future in batch}
+        readable = {index: each for index, each in pixels.items() if each is not None}
+        if readable:
+            found = True
+            yield reader.batch(list(readable.values())), list(readable)
     if not found:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")

@@ -1,47 +1,45 @@
 """Accuracy of nearest neighbors on a model's features, without any training."""
 
 import argparse
+import functools
 
 import torch
 import torch.nn.functional as F
 
-from ..common.metrics import accuracies
-from .features import LabeledFeatures, evaluate_features
+from .features import evaluate_features
 
 
 # Temperature of the neighbors' weights, as in DINO.
 TEMPERATURE = 0.07
-# Similarities held in memory at once.
-MOST_SIMILARITIES = 2**24
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    def score(train: LabeledFeatures, test: LabeledFeatures) -> dict[str, object]:
-        scores = neighbor_scores(train, test.features, arguments.neighbors)
-        measured = accuracies().compute(predictions=scores, references=test.labels)
-        return {"neighbors": arguments.neighbors, **measured}
+    def learn(features: torch.Tensor, labels: torch.Tensor):
+        return functools.partial(neighbor_scores, features, labels, neighbors=arguments.neighbors)
 
-    return evaluate_features(arguments, score)
+    return evaluate_features(arguments, learn) | {"neighbors": arguments.neighbors}
 
 
 @torch.inference_mode()
-def neighbor_scores(train: LabeledFeatures, features: torch.Tensor, neighbors: int = 20) -> torch.Tensor:
+def neighbor_scores(
+    known: torch.Tensor, labels: torch.Tensor, features: torch.Tensor, neighbors: int = 20
+) -> torch.Tensor:
     """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07).
 
     Args:
-        train (`LabeledFeatures`): The labeled images.
+        known (`torch.Tensor`), labels (`torch.Tensor`): Features of labeled images, `(images, embedding_size)`
+            float32, and their labels, `(images,)` int64.
         features (`torch.Tensor`): `(images, embedding_size)`, float32.
         neighbors (`int`, *optional*, defaults to 20): Number of voters.
 
     Returns:
         `torch.Tensor`: `(images, classes)`, each row sums to 1.
     """
-    if len(train) < neighbors:
-        raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(train)} labeled images.")
-    known, classes = F.normalize(train.features, dim=1), int(train.labels.max()) + 1
-    scores = []
-    for chunk in F.normalize(features, dim=1).split(max(MOST_SIMILARITIES // len(known), 1)):
+    if len(known) < neighbors:
+        raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(known)} labeled images.")
+    known, scores = F.normalize(known, dim=1), []
+    for chunk in F.normalize(features, dim=1).split(1024):
         similarity, nearest = (chunk @ known.mT).topk(neighbors)
-        votes = torch.zeros(len(chunk), classes)
-        scores.append(votes.scatter_add_(1, train.labels[nearest], (similarity / TEMPERATURE).softmax(1)))
+        votes = torch.zeros(len(chunk), int(labels.max()) + 1)
+        scores.append(votes.scatter_add_(1, labels[nearest], (similarity / TEMPERATURE).softmax(1)))
     return torch.cat(scores)

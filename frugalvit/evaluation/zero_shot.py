@@ -15,9 +15,6 @@ from .images import image_batches, images_to_evaluate
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
-TEMPLATES = {"imagenet": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
-
-
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, split = images_to_evaluate(arguments)
     names = read_names(arguments.classes, images)
@@ -52,8 +49,8 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
 
 def read_templates(source: str) -> list[str]:
     """Read sentences with `{}` in the place of a class's name."""
-    if source in TEMPLATES:
-        return [template("{}") for template in TEMPLATES[source]]
+    if source == "imagenet":
+        return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
     templates = _lines(source, "--templates")
     if wrong := [line for line in templates if line.count("{}") != 1 or line.count("{") + line.count("}") != 2]:
         raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
@@ -64,7 +61,7 @@ def _lines(path: str, argument: str) -> list[str]:
     lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
     lines = [line.strip() for line in lines if line.strip()]
     if not lines:
-        raise ValueError(f"{argument} {path} is no file with one entry a line, nor a name that --help lists.")
+        raise ValueError(f"{argument} {path} is no file with one entry a line, nor `imagenet`.")
     return lines
 
 
