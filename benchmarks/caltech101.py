@@ -43,8 +43,10 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.views import EvalView, ImageFormat, seeded
-from frugalvit.compare import compare
+from frugalvit.compare import compare, describe_score, embed_all
 from frugalvit.contenders import WithTokens, load_students, load_teacher, load_teachers
+from frugalvit.evaluation.knn import neighbor_scores
+from frugalvit.evaluation.linear import fit_probe
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from shared import (
@@ -397,9 +399,17 @@ def compare_features(arguments):
     teacher = load_teacher(arguments.model)
     contenders += [with_random_patches(*teacher, (side // 14) ** 2, seed) for side in RESOLUTIONS]
     contenders += load_students(str(student), METHODS["elastic"], "student")
-    rows = compare(contenders, test, train, batch_size=32, rounds=1)
-    # Speeds stand in what `compare` writes.
-    rows = [{name: value for name, value in row.items() if name != "images_per_second"} for row in rows]
+    rows, teachers = compare(contenders, test, batch_size=32, rounds=1), {}
+    (asked, indices), (known, known_indices) = (embed_all(contenders, images, 32) for images in (test, train))
+    labels = torch.from_numpy(label_numbers(test))[indices]
+    known_labels = torch.from_numpy(label_numbers(train))[known_indices]
+    for row, embeddings, known_embeddings in zip(rows, asked, known, strict=True):
+        # Speeds stand in what `compare` writes.
+        del row["images_per_second"]
+        right = learns(embeddings, labels, known_embeddings, known_labels)
+        for name, values in right.items():
+            row |= describe_score(name, values, teachers.get(name))
+        teachers = teachers or right
     print_rows(rows)
     write_table(
         arguments.results_dir / f"{file_name(arguments)}_features.json",
@@ -407,6 +417,20 @@ def compare_features(arguments):
         rows,
         data=f"{arguments.title}, {classes}, 224 px",
     )
+
+
+def learns(
+    embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws, given the
+    embeddings and labels of the test images and of the images to learn from."""
+    classes, numbers = known_labels.unique(return_inverse=True)
+    right = {"linear_accuracy": [], "neighbor_accuracy": []}
+    for asked, features in zip(embeddings, known, strict=True):
+        scores = (fit_probe(features, numbers, seed)(asked), neighbor_scores(features, numbers, asked))
+        for draws, each in zip(right.values(), scores, strict=True):
+            draws.append(classes[each.argmax(1)] == labels)
+    return {name: torch.stack(draws).double().mean(0) for name, draws in right.items()}
 
 
 def make_table(arguments):

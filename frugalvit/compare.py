@@ -20,23 +20,21 @@ from .common.command_line import (
     add_dataset_arguments,
     add_device_argument,
     add_reading_arguments,
-    add_training_images_arguments,
     add_trust_argument,
     positive,
 )
 from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
-from .common.labels import check_labels, class_names, label_numbers, match_labels
+from .common.labels import class_names, label_numbers, match_labels
 from .common.loading import choose_device
+from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader
 from .common.speed import images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
 from .contenders import Contender, load_students, load_teachers
-from .evaluation.images import image_batches, images_to_evaluate, read_labeled_parts
-from .evaluation.knn import neighbor_scores
-from .evaluation.linear import fit_probe
+from .evaluation.images import image_batches, images_to_evaluate
 from .pictures import save_figure
 
 
@@ -57,9 +55,9 @@ LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit compare",
-        description="Compare students with their teacher, and with the teacher on smaller images: accuracy (if a "
-        "model has no classifier, also of nearest neighbors and a linear probe), cosine with the teacher's embedding, "
-        "multiply-accumulates and images per second. Writes compare.json, compare.md and compare.png.",
+        description="Compare students with their teacher, and with the teacher on smaller images: accuracy of "
+        "classifiers, cosine with the teacher's embedding, multiply-accumulates and images per second. Writes "
+        "compare.json, compare.md and compare.png.",
     )
     parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
     parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
@@ -72,7 +70,6 @@ def make_parser() -> CommandParser:
         help="shorter sides of smaller images for the teacher (default: with about 1/4, 2/5 and 9/16 of the patches)",
     )
     add_dataset_arguments(parser)
-    add_training_images_arguments(parser)
     parser.add_argument("--limit", type=positive, help="number of test images, chosen at random")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=10, help="timed passes per model (default: %(default)s)")
@@ -94,13 +91,14 @@ def main(argv: list[str] | None = None) -> None:
     contenders = load_teachers(arguments.teacher, resolutions=arguments.resolutions, **options)
     for folder in arguments.students:
         contenders += load_students(folder, **options)
-    test, train, split = choose_images(arguments, any(contender.classifier is None for contender in contenders))
+    test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
+    if "label" in test.features and (label_numbers(test) < 0).any():
+        test = test.remove_columns("label")
+    test = sample(test, arguments.limit, arguments.seed)
     with whole_folder(output) as folder:
         rows = compare(
             contenders,
             test,
-            train,
-            seed=arguments.seed,
             precisions=["float32", "bf16"] if fast else ["float32"],
             rounds=arguments.rounds,
             batch_size=arguments.batch_size,
@@ -108,10 +106,9 @@ def main(argv: list[str] | None = None) -> None:
             skip_corrupt=arguments.skip_corrupt,
         )
         settings = {
-            "dataset": " ".join(arguments.eval_dataset or arguments.dataset),
+            "dataset": " ".join(arguments.dataset),
             "split": split,
             "images": len(test),
-            "train_images": None if train is None else len(train),
             "seed": arguments.seed,
             "device": device,
             "threads": torch.get_num_threads(),
@@ -129,69 +126,31 @@ def main(argv: list[str] | None = None) -> None:
     print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
 
 
-def choose_images(
-    arguments: argparse.Namespace, has_backbones: bool
-) -> tuple[datasets.Dataset, datasets.Dataset | None, str]:
-    """Load the test images; labeled images to learn from, if embeddings are judged by labels; and the test images'
-    split."""
-    options = {"dataset": arguments.eval_dataset or arguments.dataset, "limit": None}
-    test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | options))
-    train = None
-    if "label" not in test.features or (label_numbers(test) < 0).all():
-        test = test.select_columns("image")
-    elif has_backbones:
-        train, test, split = read_labeled_parts(arguments)
-    else:
-        check_labels(test, split)
-    return sample(test, arguments.limit, arguments.seed), train, split
-
-
 def compare(
     contenders: Sequence[Contender],
     test: datasets.Dataset,
-    train: datasets.Dataset | None = None,
     *,
-    seed: int = 0,
     precisions: Sequence[str] = ("float32",),
     rounds: int = 10,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure contenders beside each other.
+    """Measure contenders beside each other, the teacher first; they are in float32, and left in the last precision.
 
-    Args:
-        contenders (sequence of `Contender`): The teacher first, all on one device and in float32.
-        test (`datasets.Dataset`): Test images, as `load_images` returns them.
-        train (`datasets.Dataset`, *optional*): Images with labels of the same classes, from which nearest neighbors
-            and linear probes learn. Without it, these are not measured.
-        seed (`int`): Seed of linear probes.
-        precisions (sequence of `str`): Some of `PRECISIONS`; models are left in the last of them.
-        rounds (`int`): Timed passes of each model.
-        reading: `batch_size` and others of `image_batches`.
-
-    Returns:
-        `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`;
-        those of the scores `accuracy`, `linear_accuracy` and `neighbor_accuracy` that were measured, each as in
-        `describe_score`; `cosine`, the mean with the teacher's embedding; and `images_per_second` by precision and
-        batch size.
+    Each has a row: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, `accuracy` as in
+    `describe_score`, `cosine`, the mean with the teacher's embedding, and `images_per_second` by precision and batch
+    size. `reading` are options of `image_batches`.
     """
     embeddings, indices = embed_all(contenders, test, **reading)
     labels = torch.from_numpy(label_numbers(test))[indices] if "label" in test.features else None
-    if train is not None:
-        known, train_indices = embed_all(contenders, train, **reading)
-        known_labels = torch.from_numpy(label_numbers(train))[train_indices]
-
-    rows, of_teacher = [], {}
+    rows, of_teacher = [], None
     for number, contender in enumerate(contenders):
+        macs = count_macs(contender.model, contender.image_size).macs_with_attention
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
-        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": contender.macs}
-        right = {}
+        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": macs}
         if labels is not None and contender.classifier is not None:
-            right["accuracy"] = classifies(contender, embeddings[number], labels, class_names(test))
-        if train is not None:
-            right |= learns(embeddings[number], labels, known[number], known_labels, seed)
-        for name, values in right.items():
-            row |= describe_score(name, values, of_teacher.get(name))
-        of_teacher = of_teacher or right
+            right = classifies(contender, embeddings[number], labels, class_names(test))
+            row |= describe_score("accuracy", right, of_teacher)
+            of_teacher = right if number == 0 else of_teacher
         row["cosine"] = mean_cosine(embeddings[number], embeddings[0])
         rows.append(row | {"images_per_second": {precision: {} for precision in precisions}})
     for precision, batch_size in itertools.product(precisions, BATCH_SIZES):
@@ -239,35 +198,15 @@ def classifies(
     return (best == expected).double().mean(0)
 
 
-def learns(
-    embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws, given the
-    embeddings and labels of the test images and of the images to learn from."""
-    classes, numbers = known_labels.unique(return_inverse=True)
-    right = {"linear_accuracy": [], "neighbor_accuracy": []}
-    for asked, features in zip(embeddings, known, strict=True):
-        scores = (fit_probe(features, numbers, seed)(asked), neighbor_scores(features, numbers, asked))
-        for draws, each in zip(right.values(), scores, strict=True):
-            draws.append(classes[each.argmax(1)] == labels)
-    return {name: torch.stack(draws).double().mean(0) for name, draws in right.items()}
-
-
 def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
-    """The mean of a score as `name`, its standard error as `…_error`, the difference from the teacher's on the same
-    images as `…_difference`, and the standard error of that paired difference as `…_difference_error`."""
-    difference = None if teacher is None else right - teacher
-    return {
-        name: right.mean().item(),
-        f"{name}_error": standard_error(right),
-        f"{name}_difference": None if difference is None else difference.mean().item(),
-        f"{name}_difference_error": None if difference is None else standard_error(difference),
-    }
-
-
-def standard_error(values: torch.Tensor) -> float | None:
-    """Standard error of the mean; None for a single value."""
-    return values.std().item() / len(values) ** 0.5 if len(values) > 1 else None
+    """The mean of a score as `name` and its standard error as `…_error`, and of the difference from the teacher's on
+    the same images as `…_difference` and `…_difference_error`."""
+    described = {}
+    for key, values in ((name, right), (f"{name}_difference", None if teacher is None else right - teacher)):
+        described[key] = None if values is None else values.mean().item()
+        several = values is not None and len(values) > 1
+        described[f"{key}_error"] = values.std().item() / len(values) ** 0.5 if several else None
+    return described
 
 
 def mean_cosine(embeddings: torch.Tensor, teacher: torch.Tensor) -> float | None:
@@ -304,16 +243,8 @@ def _percent(row: Mapping[str, object], name: str, sign: str = "") -> str:
 
 
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:
-    """Draw the scores of contenders over their speeds, a line for each method, with standard errors.
-
-    Args:
-        rows (sequence of `Mapping`): The rows of `compare`, the teacher first.
-        size (pair of `float`, *optional*, defaults to `(6.0, 4.0)`): Width and height in inches.
-
-    Returns:
-        `matplotlib.figure.Figure`: Not known to pyplot. Speeds are those of the first precision and the largest
-        batches, scores the first of `SCORES` that all rows have.
-    """
+    """Draw the rows of `compare`: scores, the first of `SCORES` that all rows have, with standard errors over speeds
+    in the first precision and the largest batches, a line for each method. `size` is in inches."""
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))
     batch_size, factor = list(speeds)[-1], 1 if score == "cosine" else 100

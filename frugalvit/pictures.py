@@ -39,20 +39,8 @@ def draw_rois(
     and the last sampling points (figure 3 of the bootstrapping paper), or the RoIs after every adjustment (figures 1
     and 2 of its supplement).
 
-    RoIs are relative to the model's input: if the image processor crops images, draw on the cropped view, see
-    `restore_images`. If more than 16 tokens overlap, 16 of them are drawn.
-
-    Args:
-        images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels.
-        rois (sequence of `torch.Tensor`):
-            `outputs.rois` of a model called with `output_rois=True`: `(batch, tokens, 4)` after every adjustment.
-        sampling_points (sequence of `torch.Tensor`, *optional*):
-            `outputs.sampling_points`: `(batch, tokens, points, 2)` of every sampling. The last is drawn.
-        captions (sequence of `str`, *optional*): A line of text for each image, for example its predicted label.
-        all_steps (`bool`, *optional*, defaults to `False`): Draw the RoIs after every adjustment.
-
-    Returns:
-        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
+    Images are `(channels, height, width)`, 0 to 1, as the model sees them (`restore_images`); RoIs and sampling points
+    are those of its output with `output_rois=True`. If more than 16 tokens overlap, 16 of them are drawn.
     """
     images = [_to_numpy(image).clip(0, 1).transpose(1, 2, 0).repeat(3 // len(image), axis=2) for image in images]
     steps = [_to_numpy(step) for step in rois]
@@ -89,12 +77,7 @@ def draw_rois(
 
 
 def save_figure(figure: Figure, path: str | os.PathLike) -> None:
-    """Write a figure to a file whose ending names the format; it appears complete or not at all.
-
-    Raises:
-        ValueError: if Matplotlib does not write the format.
-        FileNotFoundError: if the folder does not exist.
-    """
+    """Write a figure to a file whose ending names the format; it appears complete or not at all."""
     path = check_picture_path(path)
     options = {"pil_kwargs": {"quality": 90, "method": 6}} if path.suffix.lower() == ".webp" else {}
     with whole_file(path) as aside:

@@ -17,18 +17,10 @@ def images_per_second(
     pixel_values: torch.Tensor | Mapping[Hashable, torch.Tensor],
     rounds: int = 20,
 ) -> dict[Hashable, float]:
-    """Measure the images per second of models, by the median of interleaved rounds: the models take turns, so that a
-    machine whose speed drifts treats them alike and ratios hold. `WARMUP` rounds come before.
+    """Measure the images per second of models, by their names, by the median of interleaved rounds: the models take
+    turns, so that a machine whose speed drifts treats them alike and ratios hold. `WARMUP` rounds come before.
 
-    Args:
-        models (mapping of names to `nn.Module`): Models in evaluation mode, on their batches' device.
-        pixel_values (`torch.Tensor` or mapping of names to `torch.Tensor`): One batch for all, `(batch, channels,
-            height, width)`, or one for each.
-        rounds (`int`, *optional*, defaults to 20): Timed passes of each model.
-
-    Returns:
-        `dict`: Images per second under the models' names.
-    """
+    `pixel_values` are one batch for all, `(batch, channels, height, width)`, or one for each."""
     batches = pixel_values if isinstance(pixel_values, Mapping) else dict.fromkeys(models, pixel_values)
     seconds = {name: [] for name in models}
     for _ in tqdm(range(WARMUP + rounds), desc="speed", leave=False, disable=None):

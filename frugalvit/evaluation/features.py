@@ -51,15 +51,9 @@ def evaluate_features(arguments: argparse.Namespace, learn: Callable[..., Callab
     test_features)` returns."""
     train_images, test_images, split = read_labeled_parts(arguments)
     test_images = take_first(test_images, arguments.limit)
-    embed = Embedder(
-        arguments.model,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.num_workers,
-        exact=arguments.exact,
-        return_errors=arguments.skip_corrupt,
-        device=arguments.device,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "exact", "device")}
+    options |= {"return_errors": arguments.skip_corrupt, "trust_remote_code": arguments.trust_remote_code}
+    embed = Embedder(arguments.model, **options)
     features, labels = embed_images(embed, train_images)
     test_features, test_labels = embed_images(embed, test_images)
     scores = learn(features, labels)(test_features)

@@ -53,23 +53,21 @@ def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
     return train, test, split
 
 
+def reading_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """The arguments that `Reader` and `image_batches` take."""
+    return {name: getattr(arguments, name) for name in ("exact", "batch_size", "num_workers", "skip_corrupt")}
+
+
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
     """Take the first `limit` records, if there is a limit."""
     return table.select(range(min(limit, len(table)))) if limit else table
 
 
 def image_batches(
-    reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int = 0, skip_corrupt: bool = False
+    reader: Reader, images: datasets.Dataset, batch_size: int = 64, num_workers: int = 0, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
     """Yield batches of pixel values of the images that can be read, with their indices, and show a progress bar.
-
-    Args:
-        reader (`Reader`): Turns `PIL.Image` into pixel values.
-        images (`datasets.Dataset`): Images, as `load_images` returns them.
-        batch_size (`int`): Images at a time.
-        num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
-    """
+    `num_workers` threads decode, see `count_threads`; `skip_corrupt` leaves out images that cannot be read."""
 
     def read(index: int) -> torch.Tensor | None:
         try:

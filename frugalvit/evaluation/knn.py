@@ -24,17 +24,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def neighbor_scores(
     known: torch.Tensor, labels: torch.Tensor, features: torch.Tensor, neighbors: int = 20
 ) -> torch.Tensor:
-    """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07).
-
-    Args:
-        known (`torch.Tensor`), labels (`torch.Tensor`): Features of labeled images, `(images, embedding_size)`
-            float32, and their labels, `(images,)` int64.
-        features (`torch.Tensor`): `(images, embedding_size)`, float32.
-        neighbors (`int`, *optional*, defaults to 20): Number of voters.
-
-    Returns:
-        `torch.Tensor`: `(images, classes)`, each row sums to 1.
-    """
+    """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07). Returns `(images,
+    classes)`, each row sums to 1."""
     if len(known) < neighbors:
         raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(known)} labeled images.")
     known, scores = F.normalize(known, dim=1), []

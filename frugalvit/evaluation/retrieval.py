@@ -19,14 +19,15 @@ CHUNK = 256
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    images, captions = read_karpathy(arguments.dataset, arguments.image_folder, arguments.split, arguments.limit)
+    [dataset] = arguments.dataset
+    images, captions = read_karpathy(dataset, arguments.image_folder, arguments.split or "test", arguments.limit)
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
     reader = Reader(towers.image_processor, towers.share_read, arguments.exact)
     image_embeddings = embed_all_images(towers, reader, images, arguments.batch_size, arguments.num_workers)
     texts = [caption for several in captions for caption in several]
     owners = torch.tensor([index for index, several in enumerate(captions) for _ in several])
     text_embeddings = embed_all_texts(towers, texts, arguments.batch_size)
-    about = {"dataset": arguments.dataset, "images": len(images), "captions": len(texts)}
+    about = {"dataset": dataset, "images": len(images), "captions": len(texts)}
     return name_models(arguments) | about | retrieval_recall(image_embeddings, text_embeddings, owners)
 
 
@@ -70,9 +71,8 @@ def retrieval_recall(
     """Recall at 1, 5 and 10, in percent: `text_to_image@k` and `image_to_text@k`, whether one of an image's captions
     is among the k best. Ties count half: embeddings that are all alike find nothing.
 
-    Args:
-        image_embeddings, text_embeddings (`torch.Tensor`): `(images, width)` and `(captions, width)`, of norm 1.
-        owners (`torch.Tensor`): `(captions,)`, the image of each caption; every image has one at least.
+    Embeddings are `(images, width)` and `(captions, width)`, of norm 1, and `owners` `(captions,)`, the image of each
+    caption; every image has one at least.
     """
     images = torch.arange(len(image_embeddings))
     recall = {}

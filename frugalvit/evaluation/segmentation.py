@@ -64,20 +64,11 @@ def segmentation_scores(
     window: int | None = None,
     skip_corrupt: bool = False,
 ) -> dict[str, object]:
-    """Evaluate a semantic segmentation model, with a progress bar.
+    """Evaluate a semantic segmentation model, whose logits may have any resolution; return `images`, `skipped` and the
+    scores of `SegmentationScores`.
 
-    Args:
-        model (`PreTrainedModel`): Returns `logits`, `(batch, classes, …)`, at any resolution.
-        image_format (`ImageFormat`): The images that it takes.
-        images (`datasets.Dataset`): Images with masks, as `load_masked_images` returns them.
-        read_mask (`MaskReader`): Reads the masks.
-        batch_size (`int`, *optional*, defaults to 16): Images, or windows of an image, at a time.
-        window (`int`, *optional*): Side of a window that slides by two thirds of it over the image, whose shorter side
-            is resized to that; without one, the image is resized whole.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
-
-    Returns:
-        `dict`: `images`, `skipped` and the scores of `SegmentationScores`.
+    A `window`, the side of a square, slides by two thirds of it over the image, whose shorter side is resized to that;
+    without one, the image is resized whole.
     """
     scores, count, batch = SegmentationScores(model.config.num_labels), 0, []
     for index in tqdm(range(len(images)), desc="evaluate", unit=" images", leave=False, disable=None):

@@ -11,7 +11,7 @@ import torch
 from ..common.labels import class_names
 from ..common.metrics import accuracies
 from ..common.reading import Reader
-from .images import image_batches, images_to_evaluate
+from .images import image_batches, images_to_evaluate, reading_options
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
@@ -21,15 +21,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     templates = read_templates(arguments.templates)
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
     classifier = zero_shot_classifier(towers, names, templates, arguments.batch_size)
-    results = zero_shot_accuracy(
-        towers,
-        classifier,
-        images,
-        exact=arguments.exact,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.num_workers,
-        skip_corrupt=arguments.skip_corrupt,
-    )
+    results = zero_shot_accuracy(towers, classifier, images, **reading_options(arguments))
     about = {"dataset": " ".join(arguments.dataset), "split": split}
     return name_models(arguments) | about | {"classes": len(names), "templates": len(templates)} | results
 
@@ -79,9 +71,7 @@ def zero_shot_accuracy(
     towers: TwoTowers,
     classifier: torch.Tensor,
     images: datasets.Dataset,
-    *,
     exact: bool = False,
-    batch_size: int = 64,
     **reading,
 ) -> dict[str, object]:
     """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`; `exact`
@@ -89,7 +79,7 @@ def zero_shot_accuracy(
     classifier = classifier.to(towers.device)
     measured, count = accuracies(), 0
     reader = Reader(towers.image_processor, towers.share_read, exact)
-    for pixel_values, indices in image_batches(reader, images, batch_size, **reading):
+    for pixel_values, indices in image_batches(reader, images, **reading):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
         measured.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
         count += len(indices)
