@@ -18,24 +18,16 @@ REACH = 2
 
 @dataclass
 class LayerStatistics:
-    """Statistics of a layer, averaged over images.
+    """Statistics of a layer, averaged over images."""
 
-    Args:
-        layer (`int`): Its number, from 1.
-        stable_rank (`float`): Stable rank of the layer's output, see `stable_rank`.
-        entropy (`list[float]`): Entropy of each head's attention, averaged over queries, in nats; at most log(tokens).
-        maps (`torch.Tensor`): `(heads, tokens, tokens)` attention of queries (rows) to keys, [CLS] and the like first.
-        offset (list of pairs of `int`): The relative position (dy, dx), at most two away, to which each head attends
-            most; empty where tokens lie on no grid.
-        mass (`list[float]`): Attention to that position, averaged over the tokens that have it within the grid.
-    """
-
-    layer: int
-    stable_rank: float
-    entropy: list[float]
-    maps: torch.Tensor = field(repr=False)
-    offset: list[tuple[int, int]] = field(default_factory=list)
-    mass: list[float] = field(default_factory=list)
+    layer: int  # from 1
+    stable_rank: float  # of the layer's output
+    entropy: list[float]  # of each head's attention, averaged over queries, in nats; at most log(tokens)
+    maps: torch.Tensor = field(repr=False)  # (heads, queries, keys) attention, [CLS] and the like first
+    # The relative position (dy, dx), at most `REACH` away, to which each head attends most, and attention to it,
+    # averaged over the tokens that have it within the grid; empty where tokens lie on no grid.
+    offset: list[tuple[int, int]]
+    mass: list[float]
 
 
 def stable_rank(matrices: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .common.command_line import (
 )
 from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
-from .common.labels import class_names, label_numbers, match_labels
+from .common.labels import check_labels, class_names, label_numbers, match_labels
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
@@ -71,7 +71,6 @@ def make_parser() -> CommandParser:
     )
     add_dataset_arguments(parser)
     parser.add_argument("--limit", type=positive, help="number of test images, chosen at random")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: %(default)s)")
     parser.add_argument("--rounds", type=positive, default=10, help="timed passes per model (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
     add_reading_arguments(parser)
@@ -85,21 +84,22 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(arguments.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
-    device = str(choose_device(arguments.device))
-    fast = choose_mixed_precision(torch.device(device)) == "bf16"
+    device = choose_device(arguments.device)
     options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
     contenders = load_teachers(arguments.teacher, resolutions=arguments.resolutions, **options)
     for folder in arguments.students:
         contenders += load_students(folder, **options)
     test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
-    if "label" in test.features and (label_numbers(test) < 0).any():
+    if "label" in test.features and (label_numbers(test) < 0).all():
         test = test.remove_columns("label")
-    test = sample(test, arguments.limit, arguments.seed)
+    elif "label" in test.features:
+        check_labels(test, split)
+    test = sample(test, arguments.limit, seed=0)
     with whole_folder(output) as folder:
         rows = compare(
             contenders,
             test,
-            precisions=["float32", "bf16"] if fast else ["float32"],
+            precisions=list(PRECISIONS)[: 2 if choose_mixed_precision(device) == "bf16" else 1],
             rounds=arguments.rounds,
             batch_size=arguments.batch_size,
             num_workers=arguments.num_workers,
@@ -109,14 +109,13 @@ def main(argv: list[str] | None = None) -> None:
             "dataset": " ".join(arguments.dataset),
             "split": split,
             "images": len(test),
-            "seed": arguments.seed,
-            "device": device,
+            "device": str(device),
             "threads": torch.get_num_threads(),
             "rounds": arguments.rounds,
             "batch_sizes": BATCH_SIZES,
         }
-        legend = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in settings.items())
-        legend = f"± is a standard error; images/s by batch size. {legend}."
+        about = ", ".join(f"{name}: {value}" for name, value in settings.items())
+        legend = f"± is a standard error; images/s by batch size. {about}."
         # Print first: a full disk must not lose what was measured.
         print(f"{format_table(table_rows(rows))}\n\n{legend}")
         command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
@@ -142,7 +141,7 @@ def compare(
     """
     embeddings, indices = embed_all(contenders, test, **reading)
     labels = torch.from_numpy(label_numbers(test))[indices] if "label" in test.features else None
-    rows, of_teacher = [], None
+    rows, of_teacher, teacher = [], None, embeddings[0].mean(0)
     for number, contender in enumerate(contenders):
         macs = count_macs(contender.model, contender.image_size).macs_with_attention
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
@@ -151,7 +150,8 @@ def compare(
             right = classifies(contender, embeddings[number], labels, class_names(test))
             row |= describe_score("accuracy", right, of_teacher)
             of_teacher = right if number == 0 else of_teacher
-        row["cosine"] = mean_cosine(embeddings[number], embeddings[0])
+        alike = embeddings[number].shape[-1] == teacher.shape[-1]
+        row["cosine"] = F.cosine_similarity(embeddings[number], teacher, dim=-1).mean().item() if alike else None
         rows.append(row | {"images_per_second": {precision: {} for precision in precisions}})
     for precision, batch_size in itertools.product(precisions, BATCH_SIZES):
         models, images = {}, {}
@@ -190,10 +190,7 @@ def classifies(
     contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor, names: Sequence[str]
 ) -> torch.Tensor:
     """Whether a contender's classifier is right, `(images,)`, the mean over draws; classes are matched by name."""
-    try:
-        expected = torch.tensor(match_labels(names, contender.id2label))[labels]
-    except ValueError as error:
-        raise ValueError(f"{contender.name}: {error}") from error
+    expected = torch.tensor(match_labels(names, contender.id2label))[labels]
     best = torch.stack([contender.classifier(draw.to(contender.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == expected).double().mean(0)
 
@@ -207,13 +204,6 @@ def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None)
         several = values is not None and len(values) > 1
         described[f"{key}_error"] = values.std().item() / len(values) ** 0.5 if several else None
     return described
-
-
-def mean_cosine(embeddings: torch.Tensor, teacher: torch.Tensor) -> float | None:
-    """Mean cosine of embeddings, `(draws, images, embedding_size)`, with the teacher's; None if sizes differ."""
-    if embeddings.shape[-1] != teacher.shape[-1]:
-        return None
-    return F.cosine_similarity(embeddings, teacher.mean(0), dim=-1).mean().item()
 
 
 def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from .common.files import check_file_path, whole_file
@@ -20,11 +20,7 @@ MARGIN = 0.15
 # Largest number of overlapping boxes that can be told apart.
 MOST_BOXES = 16
 PANEL_SIZE, FONT_SIZE = 2.1, 8
-# Hues of one lightness (LCh 54, 70): each stands out as much as any other on a faded gray image.
-TOKEN_COLORS = LinearSegmentedColormap.from_list(
-    "tokens",
-    ["#ea405c", "#d25f1b", "#a17c00", "#5e8f00", "#009849", "#009c8f", "#009acf", "#0091f6", "#3e7cf5", "#b75bcd"],
-)
+TOKEN_COLORS = colormaps["rainbow"]
 
 
 def draw_rois(

@@ -47,9 +47,8 @@ def classification_accuracy(
     exact: bool = False,
     **reading,
 ) -> dict[str, object]:
-    """Evaluate an image classifier, whose classes are matched by name; options as in `fgsm`, `occlude_center`, `Reader`
-    and `image_batches`. Return `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second`, with
-    decoding."""
+    """Evaluate an image classifier, whose classes are matched by name; options as in `fgsm`, `occlude_center`,
+    `Reader` and `image_batches`. Images per second include decoding."""
     if class_names(images) is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     check_labels(images, str(images.split or "given"))

@@ -73,12 +73,8 @@ def read_answer(text: str, num_choices: int) -> int | None:
 
 
 def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size: int = 8) -> dict[str, object]:
-    """Let a LLaVA answer the questions of `read_questions`.
-
-    Returns:
-        `dict`: `questions`, `accuracy`, `image_accuracy` and `text_accuracy` (of questions with and without an image,
-        `None` if there are none) and `unanswered`, the answers that name no option.
-    """
+    """Let a LLaVA answer the questions of `read_questions`. Accuracies are `None` where there are no such questions;
+    `unanswered` counts the answers that name no option."""
     right, unanswered = {True: [], False: []}, 0
     has_image = [image is not None for image in questions["image"]]
     # A batch has images for all or for none.

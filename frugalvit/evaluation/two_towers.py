@@ -9,13 +9,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from ..common.loading import (
-    load_image_processor,
-    load_pretrained,
-    load_vision_model,
-    one_error,
-    split_revision,
-)
+from ..common.loading import load_image_processor, load_pretrained, load_vision_model, one_error, split_revision
 from ..common.reading import share_read
 from ..common.scores import check_scores
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
