@@ -46,9 +46,9 @@ from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare, describe_score, embed_all
 from frugalvit.contenders import WithTokens, load_students, load_teacher, load_teachers
 from frugalvit.evaluation.knn import neighbor_scores
-from frugalvit.evaluation.linear import fit_probe
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
+from linear_probe import fit_probe
 from shared import (
     ROOT,
     add_precision_argument,

@@ -41,13 +41,6 @@ TASKS = {
         "Accuracy of nearest neighbors by a model's features. The most similar labeled images vote, by cosine, with "
         "weights exp(cosine / 0.07) (DINO, Caron et al. 2021).",
     ),
-    "linear": (
-        EMBEDS,
-        64,
-        [*IMAGES, add_training_images_arguments],
-        "Accuracy of a linear classifier on a model's frozen features. Logistic regression on standardized features, "
-        "whose penalty is chosen on a fifth of the training images.",
-    ),
     "segmentation": (
         FOLDER,
         16,

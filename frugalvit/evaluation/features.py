@@ -1,7 +1,6 @@
-"""Evaluate a model's embeddings of labeled images."""
+"""Embeddings of many images."""
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import datasets
 import numpy as np
@@ -11,10 +10,8 @@ from torch import nn
 from tqdm import tqdm
 
 from ..common.decoding import CorruptImageError
-from ..common.labels import class_names, label_numbers
-from ..common.metrics import accuracies
+from ..common.labels import label_numbers
 from ..inference import Embedder
-from .images import read_labeled_parts, take_first
 
 
 def extract_features(
@@ -44,29 +41,3 @@ def embed_images(embed: Embedder, images: datasets.Dataset) -> tuple[torch.Tenso
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")
     features = torch.from_numpy(np.stack([found[index] for index in read]))
     return features, torch.from_numpy(label_numbers(images)[read])
-
-
-def evaluate_features(arguments: argparse.Namespace, learn: Callable[..., Callable]) -> dict[str, object]:
-    """Embed the images that the arguments name and measure accuracies by the scores that `learn(features, labels)(
-    test_features)` returns."""
-    train_images, test_images, split = read_labeled_parts(arguments)
-    test_images = take_first(test_images, arguments.limit)
-    options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "exact", "device")}
-    options |= {"return_errors": arguments.skip_corrupt, "trust_remote_code": arguments.trust_remote_code}
-    embed = Embedder(arguments.model, **options)
-    features, labels = embed_images(embed, train_images)
-    test_features, test_labels = embed_images(embed, test_images)
-    scores = learn(features, labels)(test_features)
-    return {
-        "model": arguments.model,
-        "dataset": " ".join(arguments.dataset),
-        "train_split": arguments.train_split,
-        **({"eval_dataset": " ".join(arguments.eval_dataset)} if arguments.eval_dataset else {}),
-        "split": split,
-        "classes": len(class_names(train_images)),
-        "train_images": len(labels),
-        "images": len(test_labels),
-        "skipped": len(train_images) - len(labels) + len(test_images) - len(test_labels),
-        "embedding_size": features.shape[1],
-        **accuracies().compute(predictions=scores, references=test_labels),
-    }

@@ -1,12 +1,15 @@
 """Accuracy of nearest neighbors on a model's features, without any training."""
 
 import argparse
-import functools
 
 import torch
 import torch.nn.functional as F
 
-from .features import evaluate_features
+from ..common.labels import class_names
+from ..common.metrics import accuracies
+from ..inference import Embedder
+from .features import embed_images
+from .images import read_labeled_parts, take_first
 
 
 # Temperature of the neighbors' weights, as in DINO.
@@ -14,10 +17,27 @@ TEMPERATURE = 0.07
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    def learn(features: torch.Tensor, labels: torch.Tensor):
-        return functools.partial(neighbor_scores, features, labels, neighbors=arguments.neighbors)
-
-    return evaluate_features(arguments, learn) | {"neighbors": arguments.neighbors}
+    train, test, split = read_labeled_parts(arguments)
+    test = take_first(test, arguments.limit)
+    options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "exact", "device")}
+    options |= {"return_errors": arguments.skip_corrupt, "trust_remote_code": arguments.trust_remote_code}
+    embed = Embedder(arguments.model, **options)
+    known, labels = embed_images(embed, train)
+    features, test_labels = embed_images(embed, test)
+    scores = neighbor_scores(known, labels, features, arguments.neighbors)
+    return {
+        "model": arguments.model,
+        "dataset": " ".join(arguments.eval_dataset or arguments.dataset),
+        "train_split": arguments.train_split,
+        "split": split,
+        "classes": len(class_names(train)),
+        "train_images": len(labels),
+        "images": len(test_labels),
+        "skipped": len(train) - len(labels) + len(test) - len(test_labels),
+        "embedding_size": known.shape[1],
+        "neighbors": arguments.neighbors,
+        **accuracies().compute(predictions=scores, references=test_labels),
+    }
 
 
 @torch.inference_mode()

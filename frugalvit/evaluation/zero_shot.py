@@ -2,12 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import datasets
 import open_clip
 import torch
 
+from ..common.files import read_text
 from ..common.labels import class_names
 from ..common.metrics import accuracies
 from ..common.reading import Reader
@@ -31,9 +31,9 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
-    if source is None:
-        return known
-    names = list(open_clip.IMAGENET_CLASSNAMES) if source == "imagenet" else _lines(source, "--classes")
+    names = list(open_clip.IMAGENET_CLASSNAMES) if source == "imagenet" else known
+    if source not in (None, "imagenet"):
+        names = [line.strip() for line in read_text(source).splitlines() if line.strip()]
     if len(names) < len(known):
         raise ValueError(f"--classes {source} names {len(names)} classes, the data set has {len(known)}.")
     return names
@@ -43,18 +43,10 @@ def read_templates(source: str) -> list[str]:
     """Read sentences with `{}` in the place of a class's name."""
     if source == "imagenet":
         return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
-    templates = _lines(source, "--templates")
-    if wrong := [line for line in templates if line.count("{}") != 1 or line.count("{") + line.count("}") != 2]:
+    templates = [line.strip() for line in read_text(source).splitlines() if line.strip()]
+    if wrong := [line for line in templates or [""] if line.count("{}") != 1 or line.count("{") != 1]:
         raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
     return templates
-
-
-def _lines(path: str, argument: str) -> list[str]:
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
-    lines = [line.strip() for line in lines if line.strip()]
-    if not lines:
-        raise ValueError(f"{argument} {path} is no file with one entry a line, nor `imagenet`.")
-    return lines
 
 
 def zero_shot_classifier(

@@ -1,23 +1,15 @@
 """Linear probes: logistic regression on a frozen model's features."""
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
-
-from .features import evaluate_features
 
 
 # Weights of the penalty to choose from, the strongest first.
 PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
 # One image in this many of each class is held back for that choice.
 HELD_BACK = 5
-
-
-def run(arguments: argparse.Namespace) -> dict[str, object]:
-    return evaluate_features(arguments, fit_probe)
 
 
 class LinearProbe(nn.Module):

@@ -1,4 +1,4 @@
-"""`frugalvit evaluate knn` and `linear`: the numbers of a brute-force loop, whatever way the images are given."""
+"""`frugalvit evaluate knn`: the numbers of a brute-force loop, whatever way the images are given."""
 
 import io
 import json
@@ -18,15 +18,14 @@ from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.evaluation.embeddings import image_embedder, image_maker
 from frugalvit.evaluation.knn import neighbor_scores
-from frugalvit.evaluation.linear import PENALTIES, LinearProbe, choose_held_back, fit_probe
 
 
 VIT = str(checkpoint_path("cifar10-vit"))
 
 
-def evaluate(task, *arguments, tmp_path) -> dict:
+def evaluate(*arguments, tmp_path) -> dict:
     file = tmp_path / "results.json"
-    assert main(["evaluate", task, "--device", "cpu", "--output", str(file), *map(str, arguments)]) == 0
+    assert main(["evaluate", "knn", "--device", "cpu", "--output", str(file), *map(str, arguments)]) == 0
     return json.loads(file.read_text())
 
 
@@ -61,7 +60,7 @@ def vote(features, labels, asked, neighbors) -> list[int]:
 
 def test_neighbors_equal_brute_force(tmp_path):
     arguments = ["--model", VIT, "--train-split", "train[:40]", "--limit", 30, "--batch-size", 32]
-    results = evaluate("knn", *arguments, "--neighbors", 7, tmp_path=tmp_path)
+    results = evaluate(*arguments, "--neighbors", 7, tmp_path=tmp_path)
     best = vote(pooled("train[:40]"), labels_of("train[:40]"), pooled("test[:30]"), 7)
     right = (torch.tensor(best) == labels_of("test[:30]")).double().mean().item()
     assert results["accuracy"] == pytest.approx(right) and 0.3 < right <= results["top5_accuracy"]
@@ -79,49 +78,6 @@ def test_neighbors_weigh_by_similarity():
     assert scores[0, 0].item() == pytest.approx((expected[0] / expected.sum()).item(), rel=1e-5)
 
 
-def test_linear_probe(tmp_path):
-    results = evaluate("linear", "--model", VIT, "--train-split", "train[:100]", "--limit", 40, tmp_path=tmp_path)
-    probe = fit_probe(pooled("train[:100]"), labels_of("train[:100]"))
-    right = probe(pooled("test[:40]")).argmax(1) == labels_of("test[:40]")
-    assert results["accuracy"] == pytest.approx(right.double().mean().item())
-    assert results["top5_accuracy"] >= results["accuracy"] > 0.5
-
-
-def noise(images: int = 60, size: int = 8, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(classes, (images,), generator=generator)
-    return torch.randn(images, size, generator=generator) + torch.eye(classes, size)[labels], labels
-
-
-def test_linear_probe_is_the_minimum():
-    """The gradient of the penalized mean cross-entropy is zero there, and features' scales do not matter."""
-    (features, labels), penalty = noise(), 0.01
-    probe = LinearProbe(features, labels, 3, penalty)
-    inputs = (features - features.mean(0)) / features.std(0, correction=0)
-    weight, bias = probe.linear.weight, probe.linear.bias
-    loss = F.cross_entropy(inputs @ weight.T + bias, labels) + penalty / 2 * weight.square().sum()
-    gradients = torch.autograd.grad(loss, [weight, bias])
-    assert max(gradient.abs().max() for gradient in gradients) < 1e-4
-    scaled = torch.logspace(-2, 2, 8) * features + 5
-    assert torch.allclose(LinearProbe(scaled, labels, 3, penalty)(scaled), probe(features), atol=0.01)
-
-
-def test_penalty_is_chosen_by_images_that_are_held_back():
-    """The one of which a probe of the others is right most often, the strongest of equals."""
-    features, labels = noise(size=20)
-    held_back = choose_held_back(labels, seed=3)
-    assert labels[held_back].bincount().tolist() == [size // 5 for size in labels.bincount().tolist()]
-    right = []
-    for penalty in PENALTIES:
-        probe = LinearProbe(features[~held_back], labels[~held_back], 3, penalty)
-        right.append((probe(features[held_back]).argmax(1) == labels[held_back]).sum().item())
-    assert len(set(right)) > 1
-    assert fit_probe(features, labels, seed=3).penalty == PENALTIES[right.index(max(right))]
-    # The only image of a class stays, of two one goes.
-    assert choose_held_back(torch.tensor([0, 1, 1, 2]), seed=0).tolist()[::3] == [False, False]
-    assert choose_held_back(torch.tensor([0, 1, 1, 2]), seed=0).sum() == 1
-
-
 def write_pictures(folder, count: int):
     folder.mkdir(parents=True)
     for number in range(count):
@@ -135,7 +91,7 @@ def test_layouts(parts, expected, tmp_path):
         for label in ("red", "blue"):
             write_pictures(tmp_path / "images" / part / label, count)
     arguments = ["--model", checkpoint_path("cifar10-sparseformer"), "--dataset", tmp_path / "images"]
-    results = evaluate("knn", *arguments, "--neighbors", 3, tmp_path=tmp_path)
+    results = evaluate(*arguments, "--neighbors", 3, tmp_path=tmp_path)
     assert (results["train_images"], results["images"]) == expected and results["classes"] == 2
 
 
