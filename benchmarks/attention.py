@@ -115,7 +115,7 @@ def own_start(run: Path, model: PreTrainedModel) -> PreTrainedModel:
     names = list(model.config.id2label.values())
     set_seed(args.seed)
     if name == "joint":
-        return joint.build_twins(options, names, args.seed)
+        return joint.build_twins(options, names)
     return build_model(options, args, names)[0]
 
 

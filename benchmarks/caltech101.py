@@ -40,13 +40,15 @@ from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import macs_of
+from frugalvit.common.macs import count_macs
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.views import EvalView, ImageFormat, seeded
-from frugalvit.compare import compare
+from frugalvit.compare import compare, describe_score, embed_all
 from frugalvit.contenders import WithTokens, load_students, load_teacher, load_teachers
+from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
+from linear_probe import fit_probe
 from shared import (
     ROOT,
     add_precision_argument,
@@ -182,7 +184,10 @@ def measure_student(arguments, folder: Path) -> list[dict]:
     model, processor = load_image_classifier(folder, "cpu")
     teacher, _ = load_teacher(str(arguments.runs_dir / "teacher"), str(choose_device()))
     counts, image_format = model.config.trained_token_counts, ImageFormat.from_processor(processor)
-    rows = {count: {"tokens": count, "macs": macs_of(WithTokens(model, count), image_format.size)} for count in counts}
+    rows = {
+        count: {"tokens": count, "macs": count_macs(WithTokens(model, count), image_format.size).macs_with_attention}
+        for count in counts
+    }
     adaptive = [
         {"looks": list(looks), "confidence": confidence}
         for looks, confidence in itertools.product(LOOKS, CONFIDENCES)
@@ -364,7 +369,11 @@ def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
     image_format = ImageFormat.from_processor(processor)
     embeddings, labels = outputs_for(arguments, lambda pixels: model(pixels).embedding, image_format)
     accuracy = accuracy_of(teacher.classifier.cpu()(embeddings), labels)
-    return {"accuracy": accuracy, "macs": macs_of(model, teacher.image_size), "images": len(labels)}
+    return {
+        "accuracy": accuracy,
+        "macs": count_macs(model, teacher.image_size).macs_with_attention,
+        "images": len(labels),
+    }
 
 
 def compare_features(arguments):
@@ -390,9 +399,17 @@ def compare_features(arguments):
     teacher = load_teacher(arguments.model)
     contenders += [with_random_patches(*teacher, (side // 14) ** 2, seed) for side in RESOLUTIONS]
     contenders += load_students(str(student), METHODS["elastic"], "student")
-    rows = compare(contenders, test, train, batch_size=32, rounds=1)
-    # Speeds stand in what `compare` writes.
-    rows = [{name: value for name, value in row.items() if name != "images_per_second"} for row in rows]
+    rows, teachers = compare(contenders, test, batch_size=32, rounds=1), {}
+    (asked, indices), (known, known_indices) = (embed_all(contenders, images, 32) for images in (test, train))
+    labels = torch.from_numpy(label_numbers(test))[indices]
+    known_labels = torch.from_numpy(label_numbers(train))[known_indices]
+    for row, embeddings, known_embeddings in zip(rows, asked, known, strict=True):
+        # Speeds stand in what `compare` writes.
+        del row["images_per_second"]
+        right = learns(embeddings, labels, known_embeddings, known_labels)
+        for name, values in right.items():
+            row |= describe_score(name, values, teachers.get(name))
+        teachers = teachers or right
     print_rows(rows)
     write_table(
         arguments.results_dir / f"{file_name(arguments)}_features.json",
@@ -400,6 +417,20 @@ def compare_features(arguments):
         rows,
         data=f"{arguments.title}, {classes}, 224 px",
     )
+
+
+def learns(
+    embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws, given the
+    embeddings and labels of the test images and of the images to learn from."""
+    classes, numbers = known_labels.unique(return_inverse=True)
+    right = {"linear_accuracy": [], "neighbor_accuracy": []}
+    for asked, features in zip(embeddings, known, strict=True):
+        scores = (fit_probe(features, numbers, seed)(asked), neighbor_scores(features, numbers, asked))
+        for draws, each in zip(right.values(), scores, strict=True):
+            draws.append(classes[each.argmax(1)] == labels)
+    return {name: torch.stack(draws).double().mean(0) for name, draws in right.items()}
 
 
 def make_table(arguments):

@@ -35,7 +35,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import macs_of
+from frugalvit.common.macs import count_macs
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.configuration.configuration_base import pair
@@ -186,7 +186,7 @@ def measure_larger(arguments):
             "model": name,
             "pixels": image_format.size[0],
             "tokens": tokens,
-            "macs": macs_of(model, image_format.size),
+            "macs": count_macs(model, image_format.size).macs_with_attention,
         }
         rows.append(row | accuracies(arguments, classify, image_format))
         print_rows(rows[-1:])

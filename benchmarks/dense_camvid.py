@@ -38,7 +38,7 @@ from transformers import ViTImageProcessor
 from frugalvit import BootstrapArguments, BootstrapTrainer, PatchSparseFormerBackbone, SparseFormerBackbone
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import choose_device, load_vision_model
-from frugalvit.common.macs import macs_of
+from frugalvit.common.macs import count_macs
 from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import ImageFormat
@@ -102,7 +102,7 @@ class Backbone:
     @property
     def macs(self) -> int:
         """Multiply-accumulates of an image, with attention."""
-        return macs_of(Vision(self.model, self.maps), self.size)
+        return count_macs(Vision(self.model, self.maps), self.size).macs_with_attention
 
 
 def main():

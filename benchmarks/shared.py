@@ -26,7 +26,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import macs_of
+from frugalvit.common.macs import count_macs
 from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.splits import default_split
@@ -277,7 +277,7 @@ def measure_speeds(
     """Images a second on the CPU of models in each dtype and of programs, which have their own, for each batch size.
     All take turns; smaller batches have more rounds."""
     rows, programs = [], programs or {}
-    macs = {name: macs_of(model, size) for name, model in models.items()}
+    macs = {name: count_macs(model, size).macs_with_attention for name, model in models.items()}
     for dtype in dtypes:
         timed = {name: model.to(dtype) for name, model in models.items()} | (programs if dtype == dtypes[0] else {})
         for batch_size in batch_sizes:

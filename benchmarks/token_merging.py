@@ -33,7 +33,7 @@ from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.common.files import whole_file
 from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import macs_of
+from frugalvit.common.macs import count_macs
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.contenders import Contender, Vision, as_teacher
@@ -101,7 +101,7 @@ def main():
     def add(name: str, model: nn.Module, training: str | None, results: list[dict] | None = None):
         """Add a row; models that differ in weights alone are one in speed."""
         models.setdefault(name, model)
-        macs = macs_of(model, image_format.size)
+        macs = count_macs(model, image_format.size).macs_with_attention
         accuracies = last_accuracies(results or [evaluate(model, test, image_format)])
         share = macs / rows[0]["macs_with_attention"] if rows else 1.0
         row = {"row": name, "training": training, **accuracies, "macs_with_attention": macs, "of_teacher": share}
@@ -262,7 +262,7 @@ def tune(
         schedule = transformers.get_cosine_schedule_with_warmup(
             optimizer, round(warmup_epochs * len(loader)), epochs * len(loader)
         )
-        whole = macs_of(anatomy.source, image_format.size)
+        whole = count_macs(anatomy.source, image_format.size).macs_with_attention
         for _ in range(epochs):
             for batch in tqdm(loader, desc=folder.name, leave=False):
                 pixel_values = batch["pixel_values"].to(device)
@@ -357,37 +357,43 @@ class RandomPatches:
     """A vision transformer's embedding of some of an image's patches, chosen at random for each image.
 
     Args:
-        anatomy (`Anatomy`): The vision transformer.
+        anatomy (`Anatomy`): The vision transformer, without rotary positions.
         patches (`int`): Number of patches kept.
         seed (`int`): Seed of the choice, which goes on from call to call.
     """
 
     def __init__(self, anatomy: Anatomy, patches: int, seed: int):
         self.anatomy, self.patches = anatomy, patches
-        self.dtype = next(anatomy.model.parameters()).dtype
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        tokens, _ = self.states(pixel_values)
-        return self.anatomy.pool(tokens)
+        with self.choosing():
+            return self.anatomy.embed(pixel_values)
 
     def states(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens after the last block, `(batch, prefix + patches, hidden_size)`, and the indices of the
         patches kept, `(batch, patches)` int64."""
-        if (dtype := next(self.anatomy.model.parameters()).dtype) != self.dtype:
-            # Some parts are views of weights, which a cast leaves behind.
-            self.anatomy, self.dtype = self.anatomy.read(self.anatomy.source), dtype
-        anatomy, front = self.anatomy, self.anatomy.num_prefix_tokens
-        tokens = anatomy.tokens(pixel_values)
-        # Without replacement. The order does not matter.
-        noise = torch.rand(len(tokens), anatomy.num_patches, generator=self.generator)
-        kept = noise.topk(self.patches).indices.to(tokens.device)
-        patches = tokens[:, front:].gather(1, kept[..., None].expand(-1, -1, tokens.shape[-1]))
-        tokens = torch.cat([tokens[:, :front], patches], dim=1)
-        rotate = anatomy.rotation(tokens.dtype, kept)
-        for block in anatomy.blocks:
-            tokens = block(tokens, rotate)
-        return tokens, kept
+        with self.choosing():
+            return self.anatomy.states(pixel_values)[-1], self.kept
+
+    @contextmanager
+    def choosing(self):
+        """Leave out patches before the first block; the model runs as it is otherwise."""
+
+        def leave_out(module, arguments, keywords):
+            tokens, front = arguments[0] if arguments else keywords["hidden_states"], self.anatomy.num_prefix_tokens
+            # Without replacement. The order does not matter.
+            noise = torch.rand(len(tokens), self.anatomy.num_patches, generator=self.generator)
+            self.kept = noise.topk(self.patches).indices.to(tokens.device)
+            patches = tokens[:, front:].gather(1, self.kept[..., None].expand(-1, -1, tokens.shape[-1]))
+            tokens = torch.cat([tokens[:, :front], patches], dim=1)
+            return ((tokens, *arguments[1:]), keywords) if arguments else ((), keywords | {"hidden_states": tokens})
+
+        handle = self.anatomy.blocks[0].module.register_forward_pre_hook(leave_out, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -45,10 +45,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
     check_folder(Path(folder))
     with one_error(name, COUNTED):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
-    try:
         found = model_class(config)
-    except ValueError as error:
-        raise ValueError(f"{name!r} cannot be counted: {error}.") from error
     vision = vision_config_of(config)
     if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
         raise ValueError(f"{name!r} is a {found.__name__}, expected a vision model with images of one size.")

@@ -18,25 +18,16 @@ REACH = 2
 
 @dataclass
 class LayerStatistics:
-    """Statistics of a layer, averaged over images.
+    """Statistics of a layer, averaged over images."""
 
-    Args:
-        layer (`int`): Its number, from 1.
-        stable_rank (`float`): Stable rank of the layer's output, see `stable_rank`.
-        entropy (`list[float]`): Entropy of each head's attention, averaged over queries, in nats; at most log(tokens).
-        offset (list of pairs of `int`): The relative position (dy, dx), at most two away, to which each head attends
-            most; empty where tokens lie on no grid.
-        mass (`list[float]`): Attention to that position, averaged over the tokens that have it within the grid.
-        maps (`torch.Tensor`): `(heads, tokens, tokens)` attention of queries (rows) to keys, [CLS] and the like first;
-            `None` for convolutional layers.
-    """
-
-    layer: int
-    stable_rank: float
-    entropy: list[float] = field(default_factory=list)
-    offset: list[tuple[int, int]] = field(default_factory=list)
-    mass: list[float] = field(default_factory=list)
-    maps: torch.Tensor | None = field(default=None, repr=False)
+    layer: int  # from 1
+    stable_rank: float  # of the layer's output
+    entropy: list[float]  # of each head's attention, averaged over queries, in nats; at most log(tokens)
+    maps: torch.Tensor = field(repr=False)  # (heads, queries, keys) attention, [CLS] and the like first
+    # The relative position (dy, dx), at most `REACH` away, to which each head attends most, and attention to it,
+    # averaged over the tokens that have it within the grid; empty where tokens lie on no grid.
+    offset: list[tuple[int, int]]
+    mass: list[float]
 
 
 def stable_rank(matrices: torch.Tensor) -> torch.Tensor:
@@ -51,44 +42,36 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
     """Measure the attention of a model's layers to images, and the stable rank of their outputs.
 
     Args:
-        model (`PreTrainedModel`): A vision transformer of Transformers or of this package. For a convolutional model,
-            only the stable rank is measured.
+        model (`PreTrainedModel`): A vision transformer whose tokens attend to all others.
         batches (iterable of `torch.Tensor`): Pixel values `(batch, channels, height, width)`.
     """
-    implementation = getattr(model.config, "_attn_implementation", None)
-    attends = hasattr(model.config, "num_attention_heads")
-    if attends:
-        model.set_attn_implementation("eager")
-    wanted = {"output_attentions": True} if attends else {}
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
     count, sums = 0, defaultdict(float)
     try:
         for pixel_values in batches:
             count += len(pixel_values)
-            outputs = model(pixel_values, output_hidden_states=True, **wanted)
-            for layer, states in enumerate(outputs.hidden_states[1:]):
-                # A feature map's positions are its tokens.
-                tokens = states.flatten(2).mT if states.ndim == 4 else states
-                check_scores(tokens, f"hidden states of layer {layer}")
-                sums["rank", layer] += stable_rank(tokens).sum()
-            for layer, weights in enumerate((attends and outputs.attentions) or ()):
-                # Windows of an image count as one.
-                weights, share = weights.float(), len(pixel_values) / len(weights)
-                sums["maps", layer] += share * weights.sum(0)
-                sums["entropy", layer] += share * torch.special.entr(weights).sum(-1).mean(-1).sum(0)
+            outputs = model(pixel_values, output_hidden_states=True, output_attentions=True)
+            for layer, (states, weights) in enumerate(zip(outputs.hidden_states[1:], outputs.attentions, strict=True)):
+                check_scores(states, f"hidden states of layer {layer}")
+                sums["rank", layer] += stable_rank(states).sum()
+                sums["maps", layer] += weights.float().sum(0)
+                sums["entropy", layer] += torch.special.entr(weights.float()).sum(-1).mean(-1).sum(0)
     finally:
-        if attends:
-            model.set_attn_implementation(implementation)
+        model.set_attn_implementation(implementation)
     if not count:
         raise ValueError("Got no images, expected at least one.")
     means, grid = {key: value.cpu() / count for key, value in sums.items()}, patch_grid(model.config)
-    statistics = []
-    for layer in range(sum(name == "rank" for name, _ in means)):
-        statistics.append(LayerStatistics(layer + 1, means["rank", layer].item()))
-        if ("maps", layer) in means:
-            statistics[-1].maps = means["maps", layer]
-            statistics[-1].entropy = means["entropy", layer].tolist()
-            statistics[-1].offset, statistics[-1].mass = favorite_neighbors(means["maps", layer], grid)
-    return statistics
+    return [
+        LayerStatistics(
+            layer + 1,
+            means["rank", layer].item(),
+            means["entropy", layer].tolist(),
+            means["maps", layer],
+            *favorite_neighbors(means["maps", layer], grid),
+        )
+        for layer in range(len(means) // 3)
+    ]
 
 
 def patch_grid(config) -> tuple[int, int] | None:

@@ -12,9 +12,7 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torchvision.transforms import v2
 
 from .common.command_line import (
@@ -22,7 +20,6 @@ from .common.command_line import (
     add_dataset_arguments,
     add_device_argument,
     add_reading_arguments,
-    add_training_images_arguments,
     add_trust_argument,
     positive,
 )
@@ -30,17 +27,15 @@ from .common.data import sample
 from .common.files import whole_folder, write_json, write_text
 from .common.labels import check_labels, class_names, label_numbers, match_labels
 from .common.loading import choose_device
+from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
 from .common.reading import Reader
 from .common.speed import images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
 from .contenders import Contender, load_students, load_teachers
-from .evaluation.features import LabeledFeatures
-from .evaluation.images import image_batches, images_to_evaluate, read_labeled_parts
-from .evaluation.knn import neighbor_scores
-from .evaluation.linear import fit_probe
-from .pictures import LEGEND_COLOR, LINE_COLORS, OUTLINE_COLOR, TEXT_COLOR, save_figure
+from .evaluation.images import image_batches, images_to_evaluate
+from .pictures import save_figure
 
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -53,14 +48,16 @@ SCORES = {
     "mean_iou": "mean intersection over union, %",
     "cosine": "cosine with the teacher's embedding",
 }
+# Lines told apart by color-blind eyes, too (Okabe & Ito).
+LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit compare",
-        description="Compare students with their teacher, and with the teacher on smaller images: accuracy (of models "
-        "without classifier: of nearest neighbors and a linear probe), cosine with the teacher's embedding, "
-        "multiply-accumulates and images per second. Writes compare.json, compare.md and compare.png.",
+        description="Compare students with their teacher, and with the teacher on smaller images: accuracy of "
+        "classifiers, cosine with the teacher's embedding, multiply-accumulates and images per second. Writes "
+        "compare.json, compare.md and compare.png.",
     )
     parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
     parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
@@ -73,18 +70,7 @@ def make_parser() -> CommandParser:
         help="shorter sides of smaller images for the teacher (default: with about 1/4, 2/5 and 9/16 of the patches)",
     )
     add_dataset_arguments(parser)
-    add_training_images_arguments(parser)
-    parser.add_argument(
-        "--features", action="store_true", help="measure nearest neighbors and a linear probe for classifiers, too"
-    )
     parser.add_argument("--limit", type=positive, help="number of test images, chosen at random")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: %(default)s)")
-    parser.add_argument(
-        "--precision",
-        nargs="+",
-        choices=list(PRECISIONS),
-        help="for speed (default: float32 and, where the device is fast at it, bf16)",
-    )
     parser.add_argument("--rounds", type=positive, default=10, help="timed passes per model (default: %(default)s)")
     parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
     add_reading_arguments(parser)
@@ -98,42 +84,38 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(arguments.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
-    device = str(choose_device(arguments.device))
-    precisions = arguments.precision
-    if precisions is None:
-        precisions = ["float32", "bf16"] if choose_mixed_precision(torch.device(device)) == "bf16" else ["float32"]
-
+    device = choose_device(arguments.device)
     options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
     contenders = load_teachers(arguments.teacher, resolutions=arguments.resolutions, **options)
     for folder in arguments.students:
         contenders += load_students(folder, **options)
-    test, train, split = choose_images(arguments, any(contender.classifier is None for contender in contenders))
+    test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
+    if "label" in test.features and (label_numbers(test) < 0).all():
+        test = test.remove_columns("label")
+    elif "label" in test.features:
+        check_labels(test, split)
+    test = sample(test, arguments.limit, seed=0)
     with whole_folder(output) as folder:
         rows = compare(
             contenders,
             test,
-            train,
-            features=arguments.features,
-            seed=arguments.seed,
-            precisions=precisions,
+            precisions=list(PRECISIONS)[: 2 if choose_mixed_precision(device) == "bf16" else 1],
             rounds=arguments.rounds,
             batch_size=arguments.batch_size,
             num_workers=arguments.num_workers,
             skip_corrupt=arguments.skip_corrupt,
         )
         settings = {
-            "dataset": " ".join(arguments.eval_dataset or arguments.dataset),
+            "dataset": " ".join(arguments.dataset),
             "split": split,
             "images": len(test),
-            "train_images": None if train is None else len(train),
-            "seed": arguments.seed,
-            "device": device,
+            "device": str(device),
             "threads": torch.get_num_threads(),
             "rounds": arguments.rounds,
             "batch_sizes": BATCH_SIZES,
         }
-        legend = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in settings.items())
-        legend = f"± is a standard error; images/s by batch size. {legend}."
+        about = ", ".join(f"{name}: {value}" for name, value in settings.items())
+        legend = f"± is a standard error; images/s by batch size. {about}."
         # Print first: a full disk must not lose what was measured.
         print(f"{format_table(table_rows(rows))}\n\n{legend}")
         command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
@@ -143,99 +125,43 @@ def main(argv: list[str] | None = None) -> None:
     print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
 
 
-def choose_images(
-    arguments: argparse.Namespace, has_backbones: bool
-) -> tuple[datasets.Dataset, datasets.Dataset | None, str]:
-    """Load the test images; labeled images to learn from, if embeddings are judged by labels; and the test images'
-    split."""
-    options = {"dataset": arguments.eval_dataset or arguments.dataset, "limit": None}
-    test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | options))
-    train = None
-    if "label" not in test.features or (label_numbers(test) < 0).all():
-        if arguments.features:
-            raise ValueError(f"The split {split!r} has no labels, which --features needs; see --label-column.")
-        test = test.select_columns("image")
-    elif arguments.features or has_backbones:
-        train, test, split = read_labeled_parts(arguments)
-    else:
-        check_labels(test, split)
-    return sample(test, arguments.limit, arguments.seed), train, split
-
-
 def compare(
     contenders: Sequence[Contender],
     test: datasets.Dataset,
-    train: datasets.Dataset | None = None,
     *,
-    features: bool = False,
-    seed: int = 0,
     precisions: Sequence[str] = ("float32",),
     rounds: int = 10,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure contenders beside each other.
+    """Measure contenders beside each other, the teacher first; they are in float32, and left in the last precision.
 
-    Args:
-        contenders (sequence of `Contender`): The teacher first, all on one device and in float32.
-        test (`datasets.Dataset`): Test images, as `load_images` returns them.
-        train (`datasets.Dataset`, *optional*): Images with labels of the same classes, from which nearest neighbors
-            and linear probes learn. Without it, these are not measured.
-        features (`bool`): Do not use classifiers.
-        seed (`int`): Seed of linear probes.
-        precisions (sequence of `str`): Some of `PRECISIONS`; models are left in the last of them.
-        rounds (`int`): Timed passes of each model.
-        reading: `batch_size` and others of `image_batches`.
-
-    Returns:
-        `list[dict]`: For each contender `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`;
-        those of the scores `accuracy`, `linear_accuracy` and `neighbor_accuracy` that were measured, each as in
-        `describe_score`; `cosine`, the mean with the teacher's embedding; and `images_per_second` by precision and
-        batch size.
+    Each has a row: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, `accuracy` as in
+    `describe_score`, `cosine`, the mean with the teacher's embedding, and `images_per_second` by precision and batch
+    size. `reading` are options of `image_batches`.
     """
-    labels = torch.from_numpy(label_numbers(test)) if "label" in test.features else None
-    classes = [
-        None if features or labels is None or contender.classifier is None else matching_classes(contender, test)
-        for contender in contenders
-    ]
     embeddings, indices = embed_all(contenders, test, **reading)
-    labels = None if labels is None else labels[indices]
-    if train is not None:
-        known, train_indices = embed_all(contenders, train, **reading)
-        known_labels = torch.from_numpy(label_numbers(train))[train_indices]
-
-    rows, scores = [], []
+    labels = torch.from_numpy(label_numbers(test))[indices] if "label" in test.features else None
+    rows, of_teacher, teacher = [], None, embeddings[0].mean(0)
     for number, contender in enumerate(contenders):
-        right = {}
-        if classes[number] is not None:
-            right["accuracy"] = classifies(contender, embeddings[number], classes[number][labels])
-        if train is not None:
-            right |= learns(embeddings[number], labels, known[number], known_labels, seed)
-        scores.append(right)
+        macs = count_macs(contender.model, contender.image_size).macs_with_attention
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
-        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": contender.macs}
-        for name, values in right.items():
-            row |= describe_score(name, values, scores[0].get(name) if number else None)
-        row["cosine"] = mean_cosine(embeddings[number], embeddings[0])
+        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": macs}
+        if labels is not None and contender.classifier is not None:
+            right = classifies(contender, embeddings[number], labels, class_names(test))
+            row |= describe_score("accuracy", right, of_teacher)
+            of_teacher = right if number == 0 else of_teacher
+        alike = embeddings[number].shape[-1] == teacher.shape[-1]
+        row["cosine"] = F.cosine_similarity(embeddings[number], teacher, dim=-1).mean().item() if alike else None
         rows.append(row | {"images_per_second": {precision: {} for precision in precisions}})
     for precision, batch_size in itertools.product(precisions, BATCH_SIZES):
-        dtype = PRECISIONS[precision]
-        models = {number: contender.model.to(dtype) for number, contender in enumerate(contenders)}
-        images = {
-            number: torch.randn(batch_size, 3, *contender.image_size).to(contender.device, dtype)
-            for number, contender in enumerate(contenders)
-        }
-        speeds = images_per_second(models, images, rounds)
-        for number, speed in speeds.items():
+        models, images = {}, {}
+        for number, contender in enumerate(contenders):
+            models[number] = contender.model.to(PRECISIONS[precision])
+            pixels = torch.randn(batch_size, 3, *contender.image_size)
+            images[number] = pixels.to(contender.device, PRECISIONS[precision])
+        for number, speed in images_per_second(models, images, rounds).items():
             rows[number]["images_per_second"][precision][str(batch_size)] = speed
     return rows
-
-
-def matching_classes(contender: Contender, images: datasets.Dataset) -> torch.Tensor:
-    """The classifier's index of each of the data set's classes, `(classes,)`."""
-    try:
-        return torch.tensor(match_labels(class_names(images), contender.id2label))
-    except ValueError as error:
-        raise ValueError(f"{contender.name}: {error} Or compare embeddings: --features.") from error
 
 
 @torch.inference_mode()
@@ -260,48 +186,24 @@ def embed_all(
 
 
 @torch.inference_mode()
-def classifies(contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Whether a contender's classifier is right, `(images,)`, the mean over draws."""
-    best = [contender.classifier(draw.to(contender.device)).argmax(-1).cpu() for draw in embeddings]
-    return torch.stack([(draw == labels).double() for draw in best]).mean(0)
-
-
-def learns(
-    embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws, given the
-    embeddings and labels of the test images and of the images to learn from."""
-    classes = known_labels.unique()
-    right = {"linear_accuracy": [], "neighbor_accuracy": []}
-    for asked, features in zip(embeddings, known, strict=True):
-        train = LabeledFeatures(features, torch.searchsorted(classes, known_labels))
-        right["linear_accuracy"].append(classes[fit_probe(train, seed)(asked).argmax(1)] == labels)
-        right["neighbor_accuracy"].append(classes[neighbor_scores(train, asked).argmax(1)] == labels)
-    return {name: torch.stack(draws).double().mean(0) for name, draws in right.items()}
+def classifies(
+    contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor, names: Sequence[str]
+) -> torch.Tensor:
+    """Whether a contender's classifier is right, `(images,)`, the mean over draws; classes are matched by name."""
+    expected = torch.tensor(match_labels(names, contender.id2label))[labels]
+    best = torch.stack([contender.classifier(draw.to(contender.device)).argmax(-1).cpu() for draw in embeddings])
+    return (best == expected).double().mean(0)
 
 
 def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
-    """The mean of a score as `name`, its standard error as `…_error`, the difference from the teacher's on the same
-    images as `…_difference`, and the standard error of that paired difference as `…_difference_error`."""
-    difference = None if teacher is None else right - teacher
-    return {
-        name: right.mean().item(),
-        f"{name}_error": standard_error(right),
-        f"{name}_difference": None if difference is None else difference.mean().item(),
-        f"{name}_difference_error": None if difference is None else standard_error(difference),
-    }
-
-
-def standard_error(values: torch.Tensor) -> float | None:
-    """Standard error of the mean; None for a single value."""
-    return values.std().item() / len(values) ** 0.5 if len(values) > 1 else None
-
-
-def mean_cosine(embeddings: torch.Tensor, teacher: torch.Tensor) -> float | None:
-    """Mean cosine of embeddings, `(draws, images, embedding_size)`, with the teacher's; None if sizes differ."""
-    if embeddings.shape[-1] != teacher.shape[-1]:
-        return None
-    return F.cosine_similarity(embeddings, teacher.mean(0), dim=-1).mean().item()
+    """The mean of a score as `name` and its standard error as `…_error`, and of the difference from the teacher's on
+    the same images as `…_difference` and `…_difference_error`."""
+    described = {}
+    for key, values in ((name, right), (f"{name}_difference", None if teacher is None else right - teacher)):
+        described[key] = None if values is None else values.mean().item()
+        several = values is not None and len(values) > 1
+        described[f"{key}_error"] = values.std().item() / len(values) ** 0.5 if several else None
+    return described
 
 
 def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
@@ -331,16 +233,8 @@ def _percent(row: Mapping[str, object], name: str, sign: str = "") -> str:
 
 
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:
-    """Draw the scores of contenders over their speeds, a line for each method, with standard errors.
-
-    Args:
-        rows (sequence of `Mapping`): The rows of `compare`, the teacher first.
-        size (pair of `float`, *optional*, defaults to `(6.0, 4.0)`): Width and height in inches.
-
-    Returns:
-        `matplotlib.figure.Figure`: Not known to pyplot. Speeds are those of the first precision and the largest
-        batches, scores the first of `SCORES` that all rows have.
-    """
+    """Draw the rows of `compare`: scores, the first of `SCORES` that all rows have, with standard errors over speeds
+    in the first precision and the largest batches, a line for each method. `size` is in inches."""
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))
     batch_size, factor = list(speeds)[-1], 1 if score == "cosine" else 100
@@ -352,36 +246,26 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
             point = (row["images_per_second"][precision][batch_size], factor * row[score], error)
             lines.setdefault(label, []).append(point)
 
-    figure = Figure(figsize=size, dpi=200, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=size, dpi=200, layout="constrained")
     axes = figure.subplots()
     styles = itertools.cycle((color, style) for style in ("-", "--", ":") for color in LINE_COLORS)
     for index, (label, points) in enumerate(lines.items()):
         x, y, error = np.array(sorted(points)).T
         if index:
             color, style = next(styles)
-            look = {"color": color, "linestyle": style, "linewidth": 1.4, "marker": "o", "markersize": 4.5}
+            look = {"color": color, "linestyle": style, "marker": "o", "markersize": 4}
         else:
-            look = {"color": TEXT_COLOR, "linestyle": "none", "marker": "*", "markersize": 11, "zorder": 3}
-            axes.axhline(y[0], color=OUTLINE_COLOR, linewidth=0.8, linestyle="--", zorder=0)
-        axes.errorbar(x, y, error, **look, elinewidth=0.8, markeredgecolor="white", label=label)
-
+            look = {"color": "#333333", "linestyle": "none", "marker": "*", "markersize": 11, "zorder": 3}
+            axes.axhline(y[0], color="#c8c8c8", linewidth=0.8, linestyle="--")
+        axes.errorbar(x, y, error, **look, elinewidth=0.8, label=label)
     axes.set_xscale("log")
-    axes.margins(0.12)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(f"images/s (batches of {batch_size}, {precision})", fontsize=8, color=TEXT_COLOR)
-    axes.set_title(SCORES[score], loc="left", fontsize=9, color=TEXT_COLOR)
-    axes.tick_params(labelsize=7.5, colors=TEXT_COLOR, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(LEGEND_COLOR)
-    axes.grid(color="#eeeeee", linewidth=0.6)
-    axes.set_axisbelow(True)
-    # Below the axes, where it covers no line. Names are no formulas.
-    legend = figure.legend(
-        loc="outside lower center", ncols=2, fontsize=7.5, frameon=False, labelcolor=TEXT_COLOR, handlelength=2.2
-    )
-    for text in legend.get_texts():
+    axes.set_xlabel(f"images/s (batches of {batch_size}, {precision})", fontsize=8)
+    axes.set_title(SCORES[score], loc="left", fontsize=9)
+    axes.tick_params(labelsize=7.5, which="both")
+    axes.xaxis.set_major_formatter("{x:,.4g}")
+    axes.xaxis.set_minor_formatter("{x:,.4g}")
+    axes.grid(alpha=0.3)
+    # Names are no formulas.
+    for text in figure.legend(loc="outside lower center", ncols=2, fontsize=7.5, frameon=False).get_texts():
         text.set_parse_math(False)
     return figure

@@ -1,7 +1,6 @@
 """Models that `frugalvit compare` measures beside each other: a teacher, the same teacher with less to compute, and
 students. Describe any other model as a `Contender`."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +10,11 @@ import torch
 from torch import nn
 
 from .common.loading import load_vision_model
-from .common.macs import macs_of
 from .common.views import size_made_by
 from .configuration.configuration_base import is_sparseformer
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
 from .modeling.modeling_patch_sparseformer import (
-    PatchSparseFormerForImageClassification,
     PatchSparseFormerVisionModel,
     PatchSparseFormerVisionModelWithProjection,
 )
@@ -30,32 +27,19 @@ SHARES = (1 / 4, 2 / 5, 9 / 16)
 
 @dataclass
 class Contender:
-    """A model to measure.
+    """A model to measure."""
 
-    Args:
-        name (`str`): Name of its row.
-        method (`str`): Name of the method that made it; contenders of one method are a line of the picture.
-        model (`nn.Module`): The module to time and count, called with pixel values `(batch, 3, height, width)`.
-        image_size (pair of `int`): Height and width to which the image processor's images are resized.
-        embed (`Callable`): Maps pixel values to the embedding `(batch, embedding_size)`.
-        image_processor: Turns `PIL.Image` into pixel values.
-        classifier (`Callable`, *optional*): Maps the embedding to logits, of the classes `id2label`.
-        tokens (`int`, *optional*): Tokens in its blocks, including [CLS] and registers.
-        parameters (`int`, *optional*): Parameters of the image side; those of `model` by default.
-        draws (`int`): Times each image is embedded, where the model draws at random; results are averaged.
-    """
-
-    name: str
-    method: str
-    model: nn.Module
-    image_size: tuple[int, int]
-    embed: Callable[[torch.Tensor], torch.Tensor]
+    name: str  # of its row
+    method: str  # that made it; contenders of one method are a line of the picture
+    model: nn.Module  # to time and count, called with pixel values (batch, 3, height, width)
+    image_size: tuple[int, int]  # height and width to which the image processor's images are resized
+    embed: Callable[[torch.Tensor], torch.Tensor]  # pixel values to the embedding (batch, embedding_size)
     image_processor: object = None
-    classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
+    classifier: Callable[[torch.Tensor], torch.Tensor] | None = None  # the embedding to logits of `id2label`
     id2label: dict[int, str] = field(default_factory=dict)
-    tokens: int | None = None
-    parameters: int | None = None
-    draws: int = 1
+    tokens: int | None = None  # in its blocks, including [CLS] and registers
+    parameters: int | None = None  # of the image side; those of `model` by default
+    draws: int = 1  # times each image is embedded, where the model draws at random; results are averaged
 
     def __post_init__(self):
         if self.parameters is None:
@@ -64,11 +48,6 @@ class Contender:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-    @functools.cached_property
-    def macs(self) -> int:
-        """Multiply-accumulates of one image, including attention's products."""
-        return macs_of(self.model, self.image_size)
 
 
 class Vision(nn.Module):
@@ -121,50 +100,38 @@ def count_parameters(anatomy: Anatomy) -> int:
     return sum(part.numel() for part in parts)
 
 
-def load_teacher(folder: str, device: str | None = None, trust_remote_code: bool = False) -> tuple[Anatomy, object]:
-    """Load a plain vision transformer, as an `Anatomy`, and its image processor."""
-    model, image_processor = load_vision_model(folder, device, trust_remote_code)
+def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
+    """Load a plain vision transformer, as an `Anatomy`, and its image processor; arguments of `load_vision_model`."""
+    model, image_processor = load_vision_model(folder, *options, **more)
     anatomy = read_anatomy(model.requires_grad_(False), size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)
     return anatomy, image_maker(image_processor)
 
 
 def load_teachers(
-    folder: str,
-    name: str | None = None,
-    resolutions: Sequence[int] | None = None,
-    *,
-    device: str | None = None,
-    trust_remote_code: bool = False,
+    folder: str, name: str | None = None, resolutions: Sequence[int] | None = None, **options
 ) -> list[Contender]:
-    """Load a teacher, and the same weights with smaller images and resampled positions.
-
-    Args:
-        folder (`str`): Folder or hub id, see `load_vision_model`.
-        name (`str`, *optional*): Name of the row; the folder's by default.
-        resolutions (sequence of `int`, *optional*): Shorter sides of the smaller images in pixels; by default those
-            with about `SHARES` of the patches.
-        device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
-    """
-    anatomy, image_processor = load_teacher(folder, device, trust_remote_code)
+    """Load a teacher, and the same weights with smaller images and resampled positions. `resolutions` are the shorter
+    sides of these images in pixels, by default those with about `SHARES` of the patches."""
+    anatomy, image_processor = load_teacher(folder, **options)
     contenders = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
     shorter, patch = min(anatomy.image_size), min(anatomy.patch_size)
     if resolutions is None:
         sides = {max(round(shorter / patch * share**0.5), 1) * patch for share in SHARES}
         resolutions = sorted(sides - {shorter})
-    if resolutions:
-        try:
-            anatomy.require_plain("resize the images of", patches=True)
-        except ValueError as error:
-            raise ValueError(f"{error} To compare with the teacher alone: --resolutions without numbers.") from error
+    if resolutions and anatomy.patch_obstacle:
+        raise ValueError(
+            f"{anatomy.name} cannot take smaller images: {anatomy.patch_obstacle}. To compare with the teacher alone: "
+            "--resolutions without numbers."
+        )
     for pixels in resolutions:
-        sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
-        height, width = (round(side * pixels / shorter / patch) * patch for side, patch in sides)
-        if min(height, width) != pixels or not 0 < pixels < shorter:
+        if not 0 < pixels < shorter or pixels % patch:
             raise ValueError(
                 f"--resolutions {pixels}: expected less than the teacher's {shorter} pixels and a multiple of {patch}."
             )
-        contenders.append(at_lower_resolution(anatomy, image_processor, (height, width)))
+        sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
+        size = tuple(round(side * pixels / shorter / patch) * patch for side, patch in sides)
+        contenders.append(at_lower_resolution(anatomy, image_processor, size))
     return contenders
 
 
@@ -172,9 +139,7 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
     """Describe a teacher with smaller images and resampled positions: a student with all their patches, untrained."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
-    if anatomy.classifier is not None:
-        student_class = PatchSparseFormerForImageClassification
-    elif anatomy.projection is not None:
+    if anatomy.projection is not None and anatomy.classifier is None:
         student_class = PatchSparseFormerVisionModelWithProjection
     patches = height * width // math.prod(anatomy.patch_size)
     student = student_class.from_teacher(anatomy, patches, image_size=[height, width])
@@ -194,43 +159,30 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
     )
 
 
-def load_students(
-    folder: str,
-    method: str | None = None,
-    name: str | None = None,
-    device: str | None = None,
-    trust_remote_code: bool = False,
-) -> list[Contender]:
+def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Contender]:
     """Load a SparseFormer, a contender for each number of tokens it is trained for, or any other model with an
-    embedding.
-
-    Args:
-        folder (`str`): Folder or hub id, see `load_vision_model`.
-        method (`str`, *optional*): Name of the method; by default "SparseFormer" for a single number of tokens,
-            otherwise the name.
-        name (`str`, *optional*): Name of the row; the folder's by default.
-        device (`str`, *optional*), trust_remote_code (`bool`): As in `load_vision_model`.
-    """
-    model, image_processor = load_vision_model(folder, device, trust_remote_code)
+    embedding. `method` is by default "SparseFormer" for a single number of tokens, otherwise the name."""
+    model, image_processor = load_vision_model(folder, **options)
     model = without_agent(model).requires_grad_(False).eval()
     size, name, config = size_made_by(image_processor), name or Path(folder).name, getattr(model, "config", None)
     fields = {"image_size": size, "image_processor": image_maker(image_processor)}
-    if not is_sparseformer(config) and not (anatomy := read_anatomy(model, size)).obstacle:
-        return [as_teacher(anatomy, name=name, method=method or name, **fields)]
     if (classifier := getattr(model, "classifier", None)) is not None:
         fields |= {"classifier": classifier, "id2label": dict(config.id2label)}
-    if not is_sparseformer(config):
-        embed = image_embedder(model, size)
-        return [Contender(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]
-    several = len(config.trained_token_counts) > 1
-    return [
-        Contender(
-            f"{name}, {count} tokens" if several else name,
-            method or (name if several else "SparseFormer"),
-            WithTokens(model, count).eval(),
-            embed=image_embedder(model, size, count),
-            tokens=config.num_prefix_tokens + count,
-            **fields,
-        )
-        for count in (config.trained_token_counts if several else [config.default_num_tokens])
-    ]
+    if is_sparseformer(config):
+        several = len(config.trained_token_counts) > 1
+        return [
+            Contender(
+                f"{name}, {count} tokens" if several else name,
+                method or (name if several else "SparseFormer"),
+                WithTokens(model, count).eval(),
+                embed=image_embedder(model, size, count),
+                tokens=config.num_prefix_tokens + count,
+                **fields,
+            )
+            for count in (config.trained_token_counts if several else [config.default_num_tokens])
+        ]
+    anatomy = read_anatomy(model, size)
+    if not anatomy.obstacle:
+        return [as_teacher(anatomy, name=name, method=method or name, **fields)]
+    embed = image_embedder(model, size)
+    return [Contender(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from .architectures import COUNTED, architecture_of, image_side, variants
 from .common.command_line import CommandParser, add_device_argument, positive
@@ -76,15 +75,16 @@ def describe(name: str) -> dict[str, object]:
         with one_error(name, COUNTED), torch.device("meta"):
             model = architecture._from_config(config)
     vision = image_side(model)
-    height, width = _image_size(folder, vision)
-    macs = count_macs(vision, (height, width), vision.config.num_channels)
+    height, width = pair(vision.config.image_size)
+    if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
+        # Its configuration has the size of its positions.
+        height, width = size_made_by(load_image_processor(folder, False, COUNTED))
     return {
         "name": name,
         "tokens": _count_tokens(vision, height, width),
         "image_size": height if height == width else [height, width],
         "parameters": model.num_parameters(),
-        "macs": macs.macs,
-        "macs_with_attention": macs.macs_with_attention,
+        **count_macs(vision, (height, width), vision.config.num_channels)._asdict(),
     }
 
 
@@ -107,20 +107,12 @@ def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torc
     return [row | {"images/s": speeds[number]} for number, row in enumerate(found)]
 
 
-def _image_size(folder: Path, vision: PreTrainedModel) -> tuple[int, int]:
-    """Height and width of a model's images. A DINOv2's configuration has the size of its positions, so its image
-    processor is read."""
-    if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
-        return size_made_by(load_image_processor(folder, False, COUNTED))
-    return pair(vision.config.image_size)
-
-
-def _count_tokens(model: PreTrainedModel, height: int, width: int) -> int | None:
+@torch.no_grad()
+def _count_tokens(model: torch.nn.Module, height: int, width: int) -> int | None:
     """Number of tokens after the last block, with [CLS]; `None` for a model that keeps a feature map."""
     config = model.config
     if is_sparseformer(config):
         return config.default_num_tokens + config.num_prefix_tokens
     image = torch.empty(1, config.num_channels, height, width, device="meta")
-    with torch.no_grad():
-        hidden_states = model(image, output_hidden_states=True).hidden_states[-1]
+    hidden_states = model(image, output_hidden_states=True).hidden_states[-1]
     return hidden_states.shape[1] if hidden_states.ndim == 3 else None

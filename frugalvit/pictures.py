@@ -6,30 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from .common.files import check_file_path, whole_file
 
 
-# Margin on each side, as a share of the image; boxes that reach farther run off the picture.
-MIN_MARGIN, MAX_MARGIN = 0.02, 0.15
+# Boxes that reach farther beyond the image, as a share of it, run off the picture.
+MARGIN = 0.15
 # Largest number of overlapping boxes that can be told apart.
 MOST_BOXES = 16
 PANEL_SIZE, FONT_SIZE = 2.1, 8
-TEXT_COLOR, LEGEND_COLOR, OUTLINE_COLOR = "#333333", "#808080", "#c8c8c8"
-
-# Hues of one lightness (LCh 54, 70): each stands out as much as any other on a faded gray image.
-TOKEN_COLORS = LinearSegmentedColormap.from_list(
-    "tokens",
-    ["#ea405c", "#d25f1b", "#a17c00", "#5e8f00", "#009849", "#009c8f", "#009acf", "#0091f6", "#3e7cf5", "#b75bcd"],
-)
-# Lines of one figure, told apart by color-blind eyes too (Okabe & Ito).
-LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+TOKEN_COLORS = colormaps["rainbow"]
 
 
 def draw_rois(
@@ -44,67 +35,45 @@ def draw_rois(
     and the last sampling points (figure 3 of the bootstrapping paper), or the RoIs after every adjustment (figures 1
     and 2 of its supplement).
 
-    RoIs are relative to the model's input: if the image processor crops images, draw on the cropped view, see
-    `restore_images`. If more than 16 tokens overlap, 16 of them are drawn. A light margin shows up to 0.15 image sides
-    beyond each edge.
-
-    Args:
-        images (sequence of `torch.Tensor`): `(channels, height, width)`, 0 to 1; 1 or 3 channels.
-        rois (sequence of `torch.Tensor`):
-            `outputs.rois` of a model called with `output_rois=True`: `(batch, tokens, 4)` after every adjustment.
-        sampling_points (sequence of `torch.Tensor`, *optional*):
-            `outputs.sampling_points`: `(batch, tokens, points, 2)` of every sampling. The last is drawn.
-        captions (sequence of `str`, *optional*): A line of text for each image, for example its predicted label.
-        all_steps (`bool`, *optional*, defaults to `False`): Draw the RoIs after every adjustment.
-
-    Returns:
-        `matplotlib.figure.Figure`: Not known to pyplot; show it in a notebook or save it with `save_figure`.
+    Images are `(channels, height, width)`, 0 to 1, as the model sees them (`restore_images`); RoIs and sampling points
+    are those of its output with `output_rois=True`. If more than 16 tokens overlap, 16 of them are drawn.
     """
     images = [_to_numpy(image).clip(0, 1).transpose(1, 2, 0).repeat(3 // len(image), axis=2) for image in images]
     steps = [_to_numpy(step) for step in rois]
-    points = [_to_numpy(sampling_points[-1])] if len(sampling_points) else []
+    points = _to_numpy(sampling_points[-1]) if len(sampling_points) else None
     shown = range(len(steps)) if all_steps or len(steps) <= 3 else (0, 2, len(steps) - 1)
-    names = [f"step {step + 1}" + (" (last)" if step == len(steps) - 1 > 0 else "") for step in shown]
-    headings = ["Input", *(f"Token RoIs, {name}" for name in names), *["Last sampling points"] * len(points)]
-    beyond = max([max(-each.min(), each.max() - 1) for each in [steps[step] for step in shown] + points], default=0)
-    margin = float(np.clip(beyond + MIN_MARGIN, MIN_MARGIN, MAX_MARGIN))
-    count = (steps or points or [np.empty((1, 0))])[0].shape[1]
-    drawn = _drawn_tokens(steps, count)
-    which = "One color per token" if len(drawn) == count else f"{len(drawn)} of {count} tokens, one color each"
+    headings = ["Input", *(f"Token RoIs, step {step + 1}" for step in shown)]
+    if points is not None:
+        headings.append("Last sampling points")
+    drawn = _drawn_tokens(steps, len(steps[0][0]) if steps else len(points[0]))
 
-    heights = [PANEL_SIZE * image.shape[0] / image.shape[1] + (0.25 if captions else 0) for image in images]
-    heights[0] += 0.25
+    heights = [PANEL_SIZE * (image.shape[0] / image.shape[1] + 0.15) for image in images]
     width = PANEL_SIZE * len(headings)
-    figure = Figure((width, sum(heights) + 0.35), dpi=200, facecolor="white", layout="constrained")
+    figure = Figure((width, sum(heights)), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03)
-    legend = f"{which}; light gray lies outside the image."
-    figure.supxlabel(legend, x=0.99, ha="right", fontsize=FONT_SIZE - 1, color=LEGEND_COLOR)
     parts = figure.subfigures(len(images), 1, height_ratios=heights, squeeze=False)[:, 0]
     for row, (image, part) in enumerate(zip(images, parts, strict=True)):
         if captions:
             # Characters are at most as wide as two thirds of their size.
             caption = " ".join(captions[row].split())[: int(width * 72 / (0.67 * FONT_SIZE))]
-            part.suptitle(caption, x=0.01, ha="left", fontsize=FONT_SIZE, color=TEXT_COLOR, parse_math=False)
-        panels = part.subplots(1, len(headings), squeeze=False)[0]
-        for column, (axes, heading) in enumerate(zip(panels, headings, strict=True)):
-            if row == 0:
-                axes.set_title(heading, fontsize=FONT_SIZE + 0.5, color=TEXT_COLOR, pad=4)
-            _draw_image(axes, image, margin, faded=column > 0)
-            if 0 < column <= len(shown):
-                _draw_boxes(axes, steps[shown[column - 1]][row][drawn], image.shape)
-            elif column > 0:
-                _draw_points(axes, points[0][row][drawn], image.shape)
+            part.suptitle(caption, x=0.01, ha="left", fontsize=FONT_SIZE, parse_math=False)
+        first, *panels = part.subplots(1, len(headings), squeeze=False)[0]
+        _draw_image(first, image)
+        gray = 0.57 + 0.43 * image.mean(axis=2, keepdims=True).repeat(3, axis=2)
+        for axes in panels:
+            _draw_image(axes, gray)
+        for axes, step in zip(panels, shown, strict=False):
+            _draw_boxes(axes, steps[step][row][drawn], image.shape)
+        if points is not None:
+            _draw_points(panels[-1], points[row][drawn], image.shape)
+        if row == 0:
+            for axes, heading in zip((first, *panels), headings, strict=True):
+                axes.set_title(heading, fontsize=FONT_SIZE)
     return figure
 
 
 def save_figure(figure: Figure, path: str | os.PathLike) -> None:
-    """Write a figure to a file whose ending names the format; it appears complete or not at all.
-
-    Raises:
-        ValueError: if Matplotlib does not write the format.
-        FileNotFoundError: if the folder does not exist.
-    """
+    """Write a figure to a file whose ending names the format; it appears complete or not at all."""
     path = check_picture_path(path)
     options = {"pil_kwargs": {"quality": 90, "method": 6}} if path.suffix.lower() == ".webp" else {}
     with whole_file(path) as aside:
@@ -132,18 +101,13 @@ def _drawn_tokens(steps: Sequence[np.ndarray], count: int) -> list[int]:
     return np.linspace(0, count - 1, shown).round().astype(int).tolist()
 
 
-def _draw_image(axes: Axes, image: np.ndarray, margin: float, faded: bool) -> None:
-    """Draw an image, or a pale gray one; axes count pixels from the upper left corner."""
+def _draw_image(axes: Axes, image: np.ndarray) -> None:
+    """Draw an image with a margin; axes count pixels from the upper left corner."""
     height, width = image.shape[:2]
-    if faded:
-        image = np.repeat(0.57 + 0.43 * (image @ np.array([0.299, 0.587, 0.114]))[..., None], 3, axis=2)
-        axes.set_facecolor("#f2f2f2")
     # Interpolation keeps images of 32 pixels recognizable.
     axes.imshow(image, extent=(0, width, height, 0), interpolation="bicubic")
-    axes.add_patch(Rectangle((0, 0), width, height, fill=False, edgecolor=OUTLINE_COLOR, linewidth=0.4))
-    axes.set(xlim=(-margin * width, (1 + margin) * width), ylim=((1 + margin) * height, -margin * height))
-    axes.set(xticks=[], yticks=[])
-    axes.spines[:].set_visible(False)
+    axes.set(xlim=(-MARGIN * width, (1 + MARGIN) * width), ylim=((1 + MARGIN) * height, -MARGIN * height))
+    axes.set_axis_off()
 
 
 def _draw_boxes(axes: Axes, rois: np.ndarray, shape: Sequence[int]) -> None:
@@ -152,14 +116,11 @@ def _draw_boxes(axes: Axes, rois: np.ndarray, shape: Sequence[int]) -> None:
     corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
     order = np.argsort(-np.abs((right - left) * (bottom - top)))
     edges = TOKEN_COLORS(np.linspace(0, 1, len(rois)))[order]
-    width = 1.5 * min(1, (16 / len(rois)) ** 0.35)
-    boxes = PolyCollection(corners[order], facecolors="none", edgecolors=edges, linewidths=width, joinstyle="miter")
-    axes.add_collection(boxes, autolim=False)
+    axes.add_collection(PolyCollection(corners[order], facecolors="none", edgecolors=edges), autolim=False)
 
 
 def _draw_points(axes: Axes, points: np.ndarray, shape: Sequence[int]) -> None:
     """Draw sampling points `(tokens, points, 2)` in the colors of their tokens."""
     x, y = points.reshape(-1, 2).T * np.array([[shape[1]], [shape[0]]])
     colors = TOKEN_COLORS(np.linspace(0, 1, len(points))).repeat(points.shape[1], axis=0)
-    diameter = 3.8 * min(1, (128 / len(x)) ** 0.3)
-    axes.scatter(x, y, s=diameter**2, c=colors, edgecolors="white", linewidths=0.1 * diameter)
+    axes.scatter(x, y, s=4, c=colors)

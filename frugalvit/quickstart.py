@@ -28,17 +28,16 @@ RESOLUTIONS = [56, 84, 112]
 SIZES, QUICK_SIZES = (560, 300, 3), (56, 30, 1)
 # For few photographs more and smaller steps than the recipe's are better.
 BATCH_SIZE, LEARNING_RATE = 8, 5e-4
-# Photographs drawn, and the number of tokens.
-DRAWN, DRAWN_TOKENS = 4, 16
-COLUMNS = ["method", "model", "accuracy, %", "accuracy - teacher's", "cosine", "tokens"]
+# Tokens of the picture.
+DRAWN_TOKENS = 16
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit quickstart",
         description="Turn a ViT that comes with the repository into a SparseFormer that is several times faster, on "
-        "photographs without labels, and compare both on other photographs. Takes a few minutes on two CPU cores. "
-        "Writes student/, comparison.png, rois.png and results.json.",
+        "photographs without labels, and compare both on other photographs. Writes student/, comparison.png, rois.png "
+        "and results.json.",
     )
     parser.add_argument("--output", metavar="DIR", default="quickstart", help="output folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for order and crops (default: %(default)s)")
@@ -50,9 +49,13 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    teacher, photographs = shipped_files()
-    folder = Path(arguments.output)
-    claim(folder)
+    photographs, folder = shipped_images("caltech101"), Path(arguments.output)
+    if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
+        raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")
+    teacher = str(checkpoint_path(TEACHER))
+    folder.mkdir(parents=True, exist_ok=True)
+    if {path.name for path in folder.iterdir()} - {"student"}:
+        raise ValueError(f"--output {folder} is neither empty nor an interrupted quickstart; give another folder.")
     num_train, num_test, rounds = QUICK_SIZES if arguments.quick else SIZES
     device = choose_device()
     bf16 = choose_mixed_precision(device) == "bf16"
@@ -61,12 +64,11 @@ def main(argv: list[str] | None = None) -> None:
 
     print(
         f"From a ViT-S/14 with 256 tokens to a SparseFormer with {TOKENS[0]} to {TOKENS[-1]}, a number that each call "
-        "chooses. It takes about three minutes on two CPU cores, two where they are fast at bfloat16; less with "
-        f"--quick.\n\n1/3  The student begins as its teacher at lower resolutions. It learns from {num_train} "
-        "photographs without labels to embed them as its teacher does. This takes most of the time.\n"
+        f"chooses, in about three minutes on two CPU cores.\n\n1/3  The student learns from {num_train} photographs "
+        "without labels to embed them as its teacher does.\n"
     )
     bootstrap(
-        str(teacher),
+        teacher,
         str(photographs / "train.parquet"),
         TOKENS,
         folder / "student",
@@ -83,14 +85,14 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"\n2/3  Both on {num_test} photographs that were held back, and the teacher with smaller images.\n")
     images = load_images([str(photographs / "test.parquet")], f"train[:{num_test}]")
-    contenders = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS, device=str(device))
+    contenders = load_teachers(teacher, "ViT-S/14", RESOLUTIONS, device=str(device))
     contenders += load_students(str(folder / "student"), "student", device=str(device))
     rows = compare(contenders, images, precisions=[precision], rounds=rounds)
     save_figure(draw_comparison(rows), folder / "comparison.png")
 
     print(f"3/3  Where {DRAWN_TOKENS} tokens look.\n")
     student, processor = load_image_classifier(folder / "student", "cpu")
-    shown = [decode_image(images[index]["image"], index) for index in range(DRAWN)]
+    shown = [decode_image(images[index]["image"], index) for index in range(4)]
     student.set_num_tokens(DRAWN_TOKENS)
     predictions = predict(student, processor, shown, top=1, output_rois=True)
     captions = [format_labels(prediction.labels) for prediction in predictions]
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     write_json(folder / "results.json", {**settings, "seconds": seconds, **origin(), "rows": rows})
 
     print(
-        f"{format_table(shorten(rows, precision))}\n\n± is a standard error; images/s are those of batches of "
+        f"{format_table(table_rows(rows))}\n\n± is a standard error; images/s are those of batches of "
         f"{BATCH_SIZES[-1]} in {precision}. It took {seconds} seconds. In {folder}: student/, comparison.png, "
         "rois.png, results.json.\n\nNext, with your own ViT and your own photographs, which need no labels:\n"
         "  frugalvit bootstrap --teacher YOUR_VIT --dataset PHOTOGRAPHS --focusing inherited --num_tokens "
@@ -108,27 +110,3 @@ def main(argv: list[str] | None = None) -> None:
         "  frugalvit compare YOUR_VIT student --dataset PHOTOGRAPHS --output comparison\n"
         "  frugalvit predict PHOTOGRAPHS --model student --num-tokens 36"
     )
-
-
-def shipped_files() -> tuple[Path, Path]:
-    """Return the folders of the teacher and of the photographs."""
-    photographs = shipped_images("caltech101")
-    if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
-        raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")
-    return checkpoint_path(TEACHER), photographs
-
-
-def shorten(rows: list[dict], precision: str) -> list[dict]:
-    """Format some columns of the rows of `compare`, with the ratio of each speed to the teacher's."""
-    speeds = [row["images_per_second"][precision][str(BATCH_SIZES[-1])] for row in rows]
-    return [
-        {**{name: cells[name] for name in COLUMNS}, "images/s": speed, "times": speed / speeds[0]}
-        for cells, speed in zip(table_rows(rows), speeds, strict=True)
-    ]
-
-
-def claim(folder: Path):
-    """Raise a ValueError if a folder has anything but the student of an interrupted quickstart in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if {path.name for path in folder.iterdir()} - {"student"}:
-        raise ValueError(f"--output {folder} is neither empty nor an interrupted quickstart; give another folder.")

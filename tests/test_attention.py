@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from transformers import SwinConfig, SwinForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
 
-from frugalvit import ConvMixerConfig, ConvMixerForImageClassification, ViTImpulseInitConfig, ViTImpulseInitModel
+from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel
 from frugalvit.attention import measure_attention, stable_rank
 
 
@@ -17,19 +17,14 @@ def batches(count: int = 2) -> list[torch.Tensor]:
     return list(torch.randn(count, 3, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
 
 
-def vit(**fields) -> ViTForImageClassification:
-    torch.manual_seed(0)
-    config = ViTConfig(image_size=32, patch_size=4, num_labels=5, **{**SIZES, **fields})
-    return ViTForImageClassification(config).eval()
-
-
 @torch.no_grad()
 def test_averages_over_images_and_leaves_the_model_as_it_is():
-    model, images = vit(), batches()
-    statistics = measure_attention(model, images)
+    torch.manual_seed(0)
+    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=4, num_labels=5, **SIZES)).eval()
+    statistics = measure_attention(model, batches())
     assert model.config._attn_implementation == "sdpa"
     model.set_attn_implementation("eager")
-    outputs = model(torch.cat(images), output_attentions=True, output_hidden_states=True)
+    outputs = model(torch.cat(batches()), output_attentions=True, output_hidden_states=True)
     for layer, (own, weights) in enumerate(zip(statistics, outputs.attentions, strict=True)):
         assert own.layer == layer + 1
         torch.testing.assert_close(own.maps, weights.mean(0))
@@ -51,23 +46,8 @@ def test_finds_the_impulses_of_the_initialization():
     assert first.mass == pytest.approx([0.8] * 4, abs=0.1)
     uniform = measure_attention(ViTImpulseInitModel(config), batches())[0]
     assert max(first.entropy) < min(max(uniform.entropy), math.log(64))
-
-
-def test_convolutional_models_have_a_stable_rank_alone():
-    model = ConvMixerForImageClassification(ConvMixerConfig(hidden_size=8, num_hidden_layers=2)).eval()
-    statistics = measure_attention(model, batches())
-    assert len(statistics) == 2 and all(1 <= layer.stable_rank <= 8 for layer in statistics)
-    assert all(layer.maps is None and not layer.entropy and not layer.mass for layer in statistics)
-
-
-def test_windows_of_an_image_count_as_one():
-    torch.manual_seed(0)
-    config = SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4)
-    model = SwinForImageClassification(config).eval()
-    statistics = measure_attention(model, batches())
-    for layer in statistics:
-        assert all(0 < entropy <= math.log(16) + 1e-5 for entropy in layer.entropy)
-        torch.testing.assert_close(layer.maps.sum(-1), torch.ones(2, 16))
+    with pytest.raises(ValueError, match="no images"):
+        measure_attention(model, [])
 
 
 def test_stable_rank():

@@ -40,6 +40,7 @@ def test_every_row_classifies(table):
         assert outputs.logits.shape == (2, 10) and outputs.loss.isfinite(), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("table", ["impulse_tables"], indirect=True)
 def test_every_row_starts(table, monkeypatch, tmp_path):
     """Rows start with one layer and few steps of Adam; the recipe's other arguments are those of the command. In large
@@ -139,24 +140,7 @@ def test_the_papers_recipe(table, name, rows, two_labels, monkeypatch, tmp_path)
         assert int(given["--num_train_epochs"]) == {"agents": 240, "positions": 300, "local_vit": 150}.get(name, 120)
 
 
-@pytest.mark.parametrize("table", ["agent_tables"], indirect=True)
-def test_labels_of_two_kinds(table, two_labels, monkeypatch, tmp_path):
-    """An option names one of them; without it, the error says so, in one line."""
-    options = ["--dataset", str(two_labels), "--runs-dir", str(tmp_path / "runs"), "--results-dir", str(tmp_path)]
-    options += ["--images", "64", "--epochs", "1", "--seeds", "0", "--rows", "joint"]
-    options += ["--config-overrides", "hidden_size=36,num_hidden_layers=1"]
-    monkeypatch.setattr("sys.argv", ["x.py", "longer", *options])
-    with pytest.raises((ValueError, SystemExit), match="--label-column"):
-        table.main()
-    monkeypatch.setattr("sys.argv", ["x.py", "longer", *options, "--label-column", "fine"])
-    table.main()
-    (file,) = tmp_path.glob("*.json")
-    assert json.loads(file.read_text(encoding="utf-8"))["rows"][0]["row"] == "joint"
-    (config,) = (tmp_path / "runs").glob("*/config.json")
-    config = json.loads(config.read_text(encoding="utf-8"))
-    assert {**config["id2label"]} == {"0": "c", "1": "d", "2": "e", "3": "f"}
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("table", "rows", "short", "columns"),
     [

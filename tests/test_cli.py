@@ -93,7 +93,7 @@ def test_the_nearest_option_is_named(argv, meant, capsys):
 @pytest.mark.parametrize(
     "command",
     [[name] for name in cli.COMMANDS]
-    + [["evaluate", task] for task in ("classification", "knn", "linear", "segmentation", "zero-shot", "retrieval")]
+    + [["evaluate", task] for task in ("classification", "knn", "segmentation", "zero-shot", "retrieval")]
     + [["evaluate", "scienceqa"]],
     ids=" ".join,
 )

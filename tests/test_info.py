@@ -4,6 +4,8 @@ import json
 import math
 
 import pytest
+import timm
+from open_clip.transformer import VisionTransformer
 from safetensors import safe_open
 from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConfig, ViTForImageClassification
 
@@ -40,7 +42,9 @@ REFERENCE = {
 }
 
 
-@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if "large" in name else []) for name in REFERENCE]
+)
 def test_variants_cost_what_the_reference_implementation_costs(name):
     tokens, image_size, parameters, gmacs, gmacs_with_attention = REFERENCE[name]
     row = describe(name)
@@ -79,17 +83,14 @@ def test_macs_of_a_vit_by_hand(attention):
 
 
 def test_macs_of_timm_and_open_clip_models_by_hand():
-    import timm
-    from open_clip.transformer import VisionTransformer
-
     shape = {"patch_size": 4, "num_classes": 10, "embed_dim": 48, "depth": 2, "num_heads": 3, "mlp_ratio": 2}
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **shape)
-    assert count_macs(model.half(), (32, 32)) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
-
-    tower = VisionTransformer(
-        image_size=32, patch_size=4, width=48, layers=2, heads=3, mlp_ratio=2, output_dim=10
-    ).eval()
-    assert count_macs(tower, 32) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
+    assert count_macs(model, (32, 32)) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
+    shape = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 2, "heads": 3, "mlp_ratio": 2}
+    assert count_macs(VisionTransformer(**shape, output_dim=10).eval(), 32) == (
+        VIT_MACS,
+        VIT_MACS + VIT_ATTENTION_MACS,
+    )
 
 
 def test_folders_are_described_by_their_configuration(tmp_path):
@@ -140,22 +141,16 @@ def test_speed_with_each_number_of_tokens(capsys):
     assert all(row["images/s"] > 0 for row in rows)
 
 
-def test_speed_needs_a_model(capsys):
+def test_wrong_names_and_options(capsys):
+    for name, message in (
+        ("augreg-base-49", "Did you mean: .*augreg-base-49-224"),
+        ("nonsense", "lists the variants"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            describe(name)
     with pytest.raises(SystemExit):
         main(["--speed"])
     assert "argument --speed: name the models to measure" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("augreg-base-49", "Did you mean: .*augreg-base-49-224"),
-        ("nonsense", "`frugalvit info` lists the variants"),
-    ],
-)
-def test_unknown_names(name, message):
-    with pytest.raises(ValueError, match=message):
-        describe(name)
 
 
 def test_folders_without_a_vision_model(tmp_path):

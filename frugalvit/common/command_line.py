@@ -124,15 +124,6 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options for `images_to_evaluate`, and for reading the images."""
-    add_dataset_arguments(parser)
-    add_limit_argument(parser)
-    add_reading_arguments(parser)
-    add_exact_argument(parser)
-    add_loop_arguments(parser)
-
-
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     """Add options that name the images."""
     parser.add_argument(
@@ -172,11 +163,10 @@ def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) ->
 
 
 def add_training_images_arguments(parser: argparse.ArgumentParser):
-    """Add the options that `read_labeled_parts` reads besides those of `add_image_arguments`."""
+    """Add the options that `read_labeled_parts` reads besides those of `add_dataset_arguments`."""
     parser.add_argument("--train-split", default="train", help="to learn from (default: %(default)s)")
     parser.add_argument(
         "--eval-dataset",
         nargs="+",
         help="to judge by, where it is not a split of --dataset (default: --dataset)",
     )
-    parser.add_argument("--classes", nargs="+", metavar="NAME", help="take the images of these classes alone")

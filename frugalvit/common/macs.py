@@ -1,6 +1,5 @@
 """Multiply-accumulates of a model for one image."""
 
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ class Macs(NamedTuple):
 def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> Macs:
     """Count the multiply-accumulates of convolutions, linear layers and matrix products for one image.
 
-    The model runs on the meta device, without computing anything; its own weights stay where they are.
+    The model runs where its weights are; on the meta device nothing is computed.
 
     Args:
         model (`nn.Module`): A Transformers, timm or open_clip vision model that takes `(1, channels, height, width)`.
@@ -35,32 +34,17 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
         keys, weights with values), as many counters do; `macs_with_attention` counts everything. SparseFormer's mixing
         products are in both.
     """
-    with FlopCounterMode(display=False) as counter:
-        _run_on_meta(model, image_size, num_channels)
+    # Fused attention of some devices is not counted.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        _run(model, image_size, num_channels)
     flops, attention, outermost = counter.get_flop_counts(), 0, ()
     for name, module in model.named_modules():
         if "Attention" in type(module).__name__ and not name.startswith(outermost):
             outermost += (f"{name}.",)
-            for operator, count in flops.get(f"{type(model).__name__}.{name}", {}).items():
-                if operator.__name__ in ("bmm", "baddbmm") or "dot_product_attention" in operator.__name__:
-                    attention += count
-    # Nothing is counted where there are no products.
-    total = sum(flops.get("Global", {}).values())
+            counts = flops.get(f"{type(model).__name__}.{name}", {})
+            attention += sum(count for operator, count in counts.items() if operator.__name__ in ("bmm", "baddbmm"))
+    total = counter.get_total_flops()
     return Macs((total - attention) // 2, total // 2)
-
-
-def macs_of(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
-    """The `macs_with_attention` of `count_macs`. A model that the meta device cannot run (it holds weights beside its
-    modules' or reads the shapes of its images) runs as it is."""
-    try:
-        return count_macs(model, image_size, num_channels).macs_with_attention
-    except RuntimeError:
-        weight = next(model.parameters())
-        image = torch.zeros(1, num_channels, *pair(image_size), dtype=weight.dtype, device=weight.device)
-        # Fused attention of some devices is not counted.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model(image)
-        return counter.get_total_flops() // 2
 
 
 def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
@@ -73,27 +57,22 @@ def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int],
 
     hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, ContextBroadcast)]
     try:
-        _run_on_meta(model, image_size, num_channels)
+        _run(model, image_size, num_channels)
     finally:
         for hook in hooks:
             hook.remove()
     return sum(operations)
 
 
-def _run_on_meta(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):
-    """Run a forward pass with one image that computes nothing."""
-    tensors = {
-        name: tensor.detach().to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())
-    }
-    dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    image = torch.empty(1, num_channels, *pair(image_size), dtype=dtype, device="meta")
+@torch.no_grad()
+def _run(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):
+    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     # SparseFormers may leave out tokens of the last block that a classifier does not read; all are counted.
     skipping = [module for module in model.modules() if getattr(module, "skips_unread_tokens", False)]
     for module in skipping:
         module.skips_unread_tokens = False
     try:
-        with torch.no_grad():
-            torch.func.functional_call(model, tensors, (image,))
+        model(torch.zeros(1, num_channels, *pair(image_size), dtype=weight.dtype, device=weight.device))
     finally:
         for module in skipping:
             module.skips_unread_tokens = True

@@ -80,18 +80,12 @@ class SegmentationScores(_Metric):
     def _compute(self, predictions, references):
         predicted, right = np.sum(predictions, axis=0)
         [real] = np.sum(references, axis=0)
-        return scores_of_pixels(predicted, right, real)
-
-
-def scores_of_pixels(predicted: np.ndarray, right: np.ndarray, real: np.ndarray) -> dict:
-    """Compute `SegmentationScores` from each class's number of predicted, of rightly predicted and of real pixels,
-    `(labels,)` each."""
-    union = real + predicted - right
-    occurs, present = union > 0, real > 0
-    iou = np.divide(right, union, out=np.full(len(real), np.nan), where=occurs)
-    return {
-        "mean_iou": float(iou[occurs].mean()) if occurs.any() else None,
-        "mean_accuracy": float((right[present] / real[present]).mean()) if present.any() else None,
-        "pixel_accuracy": float(right.sum() / real.sum()) if present.any() else None,
-        "iou": [float(value) if known else None for value, known in zip(iou, occurs, strict=True)],
-    }
+        union = real + predicted - right
+        iou = [int(both) / int(either) if either else None for both, either in zip(right, union, strict=True)]
+        known, present = [value for value in iou if value is not None], real > 0
+        return {
+            "mean_iou": float(np.mean(known)) if known else None,
+            "mean_accuracy": float(np.mean(right[present] / real[present])) if present.any() else None,
+            "pixel_accuracy": float(right.sum() / real.sum()) if present.any() else None,
+            "iou": iou,
+        }

@@ -2,7 +2,7 @@
 after minutes of compilation. On AMD's CPUs, this is much faster than PyTorch's default (MKL)."""
 
 import functools
-import time
+import timeit
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,6 @@ from torch import nn
 WORTHWHILE = 1.1
 # Entries of a weight that are looked at for changes.
 SAMPLED = 64
-# The product to measure: the tokens of an image with a layer of a small model.
-ROWS, INPUTS, OUTPUTS = 64, 384, 1536
 
 
 class PackedLinear(nn.Linear):
@@ -40,9 +38,9 @@ class PackedLinear(nn.Linear):
 
     def fits(self, input: torch.Tensor) -> bool:
         """Whether the packed weight is current, and the product is in its dtype."""
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
-        alike = input.device.type == "cpu" and input.dtype == dtype == self.weight.dtype
-        return alike and input.numel() > 0 and self.packed_from == self.state_of_weight()
+        if torch.is_autocast_enabled("cpu") or input.device.type != "cpu" or input.dtype != self.weight.dtype:
+            return False
+        return input.numel() > 0 and self.packed_from == self.state_of_weight()
 
     def __getstate__(self) -> dict:
         # Packed weights cannot be copied; a copy computes as any other layer.
@@ -64,18 +62,13 @@ def packing_pays(dtype: torch.dtype) -> bool:
     """Measure whether packed products are `WORTHWHILE` times as fast on this machine; takes some 50 ms."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
-    input, weight = torch.ones(ROWS, INPUTS, dtype=dtype), torch.ones(OUTPUTS, INPUTS, dtype=dtype)
-
-    def seconds(product) -> float:
-        start = time.perf_counter()
-        product()
-        return time.perf_counter() - start
-
+    # The tokens of an image, and a layer of a small model.
+    input, weight = torch.ones(64, 384, dtype=dtype), torch.ones(1536, 384, dtype=dtype)
     try:
         packed = pack(weight)
         with torch.inference_mode():
-            plain = min(seconds(lambda: F.linear(input, weight)) for _ in range(20))
-            return plain > WORTHWHILE * min(seconds(lambda: multiply(input, packed, None)) for _ in range(20))
+            plain = min(timeit.repeat(lambda: F.linear(input, weight), number=1, repeat=20))
+            return plain > WORTHWHILE * min(timeit.repeat(lambda: multiply(input, packed, None), number=1, repeat=20))
     # Some builds of PyTorch lack these operators, and some CPUs such products.
     except (AttributeError, RuntimeError):
         return False

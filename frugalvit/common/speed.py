@@ -1,6 +1,5 @@
 """Speeds of models, side by side."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -17,37 +16,18 @@ def images_per_second(
     models: Mapping[Hashable, Callable[[torch.Tensor], object]],
     pixel_values: torch.Tensor | Mapping[Hashable, torch.Tensor],
     rounds: int = 20,
-    limit: float = math.inf,
 ) -> dict[Hashable, float]:
-    """Measure the images per second of models, by the median of interleaved rounds: the models take turns, so that a
-    machine whose speed drifts treats them alike and ratios hold. `WARMUP` rounds come before.
+    """Measure the images per second of models, by their names, by the median of interleaved rounds: the models take
+    turns, so that a machine whose speed drifts treats them alike and ratios hold. `WARMUP` rounds come before.
 
-    Args:
-        models (mapping of names to `nn.Module`): Models in evaluation mode, on their batches' device.
-        pixel_values (`torch.Tensor` or mapping of names to `torch.Tensor`): One batch for all, `(batch, channels,
-            height, width)`, or one for each.
-        rounds (`int`, *optional*, defaults to 20): Timed passes of each model.
-        limit (`float`, *optional*): Seconds after which no further round begins; if there were 2 rounds, the second
-            one counts.
-
-    Returns:
-        `dict`: Images per second under the models' names.
-    """
+    `pixel_values` are one batch for all, `(batch, channels, height, width)`, or one for each."""
     batches = pixel_values if isinstance(pixel_values, Mapping) else dict.fromkeys(models, pixel_values)
     seconds = {name: [] for name in models}
-    end = time.perf_counter() + limit
-    with tqdm(total=(WARMUP + rounds) * len(models), desc="speed", leave=False, disable=None) as progress:
-        for number in range(WARMUP + rounds):
-            if number >= WARMUP and time.perf_counter() > end:
-                break
-            for name, model in models.items():
-                start = time.perf_counter()
-                model(batches[name])
-                if batches[name].device.type != "cpu":
-                    torch.accelerator.synchronize()
-                seconds[name].append(time.perf_counter() - start)
-                progress.update()
-    return {
-        name: len(batches[name]) / statistics.median(times[min(WARMUP, len(times) - 1) :])
-        for name, times in seconds.items()
-    }
+    for _ in tqdm(range(WARMUP + rounds), desc="speed", leave=False, disable=None):
+        for name, model in models.items():
+            start = time.perf_counter()
+            model(batches[name])
+            if batches[name].device.type != "cpu":
+                torch.accelerator.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: len(batches[name]) / statistics.median(times[WARMUP:]) for name, times in seconds.items()}

@@ -30,36 +30,28 @@ def shortened(names: list[str]) -> str:
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Format rows as a table under the keys of all rows. Texts stand at the left, numbers at the right.
-
-    Integers have thousands separators, floats four significant digits. `None` and missing values are a dash.
-    """
-    texts = _columns(rows)
-    cells = [[_format(row.get(column)) for column in texts] for row in rows]
-    widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(texts)]
-
-    def line(values: list[str]) -> str:
-        columns = zip(values, widths, texts.values(), strict=True)
-        return "  ".join(v.ljust(w) if text else v.rjust(w) for v, w, text in columns).rstrip()
-
-    return "\n".join([line(list(texts)), line(["-" * width for width in widths]), *map(line, cells)])
+    """Format rows as a table under the keys of all rows: texts at the left, numbers at the right."""
+    columns, lines = _columns_and_lines(rows)
+    widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
+    lines = [list(columns), ["-" * width for width in widths], *lines]
+    aligned = [f"{'<' if is_text else '>'}{width}" for is_text, width in zip(columns.values(), widths, strict=True)]
+    return "\n".join("  ".join(map(format, line, aligned)).rstrip() for line in lines)
 
 
 def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows as a table of Markdown, with the columns and numbers of `format_table`."""
-    texts = _columns(rows)
-    rule = [":---" if text else "---:" for text in texts.values()]
-    lines = [texts, rule, *([_format(row.get(column)) for column in texts] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    columns, lines = _columns_and_lines(rows)
+    rule = [":---" if is_text else "---:" for is_text in columns.values()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rule, *lines))
 
 
-def _columns(rows: Sequence[Mapping[str, object]]) -> dict[str, bool]:
-    """Keys of all rows, and whether their first value is a text."""
-    firsts: dict[str, object] = {}
+def _columns_and_lines(rows: Sequence[Mapping[str, object]]) -> tuple[dict[str, bool], list[list[str]]]:
+    """The keys of all rows, and whether their first value is a text; and the values as texts."""
+    columns: dict[str, bool] = {}
     for row in rows:
         for column, value in row.items():
-            firsts.setdefault(column, value)
-    return {column: isinstance(value, str) for column, value in firsts.items()}
+            columns.setdefault(column, isinstance(value, str))
+    return columns, [[_format(row.get(column)) for column in columns] for row in rows]
 
 
 def _format(value: object) -> str:

@@ -1,16 +1,11 @@
 """Versions of packages and the machine, on which a result depends."""
 
-import functools
 import importlib.metadata
 import platform
-import re
 import subprocess
 from pathlib import Path
 
 import torch
-
-
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def origin() -> dict[str, dict]:
@@ -22,10 +17,9 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter, and frugalvit's commit if it runs from a clone."""
     packages = ("frugalvit", "torch", "torchvision", "transformers", "accelerate", "datasets")
     found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
-    return found | ({"commit": commit()} if commit() else {})
+    return found | ({"commit": known} if (known := commit()) else {})
 
 
-@functools.cache
 def commit() -> str | None:
     """The commit of the clone that this file is in, with a mark where files differ from it; None elsewhere."""
     root = Path(__file__).resolve().parents[2]
@@ -40,8 +34,8 @@ def commit() -> str | None:
 
 def machine() -> dict[str, object]:
     """Processor, threads and accelerators of this process."""
-    names = (
-        re.findall(r"^model name\s*: (.*)$", CPU_INFO.read_text("utf-8"), re.MULTILINE) if CPU_INFO.exists() else []
-    )
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"cpu": names[0] if names else platform.processor(), "threads": torch.get_num_threads(), "gpus": gpus}

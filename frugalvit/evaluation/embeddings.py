@@ -9,7 +9,7 @@ from transformers import ViTImageProcessor
 from ..common.exported import ExportedModule
 from ..common.views import ImageFormat
 from ..configuration.configuration_base import is_sparseformer
-from ..modeling.hosts import read_anatomy
+from ..modeling.hosts import Anatomy, read_anatomy
 
 
 # Outputs of exported models that are an image's embedding.
@@ -39,8 +39,6 @@ def image_embedder(
     if is_sparseformer(config):
         project = getattr(model, "visual_projection", nn.Identity())
         return lambda images: project(model.base_model(images, output_tokens=False, **chosen).pooler_output)
-    if chosen:
-        raise ValueError(f"`num_tokens` is {num_tokens}, and the tokens of a {type(model).__name__} cannot be chosen.")
     anatomy = read_anatomy(model, image_size)
     if anatomy.obstacle and hasattr(model, "base_model"):
         return lambda images: _pooled(model.base_model(pixel_values=images), anatomy)
@@ -48,21 +46,19 @@ def image_embedder(
     return anatomy.embed
 
 
+def _pooled(outputs, anatomy: Anatomy) -> torch.Tensor:
+    if getattr(outputs, "pooler_output", None) is None:
+        raise anatomy.refusal("take the embedding of", anatomy.obstacle)
+    return outputs.pooler_output.flatten(1)
+
+
 def without_agent(model: nn.Module) -> nn.Module:
     """Return the vision transformer of one trained beside an agent; other models as they are."""
     return model.vit if getattr(getattr(model, "config", None), "model_type", "") == "bootstrapped_vit" else model
 
 
-def _pooled(outputs, anatomy) -> torch.Tensor:
-    pooled = getattr(outputs, "pooler_output", None)
-    if pooled is None:
-        raise anatomy.refusal("take the embedding of", anatomy.obstacle)
-    return pooled.flatten(1)
-
-
 def image_maker(image_processor):
-    """Return an image processor that makes images: the one given or, in the place of one that makes patches (SigLIP 2
-    NaFlex), one that makes squares, because `Anatomy.embed` takes images."""
+    """Return the image processor or, for one that makes patches (SigLIP 2 NaFlex), one that makes squares."""
     if not hasattr(image_processor, "max_num_patches"):
         return image_processor
     image_format = ImageFormat.from_processor(image_processor)

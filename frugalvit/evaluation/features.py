@@ -1,8 +1,6 @@
-"""Evaluate a model's embeddings of labeled images."""
+"""Embeddings of many images."""
 
-import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import datasets
 import numpy as np
@@ -12,25 +10,8 @@ from torch import nn
 from tqdm import tqdm
 
 from ..common.decoding import CorruptImageError
-from ..common.labels import class_names, label_numbers
+from ..common.labels import label_numbers
 from ..inference import Embedder
-from .images import read_labeled_parts, take_first
-
-
-@dataclass
-class LabeledFeatures:
-    """Embeddings of labeled images.
-
-    Args:
-        features (`torch.Tensor`): `(images, embedding_size)`, float32, on the CPU.
-        labels (`torch.Tensor`): `(images,)`, int64, from 0.
-    """
-
-    features: torch.Tensor
-    labels: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 def extract_features(
@@ -52,42 +33,11 @@ def extract_features(
     return torch.from_numpy(np.stack(list(embed(images))))
 
 
-def embed_images(embed: Embedder, images: datasets.Dataset) -> LabeledFeatures:
-    """Embed a data set's labeled images, without those that cannot be read."""
+def embed_images(embed: Embedder, images: datasets.Dataset) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return embeddings and labels of the images that can be read."""
     found = list(tqdm(embed(images["image"]), "embed", len(images), leave=False, unit=" images", disable=None))
     read = [index for index, each in enumerate(found) if not isinstance(each, CorruptImageError)]
     if not read:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")
     features = torch.from_numpy(np.stack([found[index] for index in read]))
-    return LabeledFeatures(features, torch.from_numpy(label_numbers(images)[read]))
-
-
-def evaluate_features(
-    arguments: argparse.Namespace, score: Callable[[LabeledFeatures, LabeledFeatures], dict[str, object]]
-) -> dict[str, object]:
-    """Embed the images that the arguments name, and return the scores that `score` computes of the features of the
-    images to learn from and of the test images, after model, data sets, splits and counts."""
-    train_images, test_images, split = read_labeled_parts(arguments)
-    test_images = take_first(test_images, arguments.limit)
-    embed = Embedder(
-        arguments.model,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.num_workers,
-        exact=arguments.exact,
-        return_errors=arguments.skip_corrupt,
-        device=arguments.device,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    train, test = embed_images(embed, train_images), embed_images(embed, test_images)
-    about = {"model": arguments.model, "dataset": " ".join(arguments.dataset), "train_split": arguments.train_split}
-    if arguments.eval_dataset:
-        about["eval_dataset"] = " ".join(arguments.eval_dataset)
-    return about | {
-        "split": split,
-        "classes": len(class_names(train_images)),
-        "train_images": len(train),
-        "images": len(test),
-        "skipped": len(train_images) - len(train) + len(test_images) - len(test),
-        "embedding_size": train.features.shape[1],
-        **score(train, test),
-    }
+    return features, torch.from_numpy(label_numbers(images)[read])

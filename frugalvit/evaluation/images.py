@@ -53,23 +53,21 @@ def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
     return train, test, split
 
 
+def reading_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """The arguments that `Reader` and `image_batches` take."""
+    return {name: getattr(arguments, name) for name in ("exact", "batch_size", "num_workers", "skip_corrupt")}
+
+
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
     """Take the first `limit` records, if there is a limit."""
     return table.select(range(min(limit, len(table)))) if limit else table
 
 
 def image_batches(
-    reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int = 0, skip_corrupt: bool = False
+    reader: Reader, images: datasets.Dataset, batch_size: int = 64, num_workers: int = 0, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
     """Yield batches of pixel values of the images that can be read, with their indices, and show a progress bar.
-
-    Args:
-        reader (`Reader`): Turns `PIL.Image` into pixel values.
-        images (`datasets.Dataset`): Images, as `load_images` returns them.
-        batch_size (`int`): Images at a time.
-        num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
-    """
+    `num_workers` threads decode, see `count_threads`; `skip_corrupt` leaves out images that cannot be read."""
 
     def read(index: int) -> torch.Tensor | None:
         try:
@@ -79,14 +77,13 @@ def image_batches(
                 return None
             raise
 
-    found, pending = False, read_ahead(read, range(len(images)), 2 * batch_size, num_workers)
-    with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
-        while batch := list(islice(pending, batch_size)):
-            pixels = {index: future.result() for index, future in batch}
-            readable = {index: each for index, each in pixels.items() if each is not None}
-            if readable:
-                found = True
-                yield reader.batch(list(readable.values())), list(readable)
-            progress.update(len(batch))
+    places = tqdm(range(len(images)), desc="evaluate", unit=" images", leave=False, disable=None)
+    found, pending = False, read_ahead(read, places, 2 * batch_size, num_workers)
+    while batch := list(islice(pending, batch_size)):
+        pixels = {index: future.result() for index, future in batch}
+        readable = {index: each for index, each in pixels.items() if each is not None}
+        if readable:
+            found = True
+            yield reader.batch(list(readable.values())), list(readable)
     if not found:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")

@@ -5,43 +5,52 @@ import argparse
 import torch
 import torch.nn.functional as F
 
+from ..common.labels import class_names
 from ..common.metrics import accuracies
-from .features import LabeledFeatures, evaluate_features
+from ..inference import Embedder
+from .features import embed_images
+from .images import read_labeled_parts, take_first
 
 
 # Temperature of the neighbors' weights, as in DINO.
 TEMPERATURE = 0.07
-# Similarities held in memory at once.
-MOST_SIMILARITIES = 2**24
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    def score(train: LabeledFeatures, test: LabeledFeatures) -> dict[str, object]:
-        scores = neighbor_scores(train, test.features, arguments.neighbors)
-        measured = accuracies().compute(predictions=scores, references=test.labels)
-        return {"neighbors": arguments.neighbors, **measured}
-
-    return evaluate_features(arguments, score)
+    train, test, split = read_labeled_parts(arguments)
+    test = take_first(test, arguments.limit)
+    options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "exact", "device")}
+    options |= {"return_errors": arguments.skip_corrupt, "trust_remote_code": arguments.trust_remote_code}
+    embed = Embedder(arguments.model, **options)
+    known, labels = embed_images(embed, train)
+    features, test_labels = embed_images(embed, test)
+    scores = neighbor_scores(known, labels, features, arguments.neighbors)
+    return {
+        "model": arguments.model,
+        "dataset": " ".join(arguments.eval_dataset or arguments.dataset),
+        "train_split": arguments.train_split,
+        "split": split,
+        "classes": len(class_names(train)),
+        "train_images": len(labels),
+        "images": len(test_labels),
+        "skipped": len(train) - len(labels) + len(test) - len(test_labels),
+        "embedding_size": known.shape[1],
+        "neighbors": arguments.neighbors,
+        **accuracies().compute(predictions=scores, references=test_labels),
+    }
 
 
 @torch.inference_mode()
-def neighbor_scores(train: LabeledFeatures, features: torch.Tensor, neighbors: int = 20) -> torch.Tensor:
-    """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07).
-
-    Args:
-        train (`LabeledFeatures`): The labeled images.
-        features (`torch.Tensor`): `(images, embedding_size)`, float32.
-        neighbors (`int`, *optional*, defaults to 20): Number of voters.
-
-    Returns:
-        `torch.Tensor`: `(images, classes)`, each row sums to 1.
-    """
-    if len(train) < neighbors:
-        raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(train)} labeled images.")
-    known, classes = F.normalize(train.features, dim=1), int(train.labels.max()) + 1
-    scores = []
-    for chunk in F.normalize(features, dim=1).split(max(MOST_SIMILARITIES // len(known), 1)):
+def neighbor_scores(
+    known: torch.Tensor, labels: torch.Tensor, features: torch.Tensor, neighbors: int = 20
+) -> torch.Tensor:
+    """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07). Returns `(images,
+    classes)`, each row sums to 1."""
+    if len(known) < neighbors:
+        raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(known)} labeled images.")
+    known, scores = F.normalize(known, dim=1), []
+    for chunk in F.normalize(features, dim=1).split(1024):
         similarity, nearest = (chunk @ known.mT).topk(neighbors)
-        votes = torch.zeros(len(chunk), classes)
-        scores.append(votes.scatter_add_(1, train.labels[nearest], (similarity / TEMPERATURE).softmax(1)))
+        votes = torch.zeros(len(chunk), int(labels.max()) + 1)
+        scores.append(votes.scatter_add_(1, labels[nearest], (similarity / TEMPERATURE).softmax(1)))
     return torch.cat(scores)

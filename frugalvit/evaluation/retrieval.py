@@ -14,20 +14,20 @@ from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
-# Similarities held at once; 30,000 images have 4.5 billion with their captions.
-CHUNK = 2**25
-RANKS = (1, 5, 10)
+# Images or captions compared at once: 30,000 images have 4.5 billion similarities with their captions.
+CHUNK = 256
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    images, captions = read_karpathy(arguments.dataset, arguments.image_folder, arguments.split, arguments.limit)
+    [dataset] = arguments.dataset
+    images, captions = read_karpathy(dataset, arguments.image_folder, arguments.split or "test", arguments.limit)
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
     reader = Reader(towers.image_processor, towers.share_read, arguments.exact)
     image_embeddings = embed_all_images(towers, reader, images, arguments.batch_size, arguments.num_workers)
     texts = [caption for several in captions for caption in several]
     owners = torch.tensor([index for index, several in enumerate(captions) for _ in several])
     text_embeddings = embed_all_texts(towers, texts, arguments.batch_size)
-    about = {"dataset": arguments.dataset, "images": len(images), "captions": len(texts)}
+    about = {"dataset": dataset, "images": len(images), "captions": len(texts)}
     return name_models(arguments) | about | retrieval_recall(image_embeddings, text_embeddings, owners)
 
 
@@ -36,8 +36,7 @@ def read_karpathy(
 ) -> tuple[datasets.Dataset, list[list[str]]]:
     """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k."""
     try:
-        entries = json.loads(read_text(path))["images"]
-        entries = [entry for entry in entries if entry["split"] == split][:limit]
+        entries = [entry for entry in json.loads(read_text(path))["images"] if entry["split"] == split][:limit]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
         # Karpathy's COCO lies in a folder for each year.
         names = [Path(entry.get("filepath", "")) / entry["filename"] for entry in entries]
@@ -51,7 +50,7 @@ def read_karpathy(
     files = [folder / name if (folder / name).is_file() else folder / name.name for name in names]
     if missing := [file for file in files if not file.is_file()]:
         raise ValueError(f"{len(missing)} images of {path} are not in {folder}, for example {missing[0].name}.")
-    images = datasets.Dataset.from_dict({"image": [{"path": str(file), "bytes": None} for file in files]})
+    images = datasets.Dataset.from_dict({"image": list(map(str, files))})
     return images.cast_column("image", datasets.Image(decode=False)), captions
 
 
@@ -67,29 +66,25 @@ def embed_all_images(
 
 
 def retrieval_recall(
-    image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor, chunk: int = CHUNK
+    image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor
 ) -> dict[str, float]:
     """Recall at 1, 5 and 10, in percent: `text_to_image@k` and `image_to_text@k`, whether one of an image's captions
     is among the k best. Ties count half: embeddings that are all alike find nothing.
 
-    Args:
-        image_embeddings, text_embeddings (`torch.Tensor`): `(images, width)` and `(captions, width)`, of norm 1.
-        owners (`torch.Tensor`): `(captions,)`, the image of each caption; every image has one at least.
-        chunk (`int`, *optional*): Similarities to hold at once.
+    Embeddings are `(images, width)` and `(captions, width)`, of norm 1, and `owners` `(captions,)`, the image of each
+    caption; every image has one at least.
     """
-    ranks = {"image_to_text": [], "text_to_image": []}
-    for rows in torch.arange(len(image_embeddings)).split(max(chunk // len(text_embeddings), 1)):
-        similarities = image_embeddings[rows] @ text_embeddings.mT
-        own = owners == rows[:, None]
-        best = similarities.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
-        wrong = similarities.masked_fill(own, -torch.inf)
-        ranks["image_to_text"].append((wrong > best).sum(1) + (wrong == best).sum(1) / 2)
-    for rows in torch.arange(len(text_embeddings)).split(max(chunk // len(image_embeddings), 1)):
-        similarities = text_embeddings[rows] @ image_embeddings.mT
-        own = similarities.gather(1, owners[rows, None])
-        ranks["text_to_image"].append((similarities > own).sum(1) + ((similarities == own).sum(1) - 1) / 2)
-    return {
-        f"{direction}@{k}": 100 * (torch.cat(rank) < k).float().mean().item()
-        for direction, rank in ranks.items()
-        for k in RANKS
-    }
+    images = torch.arange(len(image_embeddings))
+    recall = {}
+    for direction, queries, query_owners, keys, key_owners in (
+        ("image_to_text", image_embeddings, images, text_embeddings, owners),
+        ("text_to_image", text_embeddings, owners, image_embeddings, images),
+    ):
+        ranks = []
+        for embeddings, own_images in zip(queries.split(CHUNK), query_owners.split(CHUNK), strict=True):
+            similarities, own = embeddings @ keys.mT, own_images[:, None] == key_owners
+            best = similarities.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
+            wrong = similarities.masked_fill(own, -torch.inf)
+            ranks.append((wrong > best).sum(1) + (wrong == best).sum(1) / 2)
+        recall |= {f"{direction}@{k}": 100 * (torch.cat(ranks) < k).float().mean().item() for k in (1, 5, 10)}
+    return recall

@@ -1,38 +1,26 @@
 """Attacks on images, and occlusion."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ..common.scores import negative_log_likelihood
 from ..common.views import ImageFormat
 
 
 def fgsm(
-    model: nn.Module,
-    pixel_values: torch.Tensor,
-    right: torch.Tensor,
-    eps: float,
-    image_format: ImageFormat,
-    classes: torch.Tensor | slice = slice(None),
+    model: nn.Module, pixel_values: torch.Tensor, labels: torch.Tensor, eps: float, image_format: ImageFormat
 ) -> torch.Tensor:
     """Attack images by one step of the fast gradient sign method (Goodfellow et al. 2015): every value moves by `eps`
-    in the direction in which the loss rises, and stays a color.
-
-    Args:
-        model (`nn.Module`): Returns an output with `logits`.
-        pixel_values (`torch.Tensor`): Normalized images `(batch, channels, height, width)`.
-        right (`torch.Tensor`): Right classes `(batch, several)`, filled up with -1.
-        eps (`float`): Step, for color values from 0 to 1.
-        image_format (`ImageFormat`): The images' normalization.
-        classes (`torch.Tensor`, *optional*): The classes to compare; all by default.
-    """
+    in the direction in which the loss rises, and stays a color, from 0 to 1."""
     with torch.inference_mode(False), torch.enable_grad():
         pixel_values = pixel_values.clone().requires_grad_()
-        logits = model(pixel_values=pixel_values).logits[:, classes]
-        (gradient,) = torch.autograd.grad(negative_log_likelihood(logits, right.clone()), pixel_values)
+        loss = F.cross_entropy(model(pixel_values=pixel_values).logits, labels.clone())
+        (gradient,) = torch.autograd.grad(loss, pixel_values)
     order = -1 if image_format.reverse_channels else 1
-    mean = torch.tensor(image_format.mean[::order]).view(-1, 1, 1).to(pixel_values)
-    std = torch.tensor(image_format.std[::order]).view(-1, 1, 1).to(pixel_values)
+    mean, std = (
+        torch.tensor(numbers[::order]).view(-1, 1, 1).to(pixel_values)
+        for numbers in (image_format.mean, image_format.std)
+    )
     colors = pixel_values.detach() * std + mean + eps * gradient.sign()
     return (colors.clamp(0, 1) - mean) / std
 

@@ -13,19 +13,17 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from ..common.data import load_table
 from ..common.decoding import decode_image
 from ..common.loading import load_pretrained, split_revision
-from ..common.prompts import SCIENCEQA_PROMPT, check_prompt
 from ..common.splits import default_split
 from ..modeling.swap import input_device
 from .images import take_first
 
 
+# LLaVA 1.5's, of its evaluation on ScienceQA.
+PROMPT = "USER: {image}{question}\nAnswer with the option's letter from the given choices directly. ASSISTANT:"
 COLUMNS = ("image", "question", "choices", "answer")
-# Tokens of an answer.
-MAX_NEW_TOKENS = 8
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    check_prompt(arguments.prompt)
     questions, split = read_questions(arguments.dataset, arguments.split)
     questions = take_first(questions, arguments.limit)
     model = load_pretrained(
@@ -35,12 +33,11 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         "a LLaVA",
         lambda config: AutoModelForImageTextToText,
         dtype=getattr(torch, arguments.dtype),
-        quantize=arguments.quantize,
         device_map=arguments.device_map,
     )
     name, revision = split_revision(arguments.model)
     processor = AutoProcessor.from_pretrained(name, trust_remote_code=arguments.trust_remote_code, **revision)
-    results = scienceqa_accuracy(model, processor, questions, arguments.prompt, arguments.batch_size)
+    results = scienceqa_accuracy(model, processor, questions, arguments.batch_size)
     return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
 
 
@@ -52,16 +49,15 @@ def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Data
         raise ValueError(
             f"{' '.join(dataset)} has no columns {missing}, it has {questions.column_names}; expected ScienceQA's."
         )
-    questions = questions.cast_column("image", datasets.Image(decode=False))
     for index, (choices, answer) in enumerate(zip(questions["choices"], questions["answer"], strict=True)):
         if answer not in range(len(choices or ())):
             raise ValueError(f"Question {index} has the answer {answer!r}, expected the number of one of {choices!r}.")
-    return questions, split
+    return questions.cast_column("image", datasets.Image(decode=False)), split
 
 
 def format_question(question: str, choices: Sequence[str], hint: str | None = None) -> str:
     """Write a question, its context and its lettered options, in lines."""
-    options = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase[: len(choices)], choices, strict=True)]
+    options = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     return "\n".join([*([f"Context: {hint}"] if hint else []), question, *options])
 
 
@@ -76,52 +72,40 @@ def read_answer(text: str, num_choices: int) -> int | None:
     return letters.index(match[1].upper()) if match else None
 
 
-@torch.inference_mode()
-def scienceqa_accuracy(
-    model, processor, questions: datasets.Dataset, prompt: str = SCIENCEQA_PROMPT, batch_size: int = 8
-) -> dict[str, object]:
-    """Let a LLaVA answer the questions of `read_questions`.
-
-    Returns:
-        `dict`: `questions`, `accuracy`, `image_accuracy` and `text_accuracy` (of questions with and without an image,
-        `None` if there are none) and `unanswered`, the answers that name no option.
-    """
+def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size: int = 8) -> dict[str, object]:
+    """Let a LLaVA answer the questions of `read_questions`. Accuracies are `None` where there are no such questions;
+    `unanswered` counts the answers that name no option."""
     right, unanswered = {True: [], False: []}, 0
     has_image = [image is not None for image in questions["image"]]
-    with tqdm(total=len(questions), desc="questions", leave=False, disable=None) as progress:
-        # A batch has images for all or for none.
-        for kind in (True, False):
-            members = [index for index, has in enumerate(has_image) if has == kind]
-            for start in range(0, len(members), batch_size):
-                indices = members[start : start + batch_size]
-                records = [questions[index] for index in indices]
-                images = [decode_image(questions[index]["image"], index) for index in indices] if kind else None
-                texts = [
-                    prompt.format(
-                        image=f"{processor.image_token}\n" if kind else "",
-                        question=format_question(record["question"], record["choices"], record.get("hint")),
-                    )
-                    for record in records
-                ]
-                # Answers follow the prompts, so these end together.
-                inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
-                inputs = inputs.to(input_device(model))
-                generated = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-                generated = generated[:, inputs["input_ids"].shape[1] :]
-                answers = processor.batch_decode(generated, skip_special_tokens=True)
-                for answer, record in zip(answers, records, strict=True):
-                    chosen = read_answer(answer, len(record["choices"]))
-                    unanswered += chosen is None
-                    right[kind].append(chosen == record["answer"])
-                progress.update(len(indices))
-
-    def share(values: list[bool]) -> float | None:
-        return sum(values) / len(values) if values else None
-
+    # A batch has images for all or for none.
+    groups = [[index for index, has in enumerate(has_image) if has == kind] for kind in (True, False)]
+    batches = [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]
+    for indices in tqdm(batches, desc="questions", leave=False, disable=None):
+        records = [questions[index] for index in indices]
+        for answer, record in zip(answer_questions(model, processor, records, indices), records, strict=True):
+            chosen = read_answer(answer, len(record["choices"]))
+            unanswered += chosen is None
+            right[record["image"] is not None].append(chosen == record["answer"])
+    every = right[True] + right[False]
     return {
-        "questions": len(questions),
-        "accuracy": share(right[True] + right[False]),
-        "image_accuracy": share(right[True]),
-        "text_accuracy": share(right[False]),
+        "questions": len(every),
+        "accuracy": sum(every) / len(every),
+        "image_accuracy": sum(right[True]) / len(right[True]) if right[True] else None,
+        "text_accuracy": sum(right[False]) / len(right[False]) if right[False] else None,
         "unanswered": unanswered,
     }
+
+
+@torch.inference_mode()
+def answer_questions(model, processor, records: Sequence[dict], indices: Sequence[int]) -> list[str]:
+    """Answer questions that all have an image, or none; `indices` are their numbers for messages."""
+    images, token = None, ""
+    if records[0]["image"] is not None:
+        images = [decode_image(record["image"], index) for record, index in zip(records, indices, strict=True)]
+        token = f"{processor.image_token}\n"
+    questions = [format_question(record["question"], record["choices"], record.get("hint")) for record in records]
+    texts = [PROMPT.format(image=token, question=question) for question in questions]
+    # Answers follow the prompts, so these end together.
+    inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
+    generated = model.generate(**inputs.to(input_device(model)), max_new_tokens=8, do_sample=False)
+    return processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -23,8 +23,6 @@ from .images import take_first
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     splits = evaluation_splits(masked_split_names(arguments.dataset, arguments.dataset_config))
     split = arguments.split or next(iter(splits), "train")
-    if arguments.window and len(arguments.window) > 2:
-        raise ValueError(f"--window has {len(arguments.window)} numbers, expected one, or height and width.")
     model, image_processor = load_with_image_processor(
         arguments.model,
         arguments.device,
@@ -40,15 +38,14 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         mask_column=arguments.mask_column,
         class_names=list(model.config.id2label.values()),
     )
-    images = take_first(images, arguments.limit)
     reduce_labels = arguments.reduce_labels or getattr(image_processor, "do_reduce_labels", False)
     results = segmentation_scores(
         model,
         ImageFormat.from_processor(image_processor),
-        images,
+        take_first(images, arguments.limit),
         MaskReader(model.config.num_labels, arguments.ignored_labels, reduce_labels),
         batch_size=arguments.batch_size,
-        window=(arguments.window[0], arguments.window[-1]) if arguments.window else None,
+        window=arguments.window,
         skip_corrupt=arguments.skip_corrupt,
     )
     names, iou = model.config.id2label, results.pop("iou")
@@ -64,23 +61,14 @@ def segmentation_scores(
     read_mask: MaskReader,
     *,
     batch_size: int = 16,
-    window: tuple[int, int] | None = None,
+    window: int | None = None,
     skip_corrupt: bool = False,
 ) -> dict[str, object]:
-    """Evaluate a semantic segmentation model, with a progress bar.
+    """Evaluate a semantic segmentation model, whose logits may have any resolution; return `images`, `skipped` and the
+    scores of `SegmentationScores`.
 
-    Args:
-        model (`PreTrainedModel`): Returns `logits`, `(batch, classes, …)`, at any resolution.
-        image_format (`ImageFormat`): The images that it takes.
-        images (`datasets.Dataset`): Images with masks, as `load_masked_images` returns them.
-        read_mask (`MaskReader`): Reads the masks.
-        batch_size (`int`, *optional*, defaults to 16): Images, or windows of an image, at a time.
-        window (pair of `int`, *optional*): Height and width of a window that slides by two thirds of its shorter side
-            over the image, whose shorter side is resized to that; without one, the image is resized whole.
-        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
-
-    Returns:
-        `dict`: `images`, `skipped` and the scores of `SegmentationScores`.
+    A `window`, the side of a square, slides by two thirds of it over the image, whose shorter side is resized to that;
+    without one, the image is resized whole.
     """
     scores, count, batch = SegmentationScores(model.config.num_labels), 0, []
     for index in tqdm(range(len(images)), desc="evaluate", unit=" images", leave=False, disable=None):
@@ -118,13 +106,8 @@ def _logits(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
     return F.interpolate(logits, pixel_values.shape[-2:], mode="bilinear")
 
 
-def window_starts(length: int, window: int, stride: int) -> list[int]:
-    """The starts of windows that cover a length; the last window ends with it."""
-    return sorted({*range(0, max(length - window, 0), stride), max(length - window, 0)})
-
-
 def _slide(
-    model: PreTrainedModel, image_format: ImageFormat, picture: Image.Image, window: tuple[int, int], batch_size: int
+    model: PreTrainedModel, image_format: ImageFormat, picture: Image.Image, window: int, batch_size: int
 ) -> torch.Tensor:
     """Mean logits `(1, classes, height, width)` of the windows that see each pixel of the resized image."""
     if max(picture.size) > LONGEST * min(picture.size):
@@ -132,22 +115,16 @@ def _slide(
             f"An image has {picture.width:,} x {picture.height:,} pixels; where a --window slides it may be {LONGEST} "
             "times as long as wide. Evaluate such images without."
         )
-    stride = max(min(window) * 2 // 3, 1)
-    pixels = image_format.normalize(_resize(picture, (min(window),), image_format)[None])
-    height, width = pixels.shape[-2:]
-    # An image that is smaller than the window is seen whole, on a ground of the mean color.
-    pixels = F.pad(pixels, (0, max(window[1] - width, 0), 0, max(window[0] - height, 0)))
-    places = [
-        (slice(top, top + window[0]), slice(left, left + window[1]))
-        for top in window_starts(pixels.shape[-2], window[0], stride)
-        for left in window_starts(pixels.shape[-1], window[1], stride)
-    ]
-    total = torch.zeros(model.config.num_labels, *pixels.shape[-2:])
-    counts = torch.zeros(pixels.shape[-2:])
-    for first in range(0, len(places), batch_size):
-        batch = places[first : first + batch_size]
-        logits = _logits(model, torch.cat([pixels[..., rows, columns] for rows, columns in batch])).cpu()
-        for each, (rows, columns) in zip(logits, batch, strict=True):
-            total[:, rows, columns] += each
-            counts[rows, columns] += 1
-    return (total / counts)[None, :, :height, :width]
+    pixels = image_format.normalize(_resize(picture, (window,), image_format)[None])
+    along = 2 if pixels.shape[2] > window else 3
+    length = pixels.shape[along]
+    # The last window ends with the image.
+    starts = sorted({*range(0, length - window, max(window * 2 // 3, 1)), length - window})
+    views = torch.cat([pixels.narrow(along, start, window) for start in starts])
+    total = torch.zeros(1, model.config.num_labels, *pixels.shape[2:])
+    counts = torch.zeros(pixels.shape[2:])
+    found = torch.cat([_logits(model, batch).cpu() for batch in views.split(batch_size)])
+    for start, logits in zip(starts, found, strict=True):
+        total.narrow(along, start, window).add_(logits)
+        counts.narrow(along - 2, start, window).add_(1)
+    return total / counts

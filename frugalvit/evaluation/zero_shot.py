@@ -2,20 +2,17 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import datasets
 import open_clip
 import torch
 
+from ..common.files import read_text
 from ..common.labels import class_names
 from ..common.metrics import accuracies
 from ..common.reading import Reader
-from .images import image_batches, images_to_evaluate
+from .images import image_batches, images_to_evaluate, reading_options
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
-
-
-TEMPLATES = {"imagenet": open_clip.OPENAI_IMAGENET_TEMPLATES, "simple": open_clip.SIMPLE_IMAGENET_TEMPLATES}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
@@ -24,15 +21,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     templates = read_templates(arguments.templates)
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
     classifier = zero_shot_classifier(towers, names, templates, arguments.batch_size)
-    results = zero_shot_accuracy(
-        towers,
-        classifier,
-        images,
-        exact=arguments.exact,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.num_workers,
-        skip_corrupt=arguments.skip_corrupt,
-    )
+    results = zero_shot_accuracy(towers, classifier, images, **reading_options(arguments))
     about = {"dataset": " ".join(arguments.dataset), "split": split}
     return name_models(arguments) | about | {"classes": len(names), "templates": len(templates)} | results
 
@@ -42,9 +31,9 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
-    if source is None:
-        return known
-    names = list(open_clip.IMAGENET_CLASSNAMES) if source == "imagenet" else _lines(source, "--classes")
+    names = list(open_clip.IMAGENET_CLASSNAMES) if source == "imagenet" else known
+    if source not in (None, "imagenet"):
+        names = [line.strip() for line in read_text(source).splitlines() if line.strip()]
     if len(names) < len(known):
         raise ValueError(f"--classes {source} names {len(names)} classes, the data set has {len(known)}.")
     return names
@@ -52,20 +41,12 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
 
 def read_templates(source: str) -> list[str]:
     """Read sentences with `{}` in the place of a class's name."""
-    if source in TEMPLATES:
-        return [template("{}") for template in TEMPLATES[source]]
-    templates = _lines(source, "--templates")
-    if wrong := [line for line in templates if line.count("{}") != 1 or line.count("{") + line.count("}") != 2]:
+    if source == "imagenet":
+        return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
+    templates = [line.strip() for line in read_text(source).splitlines() if line.strip()]
+    if wrong := [line for line in templates or [""] if line.count("{}") != 1 or line.count("{") != 1]:
         raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
     return templates
-
-
-def _lines(path: str, argument: str) -> list[str]:
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
-    lines = [line.strip() for line in lines if line.strip()]
-    if not lines:
-        raise ValueError(f"{argument} {path} is no file with one entry a line, nor a name that --help lists.")
-    return lines
 
 
 def zero_shot_classifier(
@@ -82,9 +63,7 @@ def zero_shot_accuracy(
     towers: TwoTowers,
     classifier: torch.Tensor,
     images: datasets.Dataset,
-    *,
     exact: bool = False,
-    batch_size: int = 64,
     **reading,
 ) -> dict[str, object]:
     """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`; `exact`
@@ -92,7 +71,7 @@ def zero_shot_accuracy(
     classifier = classifier.to(towers.device)
     measured, count = accuracies(), 0
     reader = Reader(towers.image_processor, towers.share_read, exact)
-    for pixel_values, indices in image_batches(reader, images, batch_size, **reading):
+    for pixel_values, indices in image_batches(reader, images, **reading):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
         measured.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
         count += len(indices)

@@ -21,6 +21,7 @@ with patch.object(sys, "path", [str(Path(__file__).resolve().parents[2] / "bench
 TINY = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
 
 
+@pytest.mark.nightly
 def test_a_clip_learns_from_labels(tmp_path):
     images = load_images("cifar10-subset", "train[:512]")
     vision = TINY | {"image_size": 32, "patch_size": 8}

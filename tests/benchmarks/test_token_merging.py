@@ -11,7 +11,6 @@ import torch
 from transformers import (
     Dinov2Config,
     Dinov2ForImageClassification,
-    Dinov2Model,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     ViTConfig,
@@ -82,15 +81,6 @@ def test_timm_copy_of_dinov2_gives_its_logits(size, token_merging, checkout):
     assert frugalvit.count_macs(model, size) == frugalvit.count_macs(teacher, size)
 
 
-def test_timm_copy_of_a_backbone_has_no_logits(token_merging):
-    teacher, pixel_values = tiny_dinov2(Dinov2Model), torch.randn(2, 3, 28, 28)
-    with torch.inference_mode():
-        embedding, logits = token_merging.as_timm(read_anatomy(teacher, (28, 28)))(pixel_values)
-        expected = teacher(pixel_values).last_hidden_state[:, 0]
-    assert logits is None
-    torch.testing.assert_close(embedding, expected, rtol=0, atol=1e-4)
-
-
 def test_a_token_counts_in_the_mean_as_often_as_it_stands_for_others(token_merging):
     vit = token_merging.as_timm(read_anatomy(tiny_dinov2(), (28, 28)))
     tokens = torch.randn(2, 4, 32)
@@ -103,10 +93,6 @@ def test_a_token_counts_in_the_mean_as_often_as_it_stands_for_others(token_mergi
     vit.train()
     apart = tokens[:, [0, 1, 1, 1, 3, 3]]
     torch.testing.assert_close(vit.forward_head(tokens).embedding[:, 32:], apart[:, 1:].mean(1))
-
-
-def test_timm_copy_without_biases(token_merging):
-    token_merging.as_timm(tiny_vit(qkv_bias=False))
 
 
 def test_refuses_a_copy_that_computes_something_else(token_merging):
@@ -156,11 +142,9 @@ def test_refuses_a_folder_without_the_package(token_merging, tmp_path):
         token_merging.apply_tome(torch.nn.Identity(), str(tmp_path), 8)
 
 
-@pytest.mark.parametrize("kind", ["vit", "timm-dinov3"])
-def test_random_patches(kind, token_merging):
-    """All patches, in any order, give the teacher's embedding. A few give another one each time, also after a cast."""
-    model = KINDS[kind].make()
-    anatomy = read_anatomy(model)
+def test_random_patches(token_merging):
+    """All patches, in any order, give the teacher's embedding. A few give another one each time."""
+    anatomy = read_anatomy(KINDS["vit"].make())
     images = anatomy.example()
     with torch.no_grad():
         expected = anatomy.embed(images)
@@ -170,6 +154,5 @@ def test_random_patches(kind, token_merging):
         first, second = some(images), some(images)
         assert not torch.allclose(first, expected, rtol=1e-2) and not torch.allclose(first, second, rtol=1e-2)
         assert torch.equal(first, token_merging.RandomPatches(anatomy, 9, seed=0)(images))
-        # What was read are views of the float32 weights.
-        expected = some.anatomy.read(model.double()).embed(images.double())
-        assert torch.allclose(everything(images.double()), expected, rtol=1e-5, atol=1e-6 * expected.abs().max())
+        tokens, kept = some.states(images)
+        assert tokens.shape[1] == anatomy.num_prefix_tokens + 9 and kept.shape == (2, 9)

@@ -100,13 +100,11 @@ def test_a_classifier_packs_what_it_loads_where_that_is_faster(pays, monkeypatch
 
 
 @needs_onednn
-def test_autocast_and_compilation_are_as_without(linear, inputs, monkeypatch):
+@torch.no_grad()
+def test_autocast_is_as_without(linear, inputs, monkeypatch):
     packed, called = PackedLinear(linear), was_packed(monkeypatch)
-    with torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(packed(inputs), linear(inputs)) and packed(inputs).dtype == torch.bfloat16
-        compiled = torch.compile(packed, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(inputs), linear(inputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(packed(inputs), linear(inputs)) and packed(inputs).dtype == torch.bfloat16
     assert not called
 
 

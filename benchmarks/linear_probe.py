@@ -1,30 +1,15 @@
 """Linear probes: logistic regression on a frozen model's features."""
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
-
-from ..common.metrics import accuracies
-from .features import LabeledFeatures, evaluate_features
 
 
 # Weights of the penalty to choose from, the strongest first.
 PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
 # One image in this many of each class is held back for that choice.
 HELD_BACK = 5
-STEPS = 200
-
-
-def run(arguments: argparse.Namespace) -> dict[str, object]:
-    def score(train: LabeledFeatures, test: LabeledFeatures) -> dict[str, object]:
-        probe = fit_probe(train, arguments.seed)
-        measured = accuracies().compute(predictions=probe(test.features), references=test.labels)
-        return {"penalty": probe.penalty, **measured}
-
-    return evaluate_features(arguments, score)
 
 
 class LinearProbe(nn.Module):
@@ -33,19 +18,26 @@ class LinearProbe(nn.Module):
     Minimizes the mean cross-entropy plus `penalty / 2` times the squared norm of the weights.
     """
 
-    def __init__(self, train: LabeledFeatures, classes: int, penalty: float, start: "LinearProbe | None" = None):
+    def __init__(
+        self,
+        features: torch.Tensor,
+        labels: torch.Tensor,
+        classes: int,
+        penalty: float,
+        start: "LinearProbe | None" = None,
+    ):
         super().__init__()
         self.penalty = penalty
-        self.mean = train.features.mean(0)
+        self.mean = features.mean(0)
         # Constant channels have no deviation.
-        self.std = train.features.std(0, correction=0).clamp(min=1e-6)
-        self.linear = nn.Linear(train.features.shape[1], classes)
+        self.std = features.std(0, correction=0).clamp(min=1e-6)
+        self.linear = nn.Linear(features.shape[1], classes)
         if start is None:
             nn.init.zeros_(self.linear.weight)
             nn.init.zeros_(self.linear.bias)
         else:
             self.linear.load_state_dict(start.linear.state_dict())
-        self._fit((train.features - self.mean) / self.std, train.labels)
+        self._fit((features - self.mean) / self.std, labels)
 
     @torch.no_grad()
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -55,7 +47,7 @@ class LinearProbe(nn.Module):
     @torch.enable_grad()
     def _fit(self, inputs: torch.Tensor, labels: torch.Tensor):
         optimizer = torch.optim.LBFGS(
-            self.parameters(), max_iter=STEPS, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
+            self.parameters(), max_iter=200, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
         )
 
         def loss() -> torch.Tensor:
@@ -68,22 +60,18 @@ class LinearProbe(nn.Module):
         optimizer.step(loss)
 
 
-def fit_probe(train: LabeledFeatures, seed: int = 0) -> LinearProbe:
+def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> LinearProbe:
     """Fit a linear probe to all images, with the one of `PENALTIES` that classifies held-back images, which `seed`
     chooses, best; the strongest of equal ones."""
-    if len(train.labels.unique()) < 2:
-        raise ValueError(f"All {len(train)} labeled images are of one class; expected at least two.")
-    classes = int(train.labels.max()) + 1
-    held_back = choose_held_back(train.labels, seed)
-    known = LabeledFeatures(train.features[~held_back], train.labels[~held_back])
-    probe, best, penalty = None, -1.0, PENALTIES[0]
-    for candidate in tqdm(PENALTIES, desc="penalty", leave=False, disable=None):
-        probe = LinearProbe(known, classes, candidate, probe)
-        predicted = probe(train.features[held_back]).argmax(1)
-        accuracy = (predicted == train.labels[held_back]).double().mean().item()
-        if accuracy > best:
-            best, penalty = accuracy, candidate
-    return LinearProbe(train, classes, penalty)
+    if len(labels.unique()) < 2:
+        raise ValueError(f"All {len(labels)} labeled images are of one class; expected at least two.")
+    classes, held_back = int(labels.max()) + 1, choose_held_back(labels, seed)
+    probe, accuracy = None, {}
+    for penalty in tqdm(PENALTIES, desc="penalty", leave=False, disable=None):
+        probe = LinearProbe(features[~held_back], labels[~held_back], classes, penalty, probe)
+        right = probe(features[held_back]).argmax(1) == labels[held_back]
+        accuracy[penalty] = right.double().mean().item()
+    return LinearProbe(features, labels, classes, max(accuracy, key=accuracy.get))
 
 
 def choose_held_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
