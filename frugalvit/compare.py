@@ -31,7 +31,6 @@ from .common.files import whole_folder, write_json, write_text
 from .common.labels import check_labels, class_names, label_numbers, match_labels
 from .common.loading import choose_device
 from .common.precision import choose_mixed_precision
-from .common.reading import Reader
 from .common.speed import images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
@@ -247,8 +246,8 @@ def embed_all(
     embeddings, indices = [[] for _ in contenders], []
     processors = {id(contender.image_processor): contender.image_processor for contender in contenders}
     for key, image_processor in processors.items():
-        reader, indices = Reader(image_processor, exact=True), []
-        for pixel_values, batch in image_batches(reader, images, batch_size, **reading):
+        indices = []
+        for pixel_values, batch in image_batches(image_processor, images, batch_size, **reading):
             indices += batch
             for contender, found in zip(contenders, embeddings, strict=True):
                 if id(contender.image_processor) == key:

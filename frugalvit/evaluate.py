@@ -10,7 +10,6 @@ from .common.choices import DTYPES, OPEN_CLIP, QUANTIZATIONS
 from .common.command_line import (
     CommandParser,
     add_device_map_argument,
-    add_exact_argument,
     add_image_arguments,
     add_limit_argument,
     add_loop_arguments,
@@ -103,7 +102,6 @@ def add_retrieval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", default="test", help="default: test")
     add_limit_argument(parser)
     add_worker_argument(parser)
-    add_exact_argument(parser)
     add_loop_arguments(parser)
 
 

@@ -31,7 +31,6 @@ from .common.exported import (
 from .common.files import whole_folder, write_json
 from .common.labels import class_names, label_numbers, match_labels
 from .common.loading import load_image_processor
-from .common.reading import Reader
 from .common.scores import check_scores
 from .common.tables import format_table
 from .common.views import ImageFormat, vision_config_of
@@ -228,8 +227,7 @@ def batches_for(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield batches of a program's inputs. Texts are sentences about the images' classes."""
     if part.kind != "text_embeds":
-        reader = Reader(image_processor, exact=True)
-        for pixel_values, _ in image_batches(reader, images, batch_size, skip_corrupt=True):
+        for pixel_values, _ in image_batches(image_processor, images, batch_size, skip_corrupt=True):
             yield {"pixel_values": pixel_values}
         return
     texts = [f"a photo of a {name.replace('_', ' ')}." for name in class_names(images) or ["thing"]]

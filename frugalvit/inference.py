@@ -17,10 +17,10 @@ from .common.exported import is_exported
 from .common.loading import load_exported, load_image_classifier, load_image_processor, load_vision_model
 from .common.packing import pack_linear_layers
 from .common.precision import choose_mixed_precision
-from .common.reading import Reader, read_ahead, share_read
+from .common.reading import read_ahead, stack_pixels
 from .common.scores import check_scores
 from .common.tables import first_line
-from .common.views import size_made_by
+from .common.views import prepare_images, size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
 
 
@@ -64,7 +64,6 @@ class _Application:
         num_tokens: int | None = None,
         batch_size: int = 32,
         num_workers: int = 0,
-        exact: bool = False,
         dtype: str = "float32",
         return_errors: bool = False,
         device: str | None = None,
@@ -77,7 +76,6 @@ class _Application:
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
             batch_size (`int`, *optional*, defaults to 32): Images at a time.
             num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
-            exact (`bool`, *optional*, defaults to `False`): Decode images whole and use the model's image processor.
             dtype (`str`, *optional*, defaults to `"float32"`): Type of loaded weights: `"float32"`, `"bfloat16"`, or
                 `"auto"`, bfloat16 where the device is fast at it.
             return_errors (`bool`, *optional*, defaults to `False`): Yield a `CorruptImageError` in the place of an
@@ -96,7 +94,7 @@ class _Application:
         else:
             model, image_processor = self._load(model, device, trust_remote_code)
             own = next(model.parameters(), torch.empty(0)).device
-            if dtype == "bfloat16" or dtype == "auto" and choose_mixed_precision(own) == "bf16":
+            if dtype == "bfloat16" or (dtype == "auto" and choose_mixed_precision(own) == "bf16"):
                 model.to(torch.bfloat16)
             pack_linear_layers(model)
         if num_tokens is not None:
@@ -107,7 +105,7 @@ class _Application:
         self.model, self.image_processor = model, image_processor
         self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
         self.return_errors = return_errors
-        self.reader = Reader(image_maker(image_processor), share_read(model, num_tokens), exact)
+        self.prepare = image_maker(image_processor)
         # An exported program has no parameters.
         parameter = next(model.parameters(), torch.empty(0))
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -124,7 +122,7 @@ class _Application:
         while batch := list(islice(pending, self.batch_size)):
             read = [future.result() for _, future in batch]
             pixels = [each for each in read if isinstance(each, torch.Tensor)]
-            found = iter(self._compute(self.reader.batch(pixels)) if pixels else ())
+            found = iter(self._compute(stack_pixels(pixels)) if pixels else ())
             for each in read:
                 if isinstance(each, CorruptImageError) and not self.return_errors:
                     raise each
@@ -142,7 +140,7 @@ class _Application:
             )
         read = read_image if isinstance(image, Path | io.BytesIO) else read_record
         try:
-            return self.reader.pixels(read(image, at_least=self.reader.at_least))
+            return prepare_images(self.prepare, [read(image)])[0]
         # Decoders raise whatever a broken file leads them to.
         except Exception as error:
             name = f" {str(image)!r}" if isinstance(image, Path) else ""

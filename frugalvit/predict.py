@@ -16,7 +16,6 @@ from .architectures import has_rois
 from .common.command_line import (
     CommandParser,
     add_device_argument,
-    add_exact_argument,
     add_reading_arguments,
     add_token_arguments,
     add_trust_argument,
@@ -56,7 +55,6 @@ def make_parser() -> CommandParser:
     parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_reading_arguments(parser)
-    add_exact_argument(parser)
     add_token_arguments(parser)
     parser.add_argument("--batch-size", type=positive, default=32, help="images at a time")
     add_device_argument(parser)
@@ -85,7 +83,6 @@ def main(argv: list[str] | None = None) -> None:
         confidence=arguments.confidence,
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
-        exact=arguments.exact,
         return_errors=True,
     )
     predictor.options = {"top": arguments.top, "output_rois": bool(arguments.rois)}

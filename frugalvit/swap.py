@@ -12,7 +12,6 @@ from .common.command_line import CommandParser, add_device_map_argument, add_ski
 from .common.data import load_images, sample
 from .common.files import whole_folder
 from .common.loading import load_llava, load_vision_model
-from .common.reading import Reader
 from .configuration.configuration_sparseformer_vlm import image_grid
 from .evaluation.images import image_batches
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
@@ -102,7 +101,7 @@ def pixel_pairs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield batches of images as two processors prepare them, for `match_channels_`."""
     both = [
-        image_batches(Reader(each.image_processor, exact=True), images, batch_size=16, skip_corrupt=skip_corrupt)
+        image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)
     ]
     for (ours, _), (theirs, _) in zip(*both, strict=True):

@@ -100,15 +100,6 @@ def add_worker_argument(parser: argparse.ArgumentParser):
     parser.add_argument("--num-workers", type=int, default=0, help="threads that decode images (default: one a CPU)")
 
 
-def add_exact_argument(parser: argparse.ArgumentParser):
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="decode images whole and ask the model's own image processor, which is slower (default: JPEGs at a lower "
-        "resolution that is still twice what the model reads of them)",
-    )
-
-
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-tokens",
@@ -129,7 +120,6 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser)
     add_limit_argument(parser)
     add_reading_arguments(parser)
-    add_exact_argument(parser)
     add_loop_arguments(parser)
 
 

@@ -71,8 +71,7 @@ def select_images(
     class_names: list[str] | None = None,
     default_names: list[str] | None = None,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Return the columns of a table that `load_images` returns; `dataset` is the table's name in messages. Arguments
-    and errors are those of `load_images`."""
+    """Return the columns of a table that `load_images` returns; `dataset` is its name in errors."""
     loaded = table._resolve_features() if table.features is None else table
     features = loaded.features
     image = find_image_column(features, image_column, dataset)
@@ -85,7 +84,7 @@ def select_images(
     if label and label not in classes and not holds(features[label], "int", "uint", "string"):
         raise ValueError(f"The column {label!r} of {dataset!r} holds {features[label]}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
-    # This comes first: renaming the columns of a stream would read from it.
+    # Cast before renaming, which would read from a stream.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
     return name_labels(loaded, class_names, default_names) if label else loaded
@@ -109,7 +108,7 @@ def load_table(
 def split_names(
     dataset: str | list[str], name: str | None = None, source: ImageFolder | dict | None = None
 ) -> list[str]:
-    """The splits of a data set. Arguments and errors as in `load_images`."""
+    """Return the splits of a data set. Arguments and errors as in `load_images`."""
     source = source or find_source(dataset, name)
     if isinstance(source, ImageFolder):
         return list(source.parts)
@@ -143,7 +142,7 @@ def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolde
                 raise ValueError(f"There is no file {pattern!r}; expected a parquet file or a pattern of some.")
             files += found
         with _one_error(dataset):
-            _check_names_of_classes(files)
+            _check_class_names(files)
         return {"path": "parquet", "data_files": {"train": [glob.escape(file) for file in files]}}
     if len(paths) > 1:
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
@@ -158,7 +157,7 @@ def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolde
 
 def _find_in_folder(folder: Path, name: str | None) -> ImageFolder | dict:
     """`find_source` of a folder: its images, or else what `datasets` reads, or else its zip file."""
-    endings = {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", *(Path(name).suffix for name in METADATA_FILES)}
+    endings = {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}
     files = list(files_within(folder, endings))
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
@@ -178,40 +177,42 @@ def _find_in_folder(folder: Path, name: str | None) -> ImageFolder | dict:
         raise ValueError(f"it has no images, and {len(archives)} zip files; {EXPECTED}")
     if glob.has_magic(str(folder.resolve())):
         raise ValueError("its path has one of *?[, which datasets takes for a pattern; rename it")
-    _check_names_of_classes(tables)
-    # A name such as "csv" would be that of a format.
+    _check_class_names(tables)
+    # Absolute: a name such as "csv" would be that of a format.
     return {"path": str(folder.resolve()), "name": name}
 
 
-def _check_names_of_classes(files: list):
+def _check_class_names(files: list):
     """Raise a ValueError if parquet files name their classes differently: `datasets` takes the first file's names."""
     known = {}
     for file in files:
         for column, feature in datasets.Features.from_arrow_schema(pq.read_schema(file)).items():
-            if isinstance(feature, datasets.ClassLabel):
-                names = known.setdefault(column, feature.names)
-                if names != feature.names:
-                    raise ValueError(
-                        f"{files[0]} has the classes {shortened(names)} in its column {column}, {file} "
-                        f"{shortened(feature.names)}; expected the same in the same order"
-                    )
-
-
-def image_columns(features: Mapping) -> list[str]:
-    """The columns of images: those of that type; or else of bytes, if possible with a name that says so; or else of
-    texts that are named as images or their paths."""
-    typed = [name for name, feature in features.items() if is_image(feature)]
-    binary = [name for name, feature in features.items() if holds(feature, "binary")]
-    texts = [name for name, feature in features.items() if holds(feature, "string")]
-    signs = (typed, filter(IMAGE_COLUMNS.fullmatch, binary), binary)
-    signs += (filter(IMAGE_COLUMNS.fullmatch, texts), filter(PATH_COLUMNS.fullmatch, texts))
-    return next(filter(None, map(list, signs)), [])
+            names = getattr(feature, "names", None)
+            if names != known.setdefault(column, names):
+                raise ValueError(
+                    f"{files[0]} has the classes {shortened(known[column])} in its column {column}, {file} "
+                    f"{shortened(names)}; expected the same in the same order"
+                )
 
 
 def find_image_column(features: Mapping, given: str | None, dataset) -> str:
-    """Return the only column of images, or the one that is given; raise a ValueError if it is none."""
-    column = find_column(features, given, image_columns(features), "image", dataset)
-    check_image_column(features, column, dataset)
+    """Return the only column of images, or the one that is given; raise a ValueError if it is none.
+
+    Columns of images are those of that type; or else of bytes, if possible with a name that tells; or else of texts
+    that are named as images or their paths.
+    """
+    binary = [name for name, feature in features.items() if holds(feature, "binary")]
+    texts = [name for name, feature in features.items() if holds(feature, "string")]
+    candidates = (
+        [name for name, feature in features.items() if is_image(feature)],
+        list(filter(IMAGE_COLUMNS.fullmatch, binary)),
+        binary,
+        list(filter(IMAGE_COLUMNS.fullmatch, texts)),
+        list(filter(PATH_COLUMNS.fullmatch, texts)),
+    )
+    column = find_column(features, given, next(filter(None, candidates), []), "image", dataset)
+    if not (is_image(features[column]) or holds(features[column], "binary", "string")):
+        raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
     return column
 
 
@@ -225,12 +226,6 @@ def find_column(features: Mapping, given: str | None, found: list[str], what: st
             f"Name it with --{what}-column."
         )
     return given or next(iter(found), None)
-
-
-def check_image_column(features: Mapping, column: str, dataset):
-    """Raise a ValueError if a column holds neither images nor what they could be read from: bytes, or paths."""
-    if not (is_image(features[column]) or holds(features[column], "binary", "string")):
-        raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
 
 
 def is_image(feature) -> bool:
@@ -249,12 +244,13 @@ def holds(feature, *types: str) -> bool:
 @contextmanager
 def _one_error(dataset: str | list[str], split: str | None = None):
     """Turn an error of `datasets` into a ValueError of one line that names the data set."""
-    given = dataset if isinstance(dataset, str) else dataset[0]
-    part = f"the split {split!r} of " if split else ""
     try:
         yield
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"Cannot load {part}{given!r}: {first_line(error.__cause__ or error)}") from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, AssertionError) as error:
+        given = dataset if isinstance(dataset, str) else dataset[0]
+        part = f"the split {split!r} of " if split else ""
         hint = f"; {EXPECTED}" if isinstance(error, datasets.exceptions.DatasetNotFoundError | OSError) else ""
-        raise ValueError(f"Cannot load {part}{given!r}: {first_line(error)}{hint}") from error
+        cause = error
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            cause = error.__cause__ or error
+        raise ValueError(f"Cannot load {part}{given!r}: {first_line(cause)}{hint}") from error

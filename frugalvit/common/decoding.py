@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from datasets.utils.file_utils import is_local_path, xopen
-from PIL import ExifTags, Image, ImageFile, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from .tables import first_line, printable
 
@@ -41,7 +41,6 @@ _OTHERS = (
 UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
 # Folders of operating systems; hidden ones and those of network disks begin with a dot or an @.
 _SYSTEM_FOLDERS = ("__macosx", "$recycle.bin", "system volume information", "lost+found")
-ORIENTATION = ExifTags.Base.Orientation
 
 
 class ImageError(ValueError):
@@ -92,58 +91,23 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
     return open_image(io.BytesIO(encoded))
 
 
-def read_image(
-    file: str | Path | io.BytesIO, max_pixels: int | None = None, at_least: tuple[int, int] | None = None
-) -> Image.Image:
+def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> Image.Image:
     """Read the RGB image in a file, upright, see `to_rgb`; raise a ValueError if it has more than `max_pixels`, or
-    what Pillow raises for a broken file.
-
-    If `at_least`, a width and a height, suffices, a JPEG is decoded at 1/2, 1/4 or 1/8 where that has as many pixels
-    each way, in less time.
-    """
+    what Pillow raises for a broken file."""
     with open_image(file) as image:
         if max_pixels and image.width * image.height > max_pixels:
             raise ValueError(
                 f"It has {image.width:,} x {image.height:,} pixels, expected at most {max_pixels / 1e6:g} million."
             )
-        return _upright_rgb(image, at_least)
+        ImageOps.exif_transpose(image, in_place=True)
+        return to_rgb(image)
 
 
-def read_record(record: Mapping | Image.Image | Path, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The upright RGB image of what `open_record` opens; `at_least` and errors as in `read_image`."""
+def read_record(record: Mapping | Image.Image | Path) -> Image.Image:
+    """Read the upright RGB image of what `open_record` opens; errors as in `read_image`."""
     with open_record(record) as image:
-        return _upright_rgb(image, at_least)
-
-
-def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """Decode an image to RGB and turn it as EXIF says. If it is decoded at a lower resolution, `info["extent"]` is its
-    width and height there, which may cover the last row and column in part."""
-    orientation, extent = orientation_of(image), None
-    if at_least:
-        # From 5 on, what is wide in the file is high.
-        extent = _decode_smaller(image, at_least if orientation < 5 else at_least[::-1], orientation == 1)
-    image = to_rgb(image if orientation == 1 else ImageOps.exif_transpose(image))
-    if extent:
-        image.info["extent"] = extent
-    return image
-
-
-def _decode_smaller(image: Image.Image, at_least: tuple[int, int], parts: bool) -> tuple[float, float] | None:
-    """Let a JPEG be decoded at 1/8, 1/4 or 1/2, the first that has enough pixels each way. With `parts`, sides need
-    not be multiples of that, and their fractions are returned."""
-    width, height = image.size
-    for scale in (8, 4, 2):
-        even = width % scale == 0 and height % scale == 0
-        if min(width // at_least[0], height // at_least[1]) >= scale and (even or parts):
-            image.draft(None, (width // scale, height // scale))
-            return None if even or image.size == (width, height) else (width / scale, height / scale)
-    return None
-
-
-def orientation_of(image: Image.Image) -> int:
-    """EXIF's number for the way in which an image lies, 1 (upright) to 8."""
-    orientation = image.getexif().get(ORIENTATION)
-    return orientation if orientation in range(2, 9) else 1
+        ImageOps.exif_transpose(image, in_place=True)
+        return to_rgb(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -191,14 +155,14 @@ def undecoded(path: str | Path) -> dict[str, str | None]:
     return {"bytes": None, "path": path}
 
 
-def decode_image(image: dict | Image.Image, index: int, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The RGB image of an undecoded `datasets` record, or of a PIL image, upright; `at_least` as in `read_image`.
+def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
+    """Read the RGB image of an undecoded `datasets` record, or of a PIL image, upright.
 
     Raises:
         CorruptImageError: with the index, if it cannot be read.
     """
     try:
-        return read_record(image, at_least)
+        return read_record(image)
     except Exception as error:
         path = f", {image['path']}" if isinstance(image, dict) and image.get("path") else ""
         raise CorruptImageError(

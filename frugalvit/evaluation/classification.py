@@ -11,7 +11,6 @@ from ..common.exported import ExportedModule
 from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.packing import pack_linear_layers
-from ..common.reading import Reader, share_read
 from ..common.scores import negative_log_likelihood
 from ..common.views import ImageFormat
 from ..inference import choose_tokens
@@ -42,7 +41,6 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
         skip_corrupt=arguments.skip_corrupt,
-        exact=arguments.exact,
     )
     about = {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split}
     if arguments.num_tokens is not None:
@@ -59,7 +57,6 @@ def classification_accuracy(
     fgsm_eps: float | None = None,
     occluded_share: float | None = None,
     confidence: float | None = None,
-    exact: bool = False,
     batch_size: int = 64,
     **reading,
 ) -> dict[str, object]:
@@ -73,7 +70,6 @@ def classification_accuracy(
         protocol (`str`, *optional*, defaults to `"labels"`): See `right_answers`.
         fgsm_eps (`float`, *optional*), occluded_share (`float`, *optional*): See `fgsm` and `occlude_center`.
         confidence (`float`, *optional*): As in `classify_adaptively`.
-        exact (`bool`, *optional*, defaults to `False`): See `Reader`.
         batch_size (`int`, *optional*, defaults to 64), reading: As in `image_batches`.
 
     Returns:
@@ -88,12 +84,11 @@ def classification_accuracy(
     labels = torch.nn.utils.rnn.pad_sequence([torch.tensor(right_of[i]) for i in counting], True, padding_value=-1)
     chosen = slice(None) if classes is None else torch.tensor(classes, device=model.device)
     image_format = ImageFormat.from_processor(image_processor) if fgsm_eps else None
-    reader = Reader(image_processor, share_read(model), exact)
 
     model.eval()
     measured, loss, count, tokens, start = accuracies(), 0.0, 0, 0, time.perf_counter()
     with torch.inference_mode():
-        for pixel_values, indices in image_batches(reader, images, batch_size, **reading):
+        for pixel_values, indices in image_batches(image_processor, images, batch_size, **reading):
             right, pixel_values = labels[indices].to(model.device), pixel_values.to(model.device)
             if occluded_share:
                 pixel_values = occlude_center(pixel_values, occluded_share)

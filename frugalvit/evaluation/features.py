@@ -48,7 +48,7 @@ def extract_features(
     Returns:
         `torch.Tensor`: `(images, embedding_size)`, float32, on the CPU; not normalized.
     """
-    embed = Embedder(model, image_processor, batch_size=batch_size, exact=True)
+    embed = Embedder(model, image_processor, batch_size=batch_size)
     return torch.from_numpy(np.stack(list(embed(images))))
 
 
@@ -73,7 +73,6 @@ def evaluate_features(
         arguments.model,
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
-        exact=arguments.exact,
         return_errors=arguments.skip_corrupt,
         device=arguments.device,
         trust_remote_code=arguments.trust_remote_code,

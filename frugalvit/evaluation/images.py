@@ -11,8 +11,9 @@ from tqdm import tqdm
 from ..common.data import load_images, split_names
 from ..common.decoding import CorruptImageError, decode_image
 from ..common.labels import class_names, say_if_few_classes
-from ..common.reading import Reader, read_ahead
+from ..common.reading import read_ahead, stack_pixels
 from ..common.splits import evaluation_splits, load_first_labeled, load_splits
+from ..common.views import prepare_images
 
 
 def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
@@ -59,12 +60,12 @@ def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
 
 
 def image_batches(
-    reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int = 0, skip_corrupt: bool = False
+    image_processor, images: datasets.Dataset, batch_size: int, num_workers: int = 0, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
     """Yield batches of pixel values of the images that can be read, with their indices, and show a progress bar.
 
     Args:
-        reader (`Reader`): Turns `PIL.Image` into pixel values.
+        image_processor: Turns `PIL.Image` into pixel values.
         images (`datasets.Dataset`): Images, as `load_images` returns them.
         batch_size (`int`): Images at a time.
         num_workers (`int`, *optional*, defaults to 0): Threads that decode, see `count_threads`.
@@ -73,11 +74,12 @@ def image_batches(
 
     def read(index: int) -> torch.Tensor | None:
         try:
-            return reader.pixels(decode_image(images[index]["image"], index, reader.at_least))
+            image = decode_image(images[index]["image"], index)
         except CorruptImageError:
             if skip_corrupt:
                 return None
             raise
+        return prepare_images(image_processor, [image])[0]
 
     found, pending = False, read_ahead(read, range(len(images)), 2 * batch_size, num_workers)
     with tqdm(total=len(images), desc="evaluate", unit=" images", leave=False, disable=None) as progress:
@@ -86,7 +88,7 @@ def image_batches(
             readable = {index: each for index, each in pixels.items() if each is not None}
             if readable:
                 found = True
-                yield reader.batch(list(readable.values())), list(readable)
+                yield stack_pixels(list(readable.values())), list(readable)
             progress.update(len(batch))
     if not found:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")

@@ -8,7 +8,6 @@ import datasets
 import torch
 
 from ..common.files import read_text
-from ..common.reading import Reader
 from ..common.scores import check_scores
 from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
@@ -22,8 +21,7 @@ RANKS = (1, 5, 10)
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, captions = read_karpathy(arguments.dataset, arguments.image_folder, arguments.split, arguments.limit)
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
-    reader = Reader(towers.image_processor, towers.share_read, arguments.exact)
-    image_embeddings = embed_all_images(towers, reader, images, arguments.batch_size, arguments.num_workers)
+    image_embeddings = embed_all_images(towers, images, arguments.batch_size, arguments.num_workers)
     texts = [caption for several in captions for caption in several]
     owners = torch.tensor([index for index, several in enumerate(captions) for _ in several])
     text_embeddings = embed_all_texts(towers, texts, arguments.batch_size)
@@ -56,11 +54,9 @@ def read_karpathy(
 
 
 @torch.inference_mode()
-def embed_all_images(
-    towers: TwoTowers, reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int
-) -> torch.Tensor:
+def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: int, num_workers: int) -> torch.Tensor:
     """Embed many images, `(images, width)`, on the CPU."""
-    batches = image_batches(reader, images, batch_size, num_workers)
+    batches = image_batches(towers.image_processor, images, batch_size, num_workers)
     embeddings = torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
     check_scores(embeddings, "embeddings")
     return embeddings

@@ -30,9 +30,8 @@ def fgsm(
         pixel_values = pixel_values.clone().requires_grad_()
         logits = model(pixel_values=pixel_values).logits[:, classes]
         (gradient,) = torch.autograd.grad(negative_log_likelihood(logits, right.clone()), pixel_values)
-    order = -1 if image_format.reverse_channels else 1
-    mean = torch.tensor(image_format.mean[::order]).view(-1, 1, 1).to(pixel_values)
-    std = torch.tensor(image_format.std[::order]).view(-1, 1, 1).to(pixel_values)
+    mean = torch.tensor(image_format.mean).view(-1, 1, 1).to(pixel_values)
+    std = torch.tensor(image_format.std).view(-1, 1, 1).to(pixel_values)
     colors = pixel_values.detach() * std + mean + eps * gradient.sign()
     return (colors.clamp(0, 1) - mean) / std
 

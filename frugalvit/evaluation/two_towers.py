@@ -20,7 +20,6 @@ from ..common.loading import (
     one_error,
     split_revision,
 )
-from ..common.reading import share_read
 from ..common.scores import check_scores
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
 from ..modeling.open_clip_adapter import OpenClipVisual
@@ -35,14 +34,12 @@ class TwoTowers:
         embed_images (`Callable`): Maps pixel values to embeddings `(batch, width)` of norm 1, float32.
         embed_texts (`Callable`): Maps texts to embeddings `(batch, width)` of norm 1, float32.
         device (`torch.device`): The model's device.
-        share_read (`float`): See `share_read`.
     """
 
     image_processor: object
     embed_images: Callable[[torch.Tensor], torch.Tensor]
     embed_texts: Callable[[Sequence[str]], torch.Tensor]
     device: torch.device
-    share_read: float = 1.0
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
@@ -90,7 +87,6 @@ def load_two_towers(
         embed_images=lambda pixels: F.normalize(model.get_image_features(pixels).pooler_output.float(), dim=-1),
         embed_texts=embed_texts,
         device=model.device,
-        share_read=share_read(model),
     )
 
 
@@ -151,7 +147,6 @@ def _open_clip(name: str, student, image_processor, device: str | None) -> TwoTo
         embed_images=lambda pixels: model.encode_image(pixels, normalize=True).float(),
         embed_texts=lambda texts: model.encode_text(tokenizer(list(texts)).to(device), normalize=True).float(),
         device=device,
-        share_read=1.0 if student is None else share_read(student),
     )
 
 

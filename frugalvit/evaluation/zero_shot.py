@@ -10,7 +10,6 @@ import torch
 
 from ..common.labels import class_names
 from ..common.metrics import accuracies
-from ..common.reading import Reader
 from .images import image_batches, images_to_evaluate
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
@@ -28,7 +27,6 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         towers,
         classifier,
         images,
-        exact=arguments.exact,
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
         skip_corrupt=arguments.skip_corrupt,
@@ -83,16 +81,14 @@ def zero_shot_accuracy(
     classifier: torch.Tensor,
     images: datasets.Dataset,
     *,
-    exact: bool = False,
     batch_size: int = 64,
     **reading,
 ) -> dict[str, object]:
-    """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`; `exact`
-    as in `Reader`, other arguments as in `image_batches`."""
+    """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`;
+    other arguments as in `image_batches`."""
     classifier = classifier.to(towers.device)
     measured, count = accuracies(), 0
-    reader = Reader(towers.image_processor, towers.share_read, exact)
-    for pixel_values, indices in image_batches(reader, images, batch_size, **reading):
+    for pixel_values, indices in image_batches(towers.image_processor, images, batch_size, **reading):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
         measured.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
         count += len(indices)
