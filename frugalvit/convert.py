@@ -21,33 +21,23 @@ def make_parser() -> CommandParser:
     parser.add_argument("source", choices=["showlab"], help="SparseFormer checkpoints of its authors")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=".pth or .safetensors file")
     parser.add_argument("--output", required=True, metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument(
-        "--variant", choices=CONVERTED_VARIANTS, help="default: the one whose names the checkpoint has"
-    )
-    parser.add_argument(
-        "--iterations", type=int, help="executions of the focusing layer (default: stage embeddings, or the variant's)"
-    )
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        nargs="+",
-        metavar="PIXELS",
-        help="side, or height and width, of the images that the model will get (default: 224): resized to 8/7 of the "
-        "side and cropped, or resized straight to height and width",
-    )
+    parser.add_argument("--variant", choices=CONVERTED_VARIANTS, help="default: the one that the names belong to")
+    parser.add_argument("--iterations", type=int, help="of the focusing layer (default: as in the checkpoint)")
+    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of its images (default: 224)")
     parser.add_argument("--overwrite", action="store_true", help="replace the model folder OUT")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    size = arguments.image_size
-    if size is not None and len(size) > 2:
-        parser.error(f"argument --image-size: got {len(size)} numbers, expected a side or height and width")
-    size = tuple(size) if size and len(size) == 2 else size and size[0]
-    options = {"variant": arguments.variant, "iterations": arguments.iterations, "image_size": size}
-    convert_checkpoint(arguments.checkpoint, arguments.output, **options, overwrite=arguments.overwrite)
+    arguments = make_parser().parse_args(argv)
+    convert_checkpoint(
+        arguments.checkpoint,
+        arguments.output,
+        variant=arguments.variant,
+        iterations=arguments.iterations,
+        image_size=arguments.image_size,
+        overwrite=arguments.overwrite,
+    )
 
 
 def convert_checkpoint(

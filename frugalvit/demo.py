@@ -33,7 +33,6 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--host", help="address to serve on (default: this machine alone)")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     add_device_argument(parser)
     add_trust_argument(parser)
     return parser
@@ -45,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     folders = {Path(model).name: model for model in models}
     if len(folders) < len(models):
         raise ValueError("Two of the models have the same name; rename a folder.")
-    # A model that cannot be loaded is refused before the page is there.
+    # Refuse a model that cannot be loaded before the page is there.
     for model in arguments.models:
         load_image_classifier(model, arguments.device, arguments.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
@@ -58,7 +57,6 @@ def main(argv: list[str] | None = None) -> None:
             show_error=True,
             server_name=arguments.host,
             server_port=arguments.port,
-            inbrowser=arguments.open,
         )
 
 

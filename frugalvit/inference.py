@@ -1,6 +1,5 @@
 """`Embedder` and `Classifier`, from photographs to numbers, for applications."""
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -12,11 +11,10 @@ from PIL import Image
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .common.decoding import CorruptImageError, read_image, read_record
+from .common.decoding import CorruptImageError, read_record
 from .common.exported import is_exported
 from .common.loading import load_exported, load_image_classifier, load_image_processor, load_vision_model
 from .common.packing import pack_linear_layers
-from .common.precision import choose_mixed_precision
 from .common.reading import read_ahead, stack_pixels
 from .common.scores import check_scores
 from .common.tables import first_line
@@ -64,7 +62,6 @@ class _Application:
         num_tokens: int | None = None,
         batch_size: int = 32,
         num_workers: int = 0,
-        dtype: str = "float32",
         return_errors: bool = False,
         device: str | None = None,
         trust_remote_code: bool = False,
@@ -76,8 +73,6 @@ class _Application:
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
             batch_size (`int`, *optional*, defaults to 32): Images at a time.
             num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
-            dtype (`str`, *optional*, defaults to `"float32"`): Type of loaded weights: `"float32"`, `"bfloat16"`, or
-                `"auto"`, bfloat16 where the device is fast at it.
             return_errors (`bool`, *optional*, defaults to `False`): Yield a `CorruptImageError` in the place of an
                 image that cannot be read, rather than raise it.
             device (`str`, *optional*): By default an accelerator if there is one.
@@ -85,23 +80,18 @@ class _Application:
         """
         if batch_size < 1 or num_workers < 0:
             raise ValueError(f"Got batch_size={batch_size} and num_workers={num_workers}, expected 1 or more and 0.")
-        if dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"`dtype` is {dtype!r}, expected 'auto', 'float32' or 'bfloat16'.")
         if isinstance(model, nn.Module):
             if image_processor is None:
                 raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
             model.eval()
         else:
             model, image_processor = self._load(model, device, trust_remote_code)
-            own = next(model.parameters(), torch.empty(0)).device
-            if dtype == "bfloat16" or (dtype == "auto" and choose_mixed_precision(own) == "bf16"):
-                model.to(torch.bfloat16)
             pack_linear_layers(model)
         if num_tokens is not None:
-            parts = [part for part in model.modules() if hasattr(part, "check_num_tokens")]
-            if not parts:
+            chooser = next((part for part in model.modules() if hasattr(part, "check_num_tokens")), None)
+            if chooser is None:
                 raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
-            parts[0].check_num_tokens(num_tokens)
+            chooser.check_num_tokens(num_tokens)
         self.model, self.image_processor = model, image_processor
         self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
         self.return_errors = return_errors
@@ -133,14 +123,13 @@ class _Application:
         if isinstance(image, str | os.PathLike):
             image = Path(image)
         elif isinstance(image, bytes):
-            image = io.BytesIO(image)
+            image = {"path": None, "bytes": image}
         elif not isinstance(image, Image.Image | Mapping):
             raise ValueError(
                 f"Image {index} is a {type(image).__name__}, expected a path, bytes, a PIL image or a record."
             )
-        read = read_image if isinstance(image, Path | io.BytesIO) else read_record
         try:
-            return prepare_images(self.prepare, [read(image)])[0]
+            return prepare_images(self.prepare, [read_record(image)])[0]
         # Decoders raise whatever a broken file leads them to.
         except Exception as error:
             name = f" {str(image)!r}" if isinstance(image, Path) else ""

@@ -56,8 +56,6 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {arguments.output} is the model's own folder; choose another.")
     if arguments.repo_id:
         validate_repo_id(arguments.repo_id)
-        if "/" not in arguments.repo_id:
-            raise ValueError(f"REPO_ID is {arguments.repo_id!r}, expected owner/name.")
         if arguments.no_code:
             raise ValueError("--no-code is for folders: a hub repository loads where frugalvit is not installed.")
     with prepared(arguments) as folder:

@@ -21,31 +21,20 @@ def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit swap",
         description="Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer in the place of "
-        "the vision tower that it was bootstrapped from (`frugalvit bootstrap --teacher LLAVA`), and a processor that "
-        "inserts the new number of image tokens. The language model stays as it is.",
+        "the vision tower that it was bootstrapped from, and its processor. The language model stays as it is.",
     )
     parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
     parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")
     parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")
     parser.add_argument("--num-tokens", type=int, metavar="COUNT", help="latent tokens (default: the tower's own)")
-    parser.add_argument(
-        "--image-grid",
-        type=positive,
-        metavar="ROWS",
-        help="rows and columns of image tokens of a Gemma 3 or a LLaVA-OneVision (default: as before)",
-    )
+    parser.add_argument("--image-grid", type=positive, metavar="ROWS", help="of a Gemma 3 or a LLaVA-OneVision")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are written")
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="quantize the language model, which needs bitsandbytes (pip install 'frugalvit[quantize]')",
-    )
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the language model (needs frugalvit[quantize])")
     parser.add_argument(
         "--dataset",
         nargs="+",
         metavar="DATA",
-        help="images without labels (id, folder or parquet files) on which the tower's channels are matched to the "
-        "mean and standard deviation that the projector is used to",
+        help="images (id, folder or parquet files) on which to match mean and deviation of the tower's channels",
     )
     parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
     add_skip_argument(parser)

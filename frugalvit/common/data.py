@@ -2,7 +2,6 @@
 
 import glob
 import os
-import re
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +20,6 @@ from .tables import first_line, shortened
 
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
-# Names of columns of images that have no type of their own, and of columns of their files.
-IMAGE_COLUMNS = re.compile(r"(image|img|picture|photo)s?(_bytes)?|jpe?g|png|webp", re.IGNORECASE)
-PATH_COLUMNS = re.compile(r"((image|img)_)?(file|path)|file_?(name|path)", re.IGNORECASE)
 
 
 def load_images(
@@ -42,8 +38,7 @@ def load_images(
 
     Args:
         dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
-            see `ImageFolder`, a folder that `datasets.load_dataset` reads, parquet files or patterns of them, or
-            `"cifar10-subset"`, which ships with frugalvit.
+            see `ImageFolder`, a folder that `datasets.load_dataset` reads, parquet files, or `"cifar10-subset"`.
         split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
         image_column, label_column (`str`, *optional*): Their names, where the types do not tell.
@@ -135,15 +130,11 @@ def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolde
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
     if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
-        files = []
-        for pattern in paths:
-            found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
-            if not found:
-                raise ValueError(f"There is no file {pattern!r}; expected a parquet file or a pattern of some.")
-            files += found
+        if missing := [file for file in paths if not os.path.isfile(file)]:
+            raise ValueError(f"There is no file {missing[0]!r}; expected parquet files.")
         with _one_error(dataset):
-            _check_class_names(files)
-        return {"path": "parquet", "data_files": {"train": [glob.escape(file) for file in files]}}
+            _check_class_names(paths)
+        return {"path": "parquet", "data_files": {"train": [glob.escape(file) for file in paths]}}
     if len(paths) > 1:
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
     if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
@@ -187,8 +178,8 @@ def _check_class_names(files: list):
     known = {}
     for file in files:
         for column, feature in datasets.Features.from_arrow_schema(pq.read_schema(file)).items():
-            names = getattr(feature, "names", None)
-            if names != known.setdefault(column, names):
+            names = feature.names if isinstance(feature, datasets.ClassLabel) else None
+            if names and names != known.setdefault(column, names):
                 raise ValueError(
                     f"{files[0]} has the classes {shortened(known[column])} in its column {column}, {file} "
                     f"{shortened(names)}; expected the same in the same order"
@@ -196,21 +187,10 @@ def _check_class_names(files: list):
 
 
 def find_image_column(features: Mapping, given: str | None, dataset) -> str:
-    """Return the only column of images, or the one that is given; raise a ValueError if it is none.
-
-    Columns of images are those of that type; or else of bytes, if possible with a name that tells; or else of texts
-    that are named as images or their paths.
-    """
+    """Return the only column of images or else of bytes, or the column that is given, which may hold paths, too."""
+    typed = [name for name, feature in features.items() if is_image(feature)]
     binary = [name for name, feature in features.items() if holds(feature, "binary")]
-    texts = [name for name, feature in features.items() if holds(feature, "string")]
-    candidates = (
-        [name for name, feature in features.items() if is_image(feature)],
-        list(filter(IMAGE_COLUMNS.fullmatch, binary)),
-        binary,
-        list(filter(IMAGE_COLUMNS.fullmatch, texts)),
-        list(filter(PATH_COLUMNS.fullmatch, texts)),
-    )
-    column = find_column(features, given, next(filter(None, candidates), []), "image", dataset)
+    column = find_column(features, given, typed or binary, "image", dataset)
     if not (is_image(features[column]) or holds(features[column], "binary", "string")):
         raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
     return column
@@ -250,7 +230,6 @@ def _one_error(dataset: str | list[str], split: str | None = None):
         given = dataset if isinstance(dataset, str) else dataset[0]
         part = f"the split {split!r} of " if split else ""
         hint = f"; {EXPECTED}" if isinstance(error, datasets.exceptions.DatasetNotFoundError | OSError) else ""
-        cause = error
-        if isinstance(error, datasets.exceptions.DatasetGenerationError):
-            cause = error.__cause__ or error
+        wraps = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        cause = (wraps and error.__cause__) or error
         raise ValueError(f"Cannot load {part}{given!r}: {first_line(cause)}{hint}") from error

@@ -4,17 +4,14 @@ A folder has the programs, Transformers' `export.json`, the model's configuratio
 `frugalvit export` writes.
 """
 
-import ast
 import contextlib
-import fnmatch
 import importlib.util
 import io
 import json
 import logging
 import os
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,10 +144,8 @@ def export_parts(
     precision: str,
     folder: Path,
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
-    float_layers: Iterable[str] = (),
 ):
-    """Write parts of a model as programs, with its configuration. For int8, `calibration` has inputs by part, and
-    modules that match `float_layers` stay in float32."""
+    """Write parts of a model as programs, with its configuration. For int8, `calibration` has inputs by part."""
     prefix, components = FORMATS[name].prefix, {}
     with _quiet():
         exporter = getattr(exporters, f"{prefix}Exporter")()
@@ -159,9 +154,8 @@ def export_parts(
             batch = torch.export.Dim("batch", min=1, max=MAX_BATCH_SIZE)
             options = {"dynamic_shapes": {key: {0: batch} if value.dim() else None for key, value in example.items()}}
             if precision == "int8":
-                kept = modules_named(part.model, float_layers)
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
-                options["quantizer"] = make_quantizer(part, calibration[part_name], kept)
+                options["quantizer"] = make_quantizer(part, calibration[part_name])
             if precision == "bfloat16":
                 # OpenVINO computes in bfloat16 from weights of either half precision; float16 keeps more digits.
                 options["compress_to_fp16"] = True
@@ -172,69 +166,31 @@ def export_parts(
     forget_code(folder)
 
 
-def first_layer(model: nn.Module) -> str:
-    """Return the name of the layer that reads the pixels: the first convolution or linear layer not for texts."""
-    layers = (name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear))
-    return next(name for name in layers if not name.startswith("text_"))
-
-
-def modules_named(model: nn.Module, patterns: Iterable[str]) -> set[str]:
-    """Return the names of a model's modules that match names or patterns such as `classifier` or `*.mlp`."""
-    names, found = [name for name, _ in model.named_modules()], set()
-    for pattern in patterns:
-        matches = fnmatch.filter(names, pattern)
-        if not matches:
-            raise ValueError(
-                f"--float-layers: {type(model).__name__} has no module {pattern!r}; expected a name such as "
-                f"{names[-1]}, or a pattern with *."
-            )
-        found.update(matches)
-    return found
-
-
-def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept: set[str]):
-    """Return NNCF's quantizer for transformers; layers in the modules `kept` stay in floating point."""
+def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
+    """Return NNCF's quantizer for transformers. The layer that reads the pixels loses most, and stays in float32."""
     import nncf
 
     config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         # Its sums of 8-bit products saturate unless weights use half of their range.
         config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-    # OpenVINO's converter counts layers by kind, in the order of the program.
-    kinds = {torch.ops.aten.linear.default: "linear", torch.ops.aten.conv2d.default: "convolution"}
-    counts, patterns = Counter(), []
-    for node in torch.export.export(part, (), part.example(2)).graph.nodes:
-        if kind := kinds.get(node.target):
-            modules = (name for name, _ in node.meta.get("nn_module_stack", {}).values())
-            if any(name.removeprefix("model.") in kept for name in modules):
-                patterns.append(f"{kind}_{counts[kind]}/.*")
-            counts[kind] += 1
-    # Layers that OpenVINO computed beforehand are no longer in its graph.
-    config.ignored_scope = nncf.IgnoredScope(patterns=patterns, validate=False)
+    if part.kind != "text_embeds":
+        layers = (module for name, module in part.model.named_modules() if not name.startswith("text_"))
+        first = next(module for module in layers if isinstance(module, nn.Conv2d | nn.Linear))
+        # OpenVINO's converter counts layers by kind, in the order of the program.
+        kind = "convolution" if isinstance(first, nn.Conv2d) else "linear"
+        config.ignored_scope = nncf.IgnoredScope(patterns=[f"{kind}_0/.*"], validate=False)
     return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)
 
 
-def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept: set[str]):
-    """Return ONNX Runtime's quantizer; layers in the modules `kept` stay in floating point."""
-
-    class OnnxQuantizer(exporters.OnnxRuntimeQuantizer):
-        def quantize(self, model, sample_inputs, export_format):
-            # Names of nodes are those of the converted program.
-            self.config.nodes_to_exclude = [
-                node.name
-                for node in model.graph
-                for scope in ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
-                if scope.removeprefix("model.") in kept
-            ]
-            return super().quantize(model, sample_inputs, export_format)
-
+def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
+    """Return ONNX Runtime's quantizer; products of activations (attention, mixing) stay in floating point."""
     config = exporters.OnnxRuntimeStaticConfig(
         per_channel=True,
         op_types_to_quantize=["MatMul", "Gemm", "Conv"],
-        # Products of activations (attention, mixing) stay in floating point.
         extra_options={"MatMulConstBOnly": True},
     )
-    return OnnxQuantizer(config, calibration_dataset=calibration)
+    return exporters.OnnxRuntimeQuantizer(config, calibration_dataset=calibration)
 
 
 @contextlib.contextmanager

@@ -148,10 +148,11 @@ def say_unread(folder: str | Path, files: Iterable[Path] | None = None):
     """Print how many pictures in a folder, or among its `files` where these are known, are not read."""
     files = files_within(folder, UNREAD_ENDINGS) if files is None else files
     counts = Counter(path.suffix.lower() for path in files if path.suffix.lower() in UNREAD_ENDINGS)
-    for ending, count in sorted(counts.items()):
+    if counts:
+        found = ", ".join(f"{count:,} {ending}" for ending, count in sorted(counts.items()))
         _say_once(
-            f"Left out of {printable(str(folder))}, as they are not read: {count:,} {ending}. Convert them to JPEG or "
-            "PNG; .heic and .jxl are read after pip install 'frugalvit[pictures]'."
+            f"Left out of {printable(str(folder))}, as they are not read: {found}. Convert them to JPEG or PNG; .heic "
+            "and .jxl are read after pip install 'frugalvit[pictures]'."
         )
 
 

@@ -1,6 +1,7 @@
 """Images that commands name: files, folders and patterns of them, and parquet files."""
 
 import glob
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,9 +14,8 @@ from .decoding import IMAGE_ENDINGS
 from .folders import METADATA_FILES, files_within, say_unread
 
 
-def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
-    """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns.
-    If several folders, for example of classes, have more images than `limit`, that many are taken, evenly spread."""
+def find_images(arguments: Sequence[str]) -> list[Path]:
+    """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns."""
     found = []
     for argument in arguments:
         path = Path(argument).expanduser()
@@ -23,20 +23,13 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
             say_unread(path)
             files = sorted(files_within(path, {*IMAGE_ENDINGS, ".parquet"}))
             files = [file for file in files if file.name not in METADATA_FILES]
-        elif path.exists():
-            if not path.is_file():
-                raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
-            files = [path]
         else:
-            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
+            names = [path] if path.exists() else sorted(glob.glob(str(path), recursive=True))
+            # A pipe would be waited for.
+            files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
-            kind = "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
-            problem = "are no images in the folder" if path.is_dir() else kind
-            raise FileNotFoundError(f"There {problem} {argument!r}; give image files, folders or patterns.")
+            raise FileNotFoundError(f"There are no images at {argument!r}; give image files, folders or patterns.")
         found += files
-    in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
-    if limit is not None and limit < len(found) and in_folders:
-        return [found[index * len(found) // limit] for index in range(limit)]
     return found
 
 

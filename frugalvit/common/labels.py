@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 from accelerate import PartialState
+from timm.data import ImageNetInfo
 
 from .tables import first_line, shortened
 
@@ -67,7 +68,7 @@ def name_labels(images, names: list[str] | None, default_names: list[str] | None
 
 
 def check_labels(images: datasets.Dataset, split: str):
-    """Raise a ValueError if an image has no label: the test splits of some data sets keep theirs secret."""
+    """Raise a ValueError if an image has no label, as in the test splits of some data sets."""
     missing = np.flatnonzero(label_numbers(images) < 0)
     if len(missing):
         raise ValueError(
@@ -77,8 +78,7 @@ def check_labels(images: datasets.Dataset, split: str):
 
 
 def check_same_classes(names: list[str] | None, images):
-    """Raise a ValueError if images to evaluate or test on have other classes than `names`, those of the training
-    images, or in another order."""
+    """Raise a ValueError if images to evaluate on have other classes than the training images, or in another order."""
     others = None if images is None else class_names(images)
     if names and others and names != others:
         raise ValueError(
@@ -88,17 +88,13 @@ def check_same_classes(names: list[str] | None, images):
 
 
 def say_if_few_classes(images: datasets.Dataset, part: str):
-    """Print a note if images are the first of a data set that is sorted by class, and so no sample of it."""
-    if "label" not in images.features or len(images) < 2:
-        return
-    labels, names = label_numbers(images), class_names(images)
-    known = np.unique(labels[labels >= 0])
-    if len(known) < len(names) and (np.diff(labels) >= 0).all():
-        PartialState().print(
-            f"Note: {part} is the beginning of images that are sorted by class, {len(labels):,} images of "
-            f"{shortened([names[label] for label in known])} of {len(names)} classes, and no sample of all.",
-            file=sys.stderr,
-        )
+    """Print a note if the first images of a data set are of some of its classes alone."""
+    if "label" in images.features:
+        names = class_names(images)
+        found = [names[label] for label in np.unique(label_numbers(images)) if label >= 0]
+        if len(found) < len(names):
+            note = f"Note: {part} has images of {shortened(found)} of {len(names)} classes, and is no sample of all."
+            PartialState().print(note, file=sys.stderr)
 
 
 def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
@@ -117,7 +113,8 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
         exact[compose(label)].append(index)
         plain[_plain(label)].append(index)
     found = {name: exact.get(compose(name)) or plain.get(_plain(name), []) for name in names}
-    if all(found.values()):
+    unknown = [name for name, indices in found.items() if not indices]
+    if not unknown:
         for name, indices in found.items():
             if len(indices) > 1:
                 raise ValueError(
@@ -126,8 +123,6 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
                 )
         return [found[name][0] for name in names]
     if len(id2label) == IMAGENET_CLASSES:
-        from timm.data import ImageNetInfo
-
         synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
         if all(name in synsets for name in names):
             return [synsets[name] for name in names]
@@ -135,7 +130,6 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
         return [int(name) for name in names]
     if len(names) <= len(id2label) and all(_NO_NAME.fullmatch(label) for label in id2label.values()):
         return list(range(len(names)))
-    unknown = [name for name, indices in found.items() if not indices]
     raise ValueError(
         f"The model does not know {len(unknown)} of the data set's {len(names)} classes ({', '.join(unknown[:3])}); "
         f"its own are {shortened(list(id2label.values()))}. Name those of the data set as the model does, or by its "

@@ -52,8 +52,7 @@ def load_masked_images(
     A data set is what `load_table` takes, with a column of images and one of masks; a folder with
     `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or one with
     `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A single part needs no SPLIT. `split` may be a slice.
-    `class_names` are labelme's labels in the order of their numbers, by default `_background_` and those of all files,
-    sorted; without `_background_`, pixels outside of all shapes do not count.
+    `class_names` are labelme's labels in the order of their numbers, by default `_background_` and all others, sorted.
     """
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)
@@ -118,13 +117,10 @@ def _labelme_names(pairs: dict) -> list[str]:
 
 
 def _read_labelme(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if {"shapes", "imageWidth", "imageHeight"} <= content.keys():
-            return content
-    except (ValueError, AttributeError):
-        pass
-    raise ValueError(f"{file} is no file of labelme's.")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not {"shapes", "imageWidth", "imageHeight"} <= {*content}:
+        raise ValueError(f"{file} is no file of labelme's.")
+    return content
 
 
 def _draw(file: Path, names: list[str]) -> dict:

@@ -54,7 +54,7 @@ def load_splits(data, learns_labels: bool = False) -> tuple:
     if learns_labels and not data.streaming:
         check_labels(parts[0], data.train_split)
     splits = (data.train_split, data.evaluated, data.tested)
-    train, *others = (_complete(images, split, learns_labels) for images, split in zip(parts, splits, strict=True))
+    train, *others = (_complete(*each, learns_labels) for each in zip(parts, splits, strict=True))
     for images in others:
         if images is None or "label" not in images.features:
             continue
@@ -83,13 +83,12 @@ def _complete(images, split: str | None, learns_labels: bool):
 
 
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
-    """Load the images to train on, those to evaluate on and those to test on; the latter two may be `None`.
+    """Load the images to train on, to evaluate on and to test on by `load(dataset, split, streaming=…)`; the latter
+    two may be `None`.
 
     Without `eval_split`, the best epoch is chosen on the split for validation and tested on "test", if both have
     labels or none has; or else chosen on one of them; or on the first split of an `eval_dataset`; or on a part of the
-    training images, see `hold_back`, which is printed. `data.evaluated` and `data.tested` are filled in.
-
-    `load` returns images, given a data set, a split, and `streaming` as a keyword.
+    training images, see `hold_back`. `data.evaluated` and `data.tested` are filled in.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
     source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None
@@ -180,6 +179,6 @@ def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_la
     except ValueError as error:
         if learns_labels:
             raise
-        PartialState().print(f"{error} They are left out: nothing is learned from them, and no accuracy is measured.")
+        PartialState().print(f"{error} They are left out.")
     unlabeled = (part if part is None or class_names(part) is None else part.remove_columns("label") for part in parts)
     return *unlabeled, None

@@ -7,7 +7,6 @@ from pathlib import Path
 import datasets
 import torch
 
-from ..common.files import read_text
 from ..common.scores import check_scores
 from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
@@ -34,7 +33,7 @@ def read_karpathy(
 ) -> tuple[datasets.Dataset, list[list[str]]]:
     """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k."""
     try:
-        entries = json.loads(read_text(path))["images"]
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))["images"]
         entries = [entry for entry in entries if entry["split"] == split][:limit]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
         # Karpathy's COCO lies in a folder for each year.
