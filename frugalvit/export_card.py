@@ -17,7 +17,7 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     """Write the card of an exported model, `README.md`, given the original and its image format, the contents of
     `report.json`, and the original's folder or hub id, whose card names the license."""
     base = split_revision(name)[0]
-    from_hub = not Path(base).is_dir()
+    hub_id = None if Path(base).is_dir() else base
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
     about = f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. "
     if report["calibration_images"]:
@@ -42,8 +42,8 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
         license=license_of(base),
         tags=[report["format"], report["precision"]],
         pipeline_tag=pipeline_tag(model) or "image-feature-extraction",
-        base_model=base if from_hub else None,
-        base_model_relation="quantized" if from_hub else None,
+        base_model=hub_id,
+        base_model_relation=hub_id and "quantized",
     ).save(folder / "README.md")
 
 

@@ -33,19 +33,16 @@ def class_scores(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor
 
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
     """Set a model's number of tokens, if one is given; raise a ValueError if it cannot choose by confidence."""
-    name = type(model).__name__
     if num_tokens is not None:
         if not hasattr(model, "set_num_tokens"):
-            raise ValueError(f"--num-tokens is for SparseFormers; got a {name}.")
+            raise ValueError(f"--num-tokens is for SparseFormers; got a {type(model).__name__}.")
         model.set_num_tokens(num_tokens)
-    if confidence is not None:
-        if not hasattr(model, "classify_adaptively"):
-            raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {name}.")
-        if len(model.config.trained_token_counts) == 1:
-            raise ValueError(
-                f"A confidence needs a model for several numbers of tokens, not for {model.config.num_latent_tokens} "
-                "alone; frugalvit bootstrap --student MODEL --num_tokens … makes one of it."
-            )
+    if confidence is not None and not hasattr(model, "classify_adaptively"):
+        raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {type(model).__name__}.")
+    if confidence is not None and len(model.config.trained_token_counts) == 1:
+        raise ValueError(
+            "A confidence needs a model for several numbers of tokens (frugalvit bootstrap --num_tokens)."
+        )
 
 
 class _Application:
@@ -70,16 +67,15 @@ class _Application:
         Args:
             model (`str`, `os.PathLike` or `nn.Module`): Model that ships, folder, hub id, or a loaded model.
             image_processor (*optional*): The image processor of a loaded model.
-            num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
+            num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
             batch_size (`int`, *optional*, defaults to 32): Images at a time.
-            num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
-            return_errors (`bool`, *optional*, defaults to `False`): Yield a `CorruptImageError` in the place of an
-                image that cannot be read, rather than raise it.
+            num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one for each CPU.
+            return_errors (`bool`, *optional*): Yield the `CorruptImageError` of an image, rather than raise it.
             device (`str`, *optional*): By default an accelerator if there is one.
-            trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with a model.
+            trust_remote_code (`bool`, *optional*): Run code that comes with a model.
         """
-        if batch_size < 1 or num_workers < 0:
-            raise ValueError(f"Got batch_size={batch_size} and num_workers={num_workers}, expected 1 or more and 0.")
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` is {batch_size}, expected 1 or more.")
         if isinstance(model, nn.Module):
             if image_processor is None:
                 raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
@@ -105,9 +101,6 @@ class _Application:
         of `datasets`, also without end. Threads decode up to two batches ahead."""
         if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
-        return self._arrays(images)
-
-    def _arrays(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
         pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
             read = [future.result() for _, future in batch]
@@ -143,14 +136,7 @@ class _Application:
 
 
 class Embedder(_Application):
-    """Embeddings of images, `(width,)` float32 each, not normalized, as `extract_features` has them.
-
-    ```python
-    embed = frugalvit.Embedder("student", num_tokens=16)
-    for path, embedding in zip(paths, embed(paths)):
-        ...
-    ```
-    """
+    """Embeddings of images, `(width,)` float32 each, not normalized: `for embedding in Embedder("student")(paths)`."""
 
     what = "embeddings"
 
@@ -179,10 +165,7 @@ class Classifier(_Application):
     ```
 
     With `confidence`, a number from 0 to 1, an image has few tokens first, and more if the probability of its
-    likeliest class is lower than that (`SparseFormerForImageClassification.classify_adaptively`).
-
-    Attributes:
-        labels (`list[str]`): Names of the classes, in the order of the scores.
+    likeliest class is lower (`SparseFormerForImageClassification.classify_adaptively`).
     """
 
     what = "scores"
@@ -194,8 +177,7 @@ class Classifier(_Application):
             raise ValueError("Got `num_tokens` and `confidence`, which chooses them for each image; give one of both.")
         choose_tokens(self.model, None, confidence)
         self.confidence = confidence
-        names = self.model.config.id2label
-        self.labels = [names[index] for index in range(len(names))]
+        self.labels = [label for _, label in sorted(self.model.config.id2label.items())]
 
     __init__.__doc__ = _Application.__init__.__doc__
 

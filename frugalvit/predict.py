@@ -52,7 +52,6 @@ def make_parser() -> CommandParser:
         metavar="FILE",
         help=f"draw where tokens look in the first {MAX_DRAWN} images into this .png, .webp, .pdf or .svg",
     )
-    parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_reading_arguments(parser)
     add_token_arguments(parser)
@@ -98,8 +97,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         if arguments.json:
             labels = [{"label": label, "score": score} for label, score in prediction.labels]
-            tokens = {} if arguments.confidence is None else {"num_tokens": prediction.num_tokens}
-            results.append({"image": name, "labels": labels} | tokens)
+            results.append({"image": name, "labels": labels, "num_tokens": prediction.num_tokens})
         else:
             tqdm.write(format_prediction(name, prediction))
         if arguments.rois and len(drawn) < MAX_DRAWN:
@@ -113,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         print(json.dumps(results, indent=2))
     if arguments.rois:
-        save_figure(draw_predictions(drawn, captions, arguments.all_steps), Path(arguments.rois))
+        save_figure(draw_predictions(drawn, captions), Path(arguments.rois))
         print(f"Drew {len(drawn)} of {count} images: {printable(arguments.rois)}", file=sys.stderr)
 
 

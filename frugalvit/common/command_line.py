@@ -5,7 +5,6 @@ import difflib
 import itertools
 import re
 import sys
-import textwrap
 
 from .choices import DEVICE_MAPS, SUBSET
 
@@ -14,19 +13,11 @@ _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help texts in which no word is broken, with every default said once."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+    """Help texts with every default said once."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         says = "default" in action.help.lower() or action.default in (None, False, "", [], argparse.SUPPRESS)
         return action.help if says else super()._get_help_string(action)
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        # What HfArgumentParser makes of a switch: `--compare true` is taken and need not be listed.
-        is_switch = action.nargs == "?" and action.const is True
-        return "" if is_switch else super()._format_args(action, default_metavar)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -116,7 +107,7 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options for `images_to_evaluate`, and for reading the images."""
+    """Add options for `images_to_evaluate` and for reading the images."""
     add_dataset_arguments(parser)
     add_limit_argument(parser)
     add_reading_arguments(parser)

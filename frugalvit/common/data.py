@@ -34,7 +34,7 @@ def load_images(
     streaming: bool = False,
     source: ImageFolder | dict | None = None,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load images and, where there are any, labels.
+    """Load the columns `image`, not decoded, and `label`, a `ClassLabel`, if there are labels.
 
     Args:
         dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
@@ -44,12 +44,8 @@ def load_images(
         image_column, label_column (`str`, *optional*): Their names, where the types do not tell.
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
         default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
-        streaming (`bool`): Whether images are read as training goes on, without a copy on disk.
+        streaming (`bool`): Read images as training goes, without a copy on disk.
         source (*optional*): What `find_source` returned for the data set.
-
-    Returns:
-        A `datasets.Dataset` (`IterableDataset` when streaming) with the columns `image`, not decoded, and `label`, a
-        `ClassLabel`, if there are labels.
 
     Raises:
         ValueError: if there is no such data set, split or column, or a label is none of the classes.
@@ -122,11 +118,7 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
 
 
 def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolder | dict:
-    """Return the folder of images that is a data set, or else arguments of `datasets.load_dataset`.
-
-    Raises:
-        ValueError: if there is no such data set, or its parquet files name their classes differently.
-    """
+    """Return the folder of images that is a data set, or else arguments of `datasets.load_dataset`."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
     if not path.is_dir() and all(file.endswith(".parquet") for file in paths):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from datasets.utils.file_utils import is_local_path, xopen
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageOps
 
 from .tables import first_line, printable
 
@@ -21,23 +21,14 @@ with contextlib.suppress(ImportError):
     import pillow_jxl  # noqa: F401
 
 Image.init()
-# PostScript is a program, which Pillow gives to Ghostscript; IPTC holds a file of any format, PostScript, too. Of MPEG
-# and of stubs, Pillow knows the size or the name alone.
-_NOT_READ = {"EPS", "IPTC", "MPEG"} | {
-    name
-    for name, (reader, _) in Image.OPEN.items()
-    if isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
-}
+# PostScript is a program, which Pillow gives to Ghostscript; IPTC holds a file of any format, PostScript, too. Of the
+# others, Pillow knows the size or the name alone.
+_NOT_READ = ("EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 FORMATS = [name for name in Image.ID if name not in _NOT_READ]
 # Endings of files in these formats; MPO is what Pillow calls a JPEG with several pictures.
-IMAGE_ENDINGS = frozenset(
-    ending for ending, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"}
-)
-_OTHERS = (
-    ".heic .heics .heif .heifs .hif .jxl .avif .avifs .arw .cr2 .cr3 .dng .nef .orf .pef .raf .rw2 .srw .eps .ps .psb "
-    ".svg .svgz .wmf .emf .xcf"
-)
+IMAGE_ENDINGS = frozenset(end for end, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"})
 # Endings of pictures that are not read.
+_OTHERS = ".heic .heif .hif .jxl .avif .arw .cr2 .cr3 .dng .nef .orf .raf .rw2 .eps .ps .psb .svg .wmf .emf .xcf"
 UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
 # Folders of operating systems; hidden ones and those of network disks begin with a dot or an @.
 _SYSTEM_FOLDERS = ("__macosx", "$recycle.bin", "system volume information", "lost+found")
@@ -76,12 +67,10 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
     file, without decoding it. A PIL image is copied."""
     if isinstance(record, Image.Image):
         return record.copy()
-    if isinstance(record, Path):
-        return open_image(record)
-    path, encoded = record.get("path"), record.get("bytes")
+    path, encoded = (record, None) if isinstance(record, Path) else (record.get("path"), record.get("bytes"))
     if encoded is None and path is None:
         raise ValueError("it has neither bytes nor a path")
-    if encoded is None and is_local_path(path):
+    if encoded is None and (isinstance(path, Path) or is_local_path(path)):
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError("it is no file but a device, a pipe or a folder")
         return open_image(path)
@@ -149,8 +138,7 @@ def undecoded(path: str | Path) -> dict[str, str | None]:
         path.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"The name of the file {printable(path)} is not UTF-8. Rename it, or all that are so with: convmv -f "
-            "latin1 -t utf8 -r --notest FOLDER."
+            f"The name of the file {printable(path)} is not UTF-8. Rename it, for example by convmv."
         ) from None
     return {"bytes": None, "path": path}
 

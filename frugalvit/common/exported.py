@@ -42,7 +42,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "openvino": Format("OpenVINO", ("openvino", "nncf"), ("float32", "bfloat16", "int8"), "openvino_{}.xml"),
+    "openvino": Format("OpenVINO", ("openvino",), ("float32", "bfloat16", "int8"), "openvino_{}.xml"),
     # ONNX Runtime's CPU kernels have no bfloat16.
     "onnx": Format("Onnx", ("onnx", "onnxruntime", "onnxscript"), ("float32", "int8"), "{}.onnx"),
 }
@@ -74,10 +74,8 @@ class Part(nn.Module):
 
     def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False, token_counts: Sequence[int] = ()):
         super().__init__()
-        self.model = model
-        self.kind = kind
-        self.output_rois = output_rois
-        self.token_counts = tuple(token_counts)
+        self.model, self.kind = model, kind
+        self.output_rois, self.token_counts = output_rois, tuple(token_counts)
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
         """Return noise as inputs, with the largest number of tokens if it can be chosen."""
@@ -120,10 +118,7 @@ def parts_of(model: PreTrainedModel, output_rois: bool = False, token_counts: Se
         vision = Part(model, "image_embeds", token_counts=token_counts)
         return {"vision_model": vision, "text_model": Part(model, "text_embeds")}
     if hasattr(model, "get_image_features"):
-        raise ValueError(
-            f"Cannot export a {type(model).__name__}. Export the SparseFormer that was swapped into it, from its own "
-            "folder."
-        )
+        raise ValueError(f"Cannot export a {type(model).__name__}; export the SparseFormer that was swapped into it.")
     return {"model": Part(model, "model", output_rois, token_counts)}
 
 
@@ -132,8 +127,7 @@ def check_format(name: str, precision: str):
     found = FORMATS[name]
     if precision not in found.precisions:
         raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)}.")
-    needed = [package for package in found.packages if package != "nncf" or precision == "int8"]
-    if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
+    if missing := [package for package in found.packages if importlib.util.find_spec(package) is None]:
         raise ValueError(f"{name} needs {', '.join(missing)}: pip install 'frugalvit[export]'.")
 
 
@@ -196,8 +190,7 @@ def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
 @contextlib.contextmanager
 def _quiet():
     """Silence the exporters and the packages that they call; errors pass."""
-    # NNCF, when it is imported, replaces the class of all loggers to come.
-    disabled, logger_class = logging.root.manager.disable, logging.getLoggerClass()
+    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -205,7 +198,6 @@ def _quiet():
             yield
     finally:
         logging.disable(disabled)
-        logging.setLoggerClass(logger_class)
 
 
 def is_exported(folder: str | os.PathLike) -> bool:
@@ -259,7 +251,7 @@ class ExportedModule(nn.Module):
         # In the order of `parts_of`.
         part = part or next(iter(program.runners))
         if part not in program.runners or part not in self.report["parts"]:
-            raise ValueError(f"{str(self.folder)!r} has no program {part!r}, it has {', '.join(program.runners)}.")
+            raise ValueError(f"{str(self.folder)!r} has no program {part!r}.")
         self.config = program.config
         self._runner = program.runners[part]
         self.outputs = self.report["parts"][part]["outputs"]
@@ -268,8 +260,7 @@ class ExportedModule(nn.Module):
         if self.token_counts:
             own = getattr(vision_config_of(self.config), "default_num_tokens", None)
             self.num_tokens = own if own in self.token_counts else self.token_counts[-1]
-        self.device = torch.device("cpu")
-        self.dtype = torch.float32
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         self.eval()
 
     def check_num_tokens(self, num_tokens: int) -> int:
@@ -290,7 +281,7 @@ class ExportedModule(nn.Module):
         num_tokens: int | None = None,
         **inputs,
     ) -> ModelOutput:
-        """Run the program on inputs of the original model; `output_rois` was chosen by the export."""
+        """Run the program on inputs of the original model."""
         if output_rois and "rois" not in self.outputs:
             raise ValueError("The model was exported without its RoIs; `frugalvit export --output-rois` keeps them.")
         if pixel_values is not None:
@@ -303,14 +294,13 @@ class ExportedModule(nn.Module):
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:
     """Return a runtime's options: PyTorch's number of threads, and the precision of the export."""
-    threads = torch.get_num_threads()
     if name == "openvino":
-        config = {"INFERENCE_PRECISION_HINT": openvino_precision(precision), "INFERENCE_NUM_THREADS": threads}
-        return {"config": config}
+        hint = openvino_precision(precision)
+        return {"config": {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": torch.get_num_threads()}}
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = torch.get_num_threads()
     # Spinning threads would take the cores from PyTorch's work around each call.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return {"session_options": options}

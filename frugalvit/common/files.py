@@ -12,17 +12,12 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Files of a model folder, besides source files and the card's pictures; those of them that `save_pretrained` of the
-# model does not write; and the files of `frugalvit export`.
-MODEL_FILES = (
-    "config.json model.safetensors model-*-of-*.safetensors model.safetensors.index.json generation_config.json "
-    "modules.json sentence_bert_config.json"
-).split()
-COMPANIONS = (
-    "README.md *processor_config.json chat_template.* tokenizer*.json merges.txt special_tokens_map.json "
-    "added_tokens.json vocab.json vocab.txt"
-).split()
-EXPORT_FILES = "*.onnx *.onnx.data openvino_*.xml openvino_*.bin export.json report.json index.html ort*.mjs ort*.wasm"
+# Patterns of files of a model folder, besides source files and the card's pictures; those of them that `save_pretrained`
+# of the model does not write; and the files of `frugalvit export`.
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
+MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json")
+COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
+EXPORT_FILES = ("*.onnx", "*.onnx.data", "openvino_*.*", "export.json", "report.json", "index.html", "ort*.*")
 
 
 def check_file_path(path: str | os.PathLike) -> Path:
@@ -135,7 +130,7 @@ def unexpected_files(folder: Path) -> list[str]:
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))
     known = [path.name for room in rooms for path in Path(str(room)).rglob("*.py")]
-    known += MODEL_FILES + COMPANIONS + (EXPORT_FILES.split() if (folder / "report.json").is_file() else ())
+    known += [*MODEL_FILES, *COMPANIONS, *(EXPORT_FILES if (folder / "report.json").is_file() else ())]
 
     def belongs(path: Path) -> bool:
         matches = any(fnmatch(path.name, pattern) for pattern in known) or is_picture_of(card, path)

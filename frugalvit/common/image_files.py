@@ -15,7 +15,7 @@ from .folders import METADATA_FILES, files_within, say_unread
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:
-    """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns."""
+    """Find the image and parquet files that arguments name: files, folders with all files in them, or patterns."""
     found = []
     for argument in arguments:
         path = Path(argument).expanduser()

@@ -53,28 +53,22 @@ def name_labels(images, names: list[str] | None, default_names: list[str] | None
     else:
         highest, count = label_numbers(images).max(initial=-1), len(names) if names else MOST_CLASSES
         if highest >= count:
-            raise ValueError(
-                f"The labels go up to {highest}, expected class numbers from 0 to less than {count:,} (--class-names)."
-            )
+            raise ValueError(f"The labels go up to {highest}, expected less than {count:,} (--class-names).")
         names = names or [str(label) for label in range(highest + 1)]
     if names == own:
         return images
     try:
         return images.cast_column("label", datasets.ClassLabel(names=names))
     except ValueError as error:
-        raise ValueError(
-            f"The labels are not all among the classes {shortened(names)} ({first_line(error)})."
-        ) from error
+        raise ValueError(f"Not all labels are among the classes {shortened(names)} ({first_line(error)}).") from error
 
 
 def check_labels(images: datasets.Dataset, split: str):
     """Raise a ValueError if an image has no label, as in the test splits of some data sets."""
     missing = np.flatnonzero(label_numbers(images) < 0)
     if len(missing):
-        raise ValueError(
-            f"{len(missing):,} of {len(images):,} images of the split {split!r} have no label, the first is image "
-            f"{missing[0]}; choose another split."
-        )
+        count = f"{len(missing):,} of {len(images):,}"
+        raise ValueError(f"{count} images of the split {split!r} have no label, the first is image {missing[0]}.")
 
 
 def check_same_classes(names: list[str] | None, images):
@@ -98,15 +92,12 @@ def say_if_few_classes(images: datasets.Dataset, part: str):
 
 
 def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
-    """Return the model's index of each class of a data set.
+    """Return the model's index of each class of a data set; raise a ValueError if it does not know one, or has several
+    of that name, as ImageNet's two cranes.
 
     Classes are matched by name: exactly, or else without regard to case, to marks between words and to the way in
     which Unicode writes accents. Those of ImageNet are matched by WordNet's numbers ("n01440764"), too. Names that are
     numbers of the model's classes mean these. If the model's classes have no names, the data set's are the first ones.
-
-    Raises:
-        ValueError: if the data set has classes that the model does not know, or one that could be several of its, as
-            ImageNet's two cranes.
     """
     exact, plain = defaultdict(list), defaultdict(list)
     for index, label in id2label.items():
@@ -117,10 +108,8 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
     if not unknown:
         for name, indices in found.items():
             if len(indices) > 1:
-                raise ValueError(
-                    f"The model has {len(indices)} classes called {name!r} ({', '.join(map(str, indices))}). Name the "
-                    "data set's classes by the model's numbers, in the order of the labels (--class-names)."
-                )
+                numbers = ", ".join(map(str, indices))
+                raise ValueError(f"The model has classes {numbers} called {name!r}; name them so (--class-names).")
         return [found[name][0] for name in names]
     if len(id2label) == IMAGENET_CLASSES:
         synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
@@ -131,9 +120,8 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
     if len(names) <= len(id2label) and all(_NO_NAME.fullmatch(label) for label in id2label.values()):
         return list(range(len(names)))
     raise ValueError(
-        f"The model does not know {len(unknown)} of the data set's {len(names)} classes ({', '.join(unknown[:3])}); "
-        f"its own are {shortened(list(id2label.values()))}. Name those of the data set as the model does, or by its "
-        "numbers, in the order of the labels (--class-names)."
+        f"The model does not know the classes {shortened(unknown)}, its own are {shortened(list(id2label.values()))}. "
+        "Name those of the data set as the model does, or by its numbers, in the order of the labels (--class-names)."
     )
 
 

@@ -53,8 +53,8 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Return a model's folder (of one that ships, by its name) or hub id, and its revision as an argument of
-    `from_pretrained`: `owner/name@revision` pins a branch, tag or commit."""
+    """Return a model's folder (of one that ships, by its name) or hub id, and the revision of `owner/name@revision`
+    as an argument of `from_pretrained`."""
     name = os.fspath(locate_model(name))
     if (place := Path(name).expanduser()).exists():
         return str(place), {}
@@ -69,17 +69,8 @@ def load_image_classifier(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, object]:
-    """Load a classifier for inference, in float32, and its image processor.
-
-    Args:
-        name (`str` or `os.PathLike`):
-            Folder that `save_pretrained` or `frugalvit export` wrote, or a hub id, see `split_revision`.
-        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
-
-    Raises:
-        ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
-    """
+    """Load a classifier for inference, in float32, and its image processor, from a folder that `save_pretrained` or
+    `frugalvit export` wrote, or a hub id; arguments and errors as in `load_pretrained`."""
     kind = "an image classifier"
     if is_exported(name):
         return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
@@ -95,8 +86,8 @@ def load_exported(
     outputs: list[str],
     part: str | None = None,
 ) -> ExportedModule:
-    """Load a program that `frugalvit export` wrote, by default the one that sees images, on the CPU. It has to compute
-    one of `outputs`; `kind` is for messages."""
+    """Load a program that `frugalvit export` wrote, by default the one that sees images; it has to compute one of
+    `outputs`."""
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"--device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
     model = ExportedModule(name, part)
@@ -108,20 +99,12 @@ def load_exported(
 def load_vision_model(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, object]:
-    """Load a vision transformer or a SparseFormer for inference, in float32, and its image processor.
+    """Load a vision transformer or a SparseFormer for inference, in float32, and its image processor; arguments and
+    errors as in `load_pretrained`.
 
-    Parts that pretraining alone needs (a decoder, a mask token) and a pooler after [CLS] are left out: their weights
-    may be missing or left over. Of a LLaVA, the vision tower is returned.
-
-    Args:
-        name (`str` or `os.PathLike`):
-            Folder that `save_pretrained` or timm wrote, or a hub id, of a vision transformer with or without
-            classifier, a CLIP, a SigLIP, a SparseFormer or a LLaVA; or `open_clip:MODEL:PRETRAINED`,
-            `open_clip:hf-hub:ID`, `open_clip:local-dir:FOLDER`.
-        device, trust_remote_code: As in `load_image_classifier`.
-
-    Raises:
-        ValueError: if there is no such model, or weights are missing or left over.
+    `name` may be of a vision transformer with or without classifier, a CLIP, a SigLIP or a LLaVA (for its vision
+    tower), of Transformers or timm; or `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` or
+    `open_clip:local-dir:FOLDER`. Weights that pretraining alone needs, and a pooler's, may be missing or left over.
     """
     if os.fspath(name).startswith(OPEN_CLIP):
         return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
@@ -237,11 +220,12 @@ def load_pretrained(
     """Load a model of Transformers or of this package for inference, whole or not at all.
 
     Args:
-        name, device, trust_remote_code: As in `load_image_classifier`.
+        name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
+        device (`str` or `torch.device`, *optional*): See `choose_device`.
+        trust_remote_code (`bool`): Run code that comes with the model.
         kind (`str`): Expected kind of model, with an article, for messages.
         choose_class (`Callable`): Returns the class to load, given the configuration.
         unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Type of the weights.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for a language model.
         device_map (`str`, *optional*): As in `from_pretrained`, instead of `device`.
 

@@ -117,10 +117,13 @@ def _labelme_names(pairs: dict) -> list[str]:
 
 
 def _read_labelme(file: Path) -> dict:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if not {"shapes", "imageWidth", "imageHeight"} <= {*content}:
-        raise ValueError(f"{file} is no file of labelme's.")
-    return content
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if {"shapes", "imageWidth", "imageHeight"} <= content.keys():
+            return content
+    except (ValueError, AttributeError):
+        pass
+    raise ValueError(f"{file} is no file of labelme's.")
 
 
 def _draw(file: Path, names: list[str]) -> dict:

@@ -9,14 +9,14 @@ from pathlib import Path
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 
 
-def shippedPath(str(files("frugalvit.checkpoints"))) -> list[str]:
-    """Names of the models that ship with frugalvit."""
-    return sorted(folder.parent.name for folder in Path(str(files("frugalvit.checkpoints"))).glob("*/config.json"))
+def shipped_checkpoints() -> list[str]:
+    """Return the names of the models that ship with frugalvit."""
+    return sorted(file.parent.name for file in Path(str(files("frugalvit.checkpoints"))).glob("*/config.json"))
 
 
 def checkpoint_path(name: str) -> Path:
     """Return the folder of a model that ships with frugalvit, for example `"cifar10-vit"`, for `from_pretrained`."""
-    names = shippedPath(str(files("frugalvit.checkpoints")))
+    names = shipped_checkpoints()
     if name not in names:
         here = f"These models are here: {', '.join(names) or 'none'}."
         if name in IN_A_CLONE:
@@ -33,12 +33,11 @@ def shipped_images(name: str) -> Path:
 def only_in_a_clone(what: str, hint: str = "") -> ValueError:
     """Return the error about a thing that the wheel does not have."""
     return ValueError(
-        f"{what} lies in a clone of the repository, not in the wheel that is installed here: clone it and run "
-        f"`pip install -e .` there. {hint}".rstrip()
+        f"{what} lies in a clone of the repository, not in the installed wheel; `pip install -e .` there. {hint}"
     )
 
 
 def locate_model(model: str | os.PathLike) -> str | os.PathLike:
-    """The folder of a model that ships, where its name is given; a folder, also of that name, or hub id as it is."""
-    ships = model in (*shippedPath(str(files("frugalvit.checkpoints"))), *IN_A_CLONE) and not Path(model).exists()
+    """Return the folder of a model that ships, where its name is given; a folder or hub id as it is."""
+    ships = model in (*shipped_checkpoints(), *IN_A_CLONE) and not Path(model).exists()
     return str(checkpoint_path(model)) if ships else model

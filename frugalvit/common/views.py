@@ -1,8 +1,5 @@
-"""Views of images. The view of an image in training is a function of (seed, epoch, image index) alone.
-
-It depends neither on workers and processes nor on the batch, so that a run resumes exactly. Geometry and color are
-torchvision's v2 transforms. Pixels stay uint8 until a whole batch is normalized at once, on the device.
-"""
+"""Views of images: uint8 until a batch is normalized. The view of an image in training is a function of (seed, epoch,
+image index) alone, so that a run resumes exactly."""
 
 import functools
 import math
@@ -80,21 +77,17 @@ class ImageFormat:
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
-        """Read the format from the attributes of a Transformers image processor, also one that wraps timm's settings.
+        """Read the format from the attributes of an image processor of Transformers or timm; raise a ValueError if
+        training does not follow it.
 
         A processor that resizes to a larger square before the crop (DeiT's) is taken for one that resizes the shorter
         side, as DeiT's authors do, and one for any shape (SigLIP 2's NaFlex) for its largest square.
-
-        Raises:
-            ValueError: if it prepares images in a way that training does not follow.
         """
         if (timm := getattr(processor, "data_config", None)) is not None:
             size, mode, resample = timm["input_size"][1:], timm.get("crop_mode") or "center", timm["interpolation"]
-            if mode not in ("center", "squash") or (mode == "center" and size[0] != size[1]):
-                raise ValueError(
-                    f"The crop_mode is {mode!r} and the size {size}, expected squash, or center and a square."
-                )
             crops = mode == "center"
+            if mode not in ("center", "squash") or (crops and size[0] != size[1]):
+                raise ValueError(f"The crop_mode is {mode!r} and the size {size}, expected squash, or a square.")
             resize = math.floor(min(size) / timm["crop_pct"]) if crops else None
         else:
             size, resize = _size_and_resize(processor)
