@@ -1,7 +1,5 @@
 """`frugalvit convert`: checkpoints of reference implementations to hub repositories."""
 
-from pathlib import Path
-
 import torch
 from timm.data import ImageNetInfo
 
@@ -30,28 +28,8 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    convert_checkpoint(
-        arguments.checkpoint,
-        arguments.output,
-        variant=arguments.variant,
-        iterations=arguments.iterations,
-        image_size=arguments.image_size,
-        overwrite=arguments.overwrite,
-    )
-
-
-def convert_checkpoint(
-    checkpoint: str | Path,
-    output: str | Path,
-    variant: str | None = None,
-    iterations: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Convert a checkpoint that `load_showlab_checkpoint` reads to a hub repository, the folder `output`; other
-    arguments as in `config_from_showlab`."""
-    state_dict = load_showlab_checkpoint(checkpoint)
-    config = config_from_showlab(state_dict, variant, iterations, image_size)
+    state_dict = load_showlab_checkpoint(arguments.checkpoint)
+    config = config_from_showlab(state_dict, arguments.variant, arguments.iterations, arguments.image_size)
     if config.projection_dim is None and config.num_labels == 1000:
         names = ImageNetInfo()
         config.id2label = {index: names.index_to_description(index) for index in range(1000)}
@@ -60,12 +38,13 @@ def convert_checkpoint(
     with torch.device("meta"):
         model = model_class(config)
     model.load_state_dict(convert_showlab(state_dict, config), assign=True)
-    with whole_folder(output, overwrite) as folder:
+    with whole_folder(arguments.output, arguments.overwrite) as folder:
         model.eval().save_pretrained(folder)
 
     outputs = f"projection to {config.projection_dim}" if config.projection_dim else f"{config.num_labels} classes"
     height, width = pair(config.image_size)
     print(
-        f"Wrote {output}: {model_class.__name__}, {model.num_parameters():,} parameters, {config.num_latent_tokens} "
-        f"tokens, {config.num_hidden_layers} blocks, {outputs}, images of {height} x {width} pixels."
+        f"Wrote {arguments.output}: {model_class.__name__}, {model.num_parameters():,} parameters, "
+        f"{config.num_latent_tokens} tokens, {config.num_hidden_layers} blocks, {outputs}, images of {height} x {width} "
+        "pixels."
     )

@@ -15,16 +15,7 @@ from transformers import PreTrainedModel
 from .architectures import has_rois, load_model
 from .common.command_line import CommandParser, add_dataset_arguments, positive
 from .common.data import load_images, sample, split_names
-from .common.exported import (
-    FORMATS,
-    PRECISIONS,
-    REPORT,
-    ExportedModule,
-    Part,
-    check_format,
-    export_parts,
-    parts_of,
-)
+from .common.exported import FORMATS, PRECISIONS, REPORT, ExportedModule, Part, check_format, export_parts, parts_of
 from .common.files import whole_folder, write_json
 from .common.labels import class_names
 from .common.loading import load_image_processor
@@ -149,11 +140,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
                 report["parts"][name]["measured"].append({"num_tokens": num_tokens} | measured)
         report["shortcomings"] = shortcomings(report)
         if report["shortcomings"] and not arguments.force:
-            raise ValueError(
-                f"{arguments.format} in {arguments.precision} is not what {arguments.model} is: "
-                f"{'; '.join(report['shortcomings'])}. Nothing was written. Try another --precision, other "
-                "--calibration-data, or --force."
-            )
+            found = "; ".join(report["shortcomings"])
+            raise ValueError(f"The program is not what {arguments.model} is: {found} (--force writes it).")
         write_json(folder / REPORT, report)
         write_card(folder, model, image_format, report, arguments.model)
         if arguments.page:

@@ -40,9 +40,7 @@ def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | 
     if confidence is not None and not hasattr(model, "classify_adaptively"):
         raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {type(model).__name__}.")
     if confidence is not None and len(model.config.trained_token_counts) == 1:
-        raise ValueError(
-            "A confidence needs a model for several numbers of tokens (frugalvit bootstrap --num_tokens)."
-        )
+        raise ValueError("A confidence needs a model for several numbers of tokens: bootstrap --num_tokens.")
 
 
 class _Application:
@@ -118,9 +116,7 @@ class _Application:
         elif isinstance(image, bytes):
             image = {"path": None, "bytes": image}
         elif not isinstance(image, Image.Image | Mapping):
-            raise ValueError(
-                f"Image {index} is a {type(image).__name__}, expected a path, bytes, a PIL image or a record."
-            )
+            raise ValueError(f"Image {index} is a {type(image).__name__}, expected a path, bytes or a PIL image.")
         try:
             return prepare_images(self.prepare, [read_record(image)])[0]
         # Decoders raise whatever a broken file leads them to.

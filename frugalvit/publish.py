@@ -61,10 +61,11 @@ def main(argv: list[str] | None = None) -> None:
     with prepared(arguments) as folder:
         for path in sorted(folder.iterdir()):
             print(f"{path.stat().st_size:>12,}  {path.name}")
-        uploads = arguments.repo_id and not arguments.dry_run
-        if uploads:
+        if arguments.repo_id and not arguments.dry_run:
             upload(folder, arguments.repo_id, arguments.private)
-        print(f"Uploaded to {arguments.repo_id}." if uploads else "Nothing was uploaded.")
+            print(f"Uploaded to {arguments.repo_id}.")
+        else:
+            print("Nothing was uploaded.")
     if arguments.output:
         print(f"Wrote {arguments.output}.")
 

@@ -79,10 +79,7 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
         hint = ". `frugalvit align-llava` lets the projector learn to read them"
         return f"{model.config.image_seq_length} tokens an image instead of {before**2} patches{about}{hint}"
     tokens, grid = model.config.vision_config.tower_config.default_num_tokens, image_grid(model.config)
-    return (
-        f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language model "
-        f"reads {model.config.image_seq_length} tokens{about}"
-    )
+    return f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}{about}"
 
 
 def pixel_pairs(

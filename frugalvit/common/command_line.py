@@ -1,8 +1,6 @@
 """Parsers and options that commands share. Options have hyphens; underscores are taken, too."""
 
 import argparse
-import difflib
-import itertools
 import re
 import sys
 
@@ -21,7 +19,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of commands that train nothing. An error is one line, and names the nearest option."""
+    """The parser of commands that train nothing, whose errors are one line. Underscores in options are hyphens."""
 
     def __init__(self, *args, **kwargs):
         kwargs.setdefault("formatter_class", HelpFormatter)
@@ -31,24 +29,11 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
     def parse_known_args(self, args=None, namespace=None):
-        args = list(sys.argv[1:] if args is None else args)
-        for index, text in enumerate(args):
+        words = []
+        for text in sys.argv[1:] if args is None else args:
             name, equals, value = str(text).partition("=")
-            if _OPTION.fullmatch(name):
-                args[index] = f"{name.replace('_', '-')}{equals}{value}"
-        # A command within this one has options of its own.
-        if not any(isinstance(action.choices, dict) for action in self._actions):
-            self._refuse_unknown_options(args)
-        return super().parse_known_args(args, namespace)
-
-    def _refuse_unknown_options(self, args: list[str]):
-        """Name the nearest option before another error hides it."""
-        known = [name for action in self._actions for name in action.option_strings]
-        for text in itertools.takewhile(lambda text: text != "--", args):
-            name = text.partition("=")[0]
-            if _OPTION.fullmatch(name) and not any(option.startswith(name) for option in known):
-                close = difflib.get_close_matches(name, known, n=1)
-                self.error(f"there is no option {name}" + (f"; did you mean {close[0]}?" if close else ""))
+            words.append(f"{name.replace('_', '-')}{equals}{value}" if _OPTION.fullmatch(name) else text)
+        return super().parse_known_args(words, namespace)
 
 
 def positive(text: str) -> int:
@@ -156,8 +141,6 @@ def add_training_images_arguments(parser: argparse.ArgumentParser):
     """Add the options that `read_labeled_parts` reads besides those of `add_image_arguments`."""
     parser.add_argument("--train-split", default="train", help="to learn from (default: %(default)s)")
     parser.add_argument(
-        "--eval-dataset",
-        nargs="+",
-        help="to judge by, where it is not a split of --dataset (default: --dataset)",
+        "--eval-dataset", nargs="+", help="to judge by, where it is not a split of --dataset (default: --dataset)"
     )
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="take the images of these classes alone")

@@ -32,7 +32,6 @@ def load_images(
     class_names: list[str] | None = None,
     default_names: list[str] | None = None,
     streaming: bool = False,
-    source: ImageFolder | dict | None = None,
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load the columns `image`, not decoded, and `label`, a `ClassLabel`, if there are labels.
 
@@ -45,12 +44,11 @@ def load_images(
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
         default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
         streaming (`bool`): Read images as training goes, without a copy on disk.
-        source (*optional*): What `find_source` returned for the data set.
 
     Raises:
         ValueError: if there is no such data set, split or column, or a label is none of the classes.
     """
-    loaded = load_table(dataset, split, name, streaming, source)
+    loaded = load_table(dataset, split, name, streaming)
     return select_images(loaded, dataset, image_column, label_column, class_names, default_names)
 
 
@@ -82,25 +80,19 @@ def select_images(
 
 
 def load_table(
-    dataset: str | list[str],
-    split: str,
-    name: str | None = None,
-    streaming: bool = False,
-    source: ImageFolder | dict | None = None,
+    dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load a data set with all its columns. Arguments and errors as in `load_images`."""
-    source = source or find_source(dataset, name)
+    source = find_source(dataset, name)
     with _one_error(dataset, split):
         if isinstance(source, ImageFolder):
             return source.read(split, streaming)
         return datasets.load_dataset(**source, split=split, streaming=streaming)
 
 
-def split_names(
-    dataset: str | list[str], name: str | None = None, source: ImageFolder | dict | None = None
-) -> list[str]:
+def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
     """Return the splits of a data set. Arguments and errors as in `load_images`."""
-    source = source or find_source(dataset, name)
+    source = find_source(dataset, name)
     if isinstance(source, ImageFolder):
         return list(source.parts)
     if "data_files" in source:
@@ -172,10 +164,8 @@ def _check_class_names(files: list):
         for column, feature in datasets.Features.from_arrow_schema(pq.read_schema(file)).items():
             names = feature.names if isinstance(feature, datasets.ClassLabel) else None
             if names and names != known.setdefault(column, names):
-                raise ValueError(
-                    f"{files[0]} has the classes {shortened(known[column])} in its column {column}, {file} "
-                    f"{shortened(names)}; expected the same in the same order"
-                )
+                both = f"{shortened(known[column])} in {files[0]} and {shortened(names)} in {file}"
+                raise ValueError(f"the column {column} has the classes {both}, expected the same in the same order")
 
 
 def find_image_column(features: Mapping, given: str | None, dataset) -> str:
@@ -193,10 +183,8 @@ def find_column(features: Mapping, given: str | None, found: list[str], what: st
     if given is not None and given not in features:
         raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
     if given is None and (len(found) > 1 or (what == "image" and not found)):
-        raise ValueError(
-            f"{dataset!r} has {len(found) or 'no'} {what} columns among {', '.join(features)}; expected one. "
-            f"Name it with --{what}-column."
-        )
+        count, columns = len(found) or "no", ", ".join(features)
+        raise ValueError(f"{dataset!r} has {count} {what} columns among {columns}; name one with --{what}-column.")
     return given or next(iter(found), None)
 
 

@@ -85,9 +85,8 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
     what Pillow raises for a broken file."""
     with open_image(file) as image:
         if max_pixels and image.width * image.height > max_pixels:
-            raise ValueError(
-                f"It has {image.width:,} x {image.height:,} pixels, expected at most {max_pixels / 1e6:g} million."
-            )
+            size = f"{image.width:,} x {image.height:,}"
+            raise ValueError(f"It has {size} pixels, expected at most {max_pixels / 1e6:g} million.")
         ImageOps.exif_transpose(image, in_place=True)
         return to_rgb(image)
 
@@ -137,9 +136,7 @@ def undecoded(path: str | Path) -> dict[str, str | None]:
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise ValueError(
-            f"The name of the file {printable(path)} is not UTF-8. Rename it, for example by convmv."
-        ) from None
+        raise ValueError(f"The name of the file {printable(path)} is not UTF-8. Rename it (convmv).") from None
     return {"bytes": None, "path": path}
 
 
@@ -153,7 +150,7 @@ def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
         return read_record(image)
     except Exception as error:
         path = f", {image['path']}" if isinstance(image, dict) and image.get("path") else ""
+        problem = f"{first_line(error)}{path}"
         raise CorruptImageError(
-            f"Image {index} of the data set cannot be read ({first_line(error)}{path}). "
-            "Repair or remove it, or go on without such images: --skip-corrupt."
+            f"Image {index} of the data set cannot be read ({problem}): --skip-corrupt."
         ) from error

@@ -180,9 +180,7 @@ def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
 def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
     """Return ONNX Runtime's quantizer; products of activations (attention, mixing) stay in floating point."""
     config = exporters.OnnxRuntimeStaticConfig(
-        per_channel=True,
-        op_types_to_quantize=["MatMul", "Gemm", "Conv"],
-        extra_options={"MatMulConstBOnly": True},
+        per_channel=True, op_types_to_quantize=["MatMul", "Gemm", "Conv"], extra_options={"MatMulConstBOnly": True}
     )
     return exporters.OnnxRuntimeQuantizer(config, calibration_dataset=calibration)
 
@@ -220,10 +218,8 @@ def read_report(folder: Path) -> dict:
             if not {*part["outputs"]} <= OUTPUTS.keys():
                 raise ValueError(f"outputs {part['outputs']}, expected some of {', '.join(OUTPUTS)}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"Cannot load {str(folder)!r}: {REPORT} or {MANIFEST} is not from frugalvit export "
-            f"({type(error).__name__}: {first_line(error)})."
-        ) from error
+        problem = f"{REPORT} or {MANIFEST} is not from frugalvit export ({type(error).__name__}: {first_line(error)})"
+        raise ValueError(f"Cannot load {str(folder)!r}: {problem}.") from error
     return report
 
 

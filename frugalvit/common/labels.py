@@ -75,10 +75,8 @@ def check_same_classes(names: list[str] | None, images):
     """Raise a ValueError if images to evaluate on have other classes than the training images, or in another order."""
     others = None if images is None else class_names(images)
     if names and others and names != others:
-        raise ValueError(
-            f"The training images have the classes {shortened(names)}, the evaluation images {shortened(others)}; "
-            "expected the same in the same order. Name them with --class-names if the data sets do not."
-        )
+        both = f"{shortened(names)} to train and {shortened(others)} to evaluate on"
+        raise ValueError(f"There are the classes {both}; expected the same in the same order (--class-names).")
 
 
 def say_if_few_classes(images: datasets.Dataset, part: str):
@@ -119,10 +117,8 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
         return [int(name) for name in names]
     if len(names) <= len(id2label) and all(_NO_NAME.fullmatch(label) for label in id2label.values()):
         return list(range(len(names)))
-    raise ValueError(
-        f"The model does not know the classes {shortened(unknown)}, its own are {shortened(list(id2label.values()))}. "
-        "Name those of the data set as the model does, or by its numbers, in the order of the labels (--class-names)."
-    )
+    own = shortened(list(id2label.values()))
+    raise ValueError(f"The model does not know the classes {shortened(unknown)}, its own are {own} (--class-names).")
 
 
 def _plain(name: str) -> str:

@@ -46,9 +46,7 @@ def choose_device(name: str | None = None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"The device {name!r} cannot be used here ({shorten(str(error), 300)}); expected cpu, cuda, cuda:1 or mps."
-        ) from error
+        raise ValueError(f"The device {name!r} cannot be used here ({shorten(str(error), 300)}).") from error
     return device
 
 
@@ -65,9 +63,7 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def load_image_classifier(
-    name: str | os.PathLike,
-    device: str | torch.device | None = None,
-    trust_remote_code: bool = False,
+    name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, object]:
     """Load a classifier for inference, in float32, and its image processor, from a folder that `save_pretrained` or
     `frugalvit export` wrote, or a hub id; arguments and errors as in `load_pretrained`."""
@@ -80,11 +76,7 @@ def load_image_classifier(
 
 
 def load_exported(
-    name: str | os.PathLike,
-    device: str | torch.device | None,
-    kind: str,
-    outputs: list[str],
-    part: str | None = None,
+    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str], part: str | None = None
 ) -> ExportedModule:
     """Load a program that `frugalvit export` wrote, by default the one that sees images; it has to compute one of
     `outputs`."""
@@ -143,13 +135,10 @@ def _vision_class(config: PreTrainedConfig) -> type:
         for module in (modeling_sparseformer, modeling_patch_sparseformer, transformers):
             if hasattr(module, architecture):
                 return getattr(module, architecture)
-    remote = getattr(config, "auto_map", None) or {}
     is_classifier = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
-    return (
-        AutoModelForImageClassification
-        if is_classifier or AutoModelForImageClassification.__name__ in remote
-        else base_model
-    )
+    if is_classifier or "AutoModelForImageClassification" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForImageClassification
+    return base_model
 
 
 def load_llava(
@@ -261,16 +250,12 @@ def load_pretrained(
         options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, **revision}
         model, report = model_class.from_pretrained(name, dtype=dtype, **options)
         load_context_broadcast(model, name, report)
-    check_complete(given, model, report, kind, unread)
+    check_complete(given, model, report, unread)
     return model.eval() if placed else model.eval().to(device)
 
 
 def check_complete(
-    given: str | os.PathLike,
-    model: PreTrainedModel,
-    report: dict,
-    kind: str,
-    unread: frozenset[str] = frozenset(),
+    given: str | os.PathLike, model: PreTrainedModel, report: dict, unread: frozenset[str] = frozenset()
 ):
     """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`;
     other arguments as of `load_pretrained`."""
@@ -280,10 +265,7 @@ def check_complete(
         ("checkpoint has other shapes of", {key for key, *_ in report["mismatched_keys"]}),
     ):
         if keys := sorted(key for key in found if unread.isdisjoint(key.split("."))):
-            raise ValueError(
-                f"{given!r} is no complete {type(model).__name__}: its {problem} {shortened(keys)}. Save it again as "
-                f"{kind}."
-            )
+            raise ValueError(f"{given!r} is no complete {type(model).__name__}: its {problem} {shortened(keys)}.")
 
 
 @contextmanager

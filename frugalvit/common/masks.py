@@ -159,20 +159,15 @@ class MaskReader:
             with open_record(record) as mask:
                 mode, values = mask.mode, np.asarray(ImageOps.exif_transpose(mask))
         except Exception as error:
-            raise CorruptImageError(
-                f"The mask of image {index} of the data set cannot be read ({first_line(error)}): try skip_corrupt."
-            ) from error
+            problem = f"cannot be read ({first_line(error)}): try skip_corrupt"
+            raise CorruptImageError(f"The mask of image {index} of the data set {problem}.") from error
         values = values.astype(np.uint8) if values.dtype == bool else values
         if values.shape != size[::-1] or not np.issubdtype(values.dtype, np.integer):
-            raise ImageError(
-                f"The mask of image {index} has mode {mode} and shape {values.shape}, expected one channel of class "
-                f"numbers of shape {size[::-1]}, as the upright image."
-            )
+            found, expected = f"mode {mode} and shape {values.shape}", f"class numbers of shape {size[::-1]}"
+            raise ImageError(f"The mask of image {index} has {found}, expected {expected}, as the upright image.")
         values = self.table[values] if values.max(initial=0) <= 255 else values
         wrong = np.unique(values[(values >= self.num_labels) & (values != IGNORED)])
         if len(wrong):
-            raise ImageError(
-                f"The mask of image {index} has the labels {wrong[:5].tolist()}, the classes are 0 to "
-                f"{self.num_labels - 1}. Use class_names, ignored_labels, or reduce_labels if 0 does not count."
-            )
+            classes = f"the classes are 0 to {self.num_labels - 1} (class_names, ignored_labels, reduce_labels)"
+            raise ImageError(f"The mask of image {index} has the labels {wrong[:5].tolist()}, {classes}.")
         return torch.from_numpy(values)

@@ -17,10 +17,7 @@ MOST_THREADS = 8
 def stack_pixels(pixels: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack the pixel values of images, `(channels, height, width)`; raise a ValueError if their shapes differ."""
     if len(shapes := {tuple(image.shape) for image in pixels}) > 1:
-        raise ValueError(
-            f"The image processor makes pixel values of different shapes, {sorted(shapes)}; expected one that resizes "
-            "to one size, or crops."
-        )
+        raise ValueError(f"The image processor makes images of several shapes, {sorted(shapes)}, expected one.")
     return torch.stack(list(pixels))
 
 

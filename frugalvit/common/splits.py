@@ -1,6 +1,5 @@
 """Images to train on, to evaluate on and to test on."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import datasets
@@ -8,7 +7,7 @@ import numpy as np
 from accelerate import PartialState
 
 from .choices import NO_EVALUATION
-from .data import find_source, load_images, split_names
+from .data import load_images, split_names
 from .labels import check_labels, check_same_classes, class_names, label_numbers, match_labels
 from .tables import shortened
 
@@ -28,24 +27,23 @@ def load_splits(data, learns_labels: bool = False) -> tuple:
     """
     # Class names of the training images, for images whose labels are numbers or texts.
     names = None
-    find = functools.cache(lambda *dataset: find_source([*dataset], data.dataset_config))
 
     def load(dataset: list[str], split: str, streaming: bool = False):
         nonlocal names
         images = load_images(
             dataset,
             split,
+            name=data.dataset_config,
             image_column=data.image_column,
             label_column=data.label_column,
             class_names=data.class_names,
             default_names=names,
             streaming=streaming,
-            source=find(*dataset),
         )
         names = names or class_names(images)
         return images
 
-    parts = load_parts(data, load, lambda dataset: split_names(dataset, source=find(*dataset)))
+    parts = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
     if learns_labels and names is None:
         raise ValueError(f"{' '.join(data.dataset)} has no labels to train with; name their column: label_column.")
     if learns_labels and not data.streaming:
@@ -102,10 +100,8 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
         data.tested, test = loaded[0] if len(loaded) > 1 else (None, None)
         return train, evaluation, test
     if data.streaming:
-        raise ValueError(
-            f"{' '.join(source)} has no split to evaluate on; give eval_split (of {', '.join(splits)}, or "
-            f"{NO_EVALUATION}) or eval_dataset."
-        )
+        choice = ", ".join([*splits, NO_EVALUATION])
+        raise ValueError(f"{' '.join(source)} has no split to evaluate on; give eval_split (of {choice}).")
     train, evaluation = hold_back(train)
     data.evaluated = f"{data.train_split}, held back"
     PartialState().print(
@@ -122,9 +118,7 @@ def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Data
     labels = label_numbers(images) if "label" in images.features else np.zeros(len(images), dtype=np.int64)
     _, firsts, sizes = np.unique(labels, return_index=True, return_counts=True)
     if len(images) == len(firsts):
-        raise ValueError(
-            f"{len(images)} images are too few to hold some back; give eval_dataset or eval_split {NO_EVALUATION}."
-        )
+        raise ValueError(f"{len(images)} images are too few to evaluate on some: try eval_split {NO_EVALUATION}.")
     if "label" in images.features and labels.min() >= 0 and sizes.min() > 1 and count >= len(sizes):
         parts = images.train_test_split(count, stratify_by_column="label", seed=0)
         return parts["train"], parts["test"]

@@ -132,9 +132,7 @@ def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
     """Return height and width of an image processor's images, and the shorter side before its crop, if it crops."""
     name = type(processor).__name__
     if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
-        raise ValueError(
-            f"Training does not follow {name}, expected one like ViT's, CLIP's or DINOv2's, without padding."
-        )
+        raise ValueError(f"Training does not follow {name}, expected one like ViT's or CLIP's, without padding.")
     if patches := getattr(processor, "max_num_patches", None):
         side = math.isqrt(patches) * processor.patch_size
         return (side, side), None
