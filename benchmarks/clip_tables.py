@@ -49,7 +49,6 @@ from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_folder, write_json
 from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_llava, load_vision_model
-from frugalvit.common.reading import Reader
 from frugalvit.common.splits import default_split
 from frugalvit.evaluation.images import image_batches, take_first
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
@@ -203,7 +202,7 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
     names = class_names(images)
     classifier = zero_shot_classifier(towers, names, SENTENCES)
     # Retrieval among ten images, one of each class, and their captions: captions of one class are all alike.
-    embeddings = embed_all_images(towers, Reader(towers.image_processor, towers.share_read), images, 256, 0)
+    embeddings = embed_all_images(towers, images, 256, 0)
     captions = embed_all_texts(towers, [f"a photo of a {name} ." for name in names], 64)
     of_class = [[i for i, label in enumerate(images["label"]) if label == wanted] for wanted in range(len(names))]
     groups = list(zip(*of_class, strict=False))
@@ -235,7 +234,7 @@ def patches_told(arguments, clip: Path, student: Path | None) -> float:
 
     def states(images: datasets.Dataset) -> list[torch.Tensor]:
         found = [], []
-        for pixel_values, _ in image_batches(Reader(processor, exact=True), images, 256):
+        for pixel_values, _ in image_batches(processor, images, 256):
             for rows, tower in zip(found, (model, teacher), strict=True):
                 rows.append(tower(pixel_values, output_hidden_states=True).hidden_states[-2][:, 1:].flatten(1))
         return [torch.cat(rows).double() for rows in found]
@@ -335,8 +334,7 @@ def train_answers(
     """Train a LLaVA, all of it that is not frozen, to answer `QUESTIONS` about images, and write it and its processor
     into a new folder."""
     tokenizer, names = processor.tokenizer, class_names(images)
-    reader = Reader(processor.image_processor, exact=True)
-    pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(reader, images, 256)])
+    pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(processor.image_processor, images, 256)])
     examples = [
         (question_ids(tokenizer, question), tokenizer(answer(name), add_special_tokens=False)["input_ids"])
         for name in names
@@ -442,7 +440,7 @@ def answer_accuracy(llava, processor, images: datasets.Dataset) -> dict[str, flo
     names, tokenizer = class_names(images), processor.tokenizer
     tokens = llava.config.image_seq_length
     right = {question: [] for question in QUESTIONS}
-    for pixel_values, indices in image_batches(Reader(processor.image_processor, exact=True), images, 128):
+    for pixel_values, indices in image_batches(processor.image_processor, images, 128):
         for question, answer in QUESTIONS.items():
             ids = torch.tensor([question_ids(tokenizer, question, tokens)] * len(indices))
             generated = llava.generate(

@@ -14,9 +14,13 @@ import torch
 from transformers import ViTImageProcessor
 
 from frugalvit import checkpoint_path, export
+from frugalvit.common.choices import SUBSET
+from frugalvit.common.data import load_images, sample
 from frugalvit.common.exported import REPORT, ExportedModule
+from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.common.tables import format_table
+from frugalvit.evaluation.classification import classification_accuracy
 from shared import VITS, add_results_argument, build_model, make_parser, measure_speeds, write_table
 
 
@@ -64,6 +68,7 @@ def main():
             # Random weights agree by chance.
             if program and row["row"].partition(",")[0] in shipped_checkpoints():
                 [measured] = program.report["parts"]["model"]["measured"]
+                measured |= accuracies(row["row"].partition(",")[0], program, arguments)
             size_in_bytes = {"bytes": program.report["bytes"] if program else None}
             rows.append(row | size_in_bytes | {column: measured.get(column) for column in COLUMNS})
     print(
@@ -71,6 +76,15 @@ def main():
     )
     settings = {"batch_sizes": arguments.batch_size, "rounds": arguments.rounds}
     write_table(arguments.results_dir / "export.json", settings, rows, threads=torch.get_num_threads())
+
+
+def accuracies(name: str, program: ExportedModule, arguments) -> dict[str, float]:
+    """Accuracy of a model that ships and of its program, on the images that they were compared on."""
+    dataset = SUBSET if name.startswith("cifar10") else arguments.caltech[1]
+    images = sample(load_images(dataset, "test" if dataset == SUBSET else "train"), 300, seed=0)
+    model, image_processor = load_image_classifier(checkpoint_path(name), "cpu")
+    found = {"original_accuracy": model, "accuracy": program}
+    return {key: classification_accuracy(each, image_processor, images)["accuracy"] for key, each in found.items()}
 
 
 def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:

@@ -29,7 +29,6 @@ from .common.labels import check_labels, class_names, label_numbers, match_label
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
-from .common.reading import Reader
 from .common.speed import images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
@@ -173,8 +172,8 @@ def embed_all(
     embeddings, indices = [[] for _ in contenders], []
     processors = {id(contender.image_processor): contender.image_processor for contender in contenders}
     for key, image_processor in processors.items():
-        reader, indices = Reader(image_processor, exact=True), []
-        for pixel_values, batch in image_batches(reader, images, batch_size, **reading):
+        indices = []
+        for pixel_values, batch in image_batches(image_processor, images, batch_size, **reading):
             indices += batch
             for contender, found in zip(contenders, embeddings, strict=True):
                 if id(contender.image_processor) == key:

@@ -1,7 +1,5 @@
 """`frugalvit convert`: checkpoints of reference implementations to hub repositories."""
 
-from pathlib import Path
-
 import torch
 from timm.data import ImageNetInfo
 
@@ -21,47 +19,17 @@ def make_parser() -> CommandParser:
     parser.add_argument("source", choices=["showlab"], help="SparseFormer checkpoints of its authors")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=".pth or .safetensors file")
     parser.add_argument("--output", required=True, metavar="OUT", help="folder to write; must not exist or be empty")
-    parser.add_argument(
-        "--variant", choices=CONVERTED_VARIANTS, help="default: the one whose names the checkpoint has"
-    )
-    parser.add_argument(
-        "--iterations", type=int, help="executions of the focusing layer (default: stage embeddings, or the variant's)"
-    )
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        nargs="+",
-        metavar="PIXELS",
-        help="side, or height and width, of the images that the model will get (default: 224): resized to 8/7 of the "
-        "side and cropped, or resized straight to height and width",
-    )
+    parser.add_argument("--variant", choices=CONVERTED_VARIANTS, help="default: the one that the names belong to")
+    parser.add_argument("--iterations", type=int, help="of the focusing layer (default: as in the checkpoint)")
+    parser.add_argument("--image-size", type=int, metavar="PIXELS", help="side of its images (default: 224)")
     parser.add_argument("--overwrite", action="store_true", help="replace the model folder OUT")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    size = arguments.image_size
-    if size is not None and len(size) > 2:
-        parser.error(f"argument --image-size: got {len(size)} numbers, expected a side or height and width")
-    size = tuple(size) if size and len(size) == 2 else size and size[0]
-    options = {"variant": arguments.variant, "iterations": arguments.iterations, "image_size": size}
-    convert_checkpoint(arguments.checkpoint, arguments.output, **options, overwrite=arguments.overwrite)
-
-
-def convert_checkpoint(
-    checkpoint: str | Path,
-    output: str | Path,
-    variant: str | None = None,
-    iterations: int | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Convert a checkpoint that `load_showlab_checkpoint` reads to a hub repository, the folder `output`; other
-    arguments as in `config_from_showlab`."""
-    state_dict = load_showlab_checkpoint(checkpoint)
-    config = config_from_showlab(state_dict, variant, iterations, image_size)
+    arguments = make_parser().parse_args(argv)
+    state_dict = load_showlab_checkpoint(arguments.checkpoint)
+    config = config_from_showlab(state_dict, arguments.variant, arguments.iterations, arguments.image_size)
     if config.projection_dim is None and config.num_labels == 1000:
         names = ImageNetInfo()
         config.id2label = {index: names.index_to_description(index) for index in range(1000)}
@@ -70,12 +38,13 @@ def convert_checkpoint(
     with torch.device("meta"):
         model = model_class(config)
     model.load_state_dict(convert_showlab(state_dict, config), assign=True)
-    with whole_folder(output, overwrite) as folder:
+    with whole_folder(arguments.output, arguments.overwrite) as folder:
         model.eval().save_pretrained(folder)
 
     outputs = f"projection to {config.projection_dim}" if config.projection_dim else f"{config.num_labels} classes"
     height, width = pair(config.image_size)
     print(
-        f"Wrote {output}: {model_class.__name__}, {model.num_parameters():,} parameters, {config.num_latent_tokens} "
-        f"tokens, {config.num_hidden_layers} blocks, {outputs}, images of {height} x {width} pixels."
+        f"Wrote {arguments.output}: {model_class.__name__}, {model.num_parameters():,} parameters, "
+        f"{config.num_latent_tokens} tokens, {config.num_hidden_layers} blocks, {outputs}, images of {height} x "
+        f"{width} pixels."
     )

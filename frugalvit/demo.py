@@ -19,7 +19,6 @@ from .common.resources import checkpoint_path, shipped_checkpoints, shipped_imag
 from .predict import draw_predictions, predict
 
 
-TITLE = "frugalvit: vision transformers that need less"
 MAX_PIXELS, CACHE_SECONDS = 50_000_000, 3_600
 
 
@@ -33,7 +32,6 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--host", help="address to serve on (default: this machine alone)")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     add_device_argument(parser)
     add_trust_argument(parser)
     return parser
@@ -41,11 +39,15 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
+    try:
+        import gradio
+    except ImportError:
+        raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
     models = arguments.models or shipped_classifiers()
     folders = {Path(model).name: model for model in models}
     if len(folders) < len(models):
         raise ValueError("Two of the models have the same name; rename a folder.")
-    # A model that cannot be loaded is refused before the page is there.
+    # Refuse a model that cannot be loaded before the page is there.
     for model in arguments.models:
         load_image_classifier(model, arguments.device, arguments.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
@@ -53,12 +55,11 @@ def main(argv: list[str] | None = None) -> None:
         page = build_page(folders, arguments.device, arguments.trust_remote_code, write_examples(Path(folder)))
         page.launch(
             # The default theme loads its fonts from Google.
-            theme=import_gradio().themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
+            theme=gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
             max_file_size="20mb",
             show_error=True,
             server_name=arguments.host,
             server_port=arguments.port,
-            inbrowser=arguments.open,
         )
 
 
@@ -76,17 +77,9 @@ def write_examples(folder: Path) -> list[str]:
     return paths
 
 
-def import_gradio():
-    try:
-        import gradio
-    except ImportError:
-        raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
-    return gradio
-
-
 def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_code: bool, examples: list[str]):
     """Build a `gradio.Interface` for models by their names, with images to try."""
-    gr = import_gradio()
+    import gradio as gr
 
     @functools.lru_cache(maxsize=4)
     def load(name: str):
@@ -103,18 +96,18 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise gr.Error(f"Cannot show the image: {error}") from error
 
+    inputs = [
+        # As a file, so that its size is checked before it is decoded.
+        gr.Image(type="filepath", image_mode=None, label="Image", height=300),
+        gr.Dropdown(list(folders), value=next(iter(folders)), label="Model"),
+        gr.Slider(1, 256, 256, step=1, label="Tokens, the nearest number that the model is made for"),
+    ]
     return gr.Interface(
         show,
-        [
-            # As a file, so that its size is checked before it is decoded.
-            gr.Image(type="filepath", image_mode=None, label="Image", height=300),
-            gr.Dropdown(list(folders), value=next(iter(folders)), label="Model"),
-            gr.Slider(1, 256, 256, step=1, label="Tokens, the nearest number that the model is made for"),
-        ],
+        inputs,
         [gr.Label(num_top_classes=5, label="Labels"), gr.Plot(label="Where the tokens look")],
         examples=[[path] for path in examples],
-        title=TITLE,
-        description="Choose a model and an image, or drop in your own. SparseFormers show where their tokens look.",
+        title="frugalvit: vision transformers that need less",
         api_name="look",
         live=True,
         flagging_mode="never",
@@ -134,7 +127,7 @@ def token_counts(model: PreTrainedModel) -> list[int]:
 def look(
     model: PreTrainedModel, image_processor, image: Image.Image, num_tokens: int | None = None
 ) -> tuple[dict[str, float], Figure | None]:
-    """Return the scores of an image's best five labels, and a picture of the token RoIs if the model has them."""
+    """Return the scores of an image's best labels, and a picture of the token RoIs if the model has them."""
     if num_tokens is not None:
         model.set_num_tokens(num_tokens)
     [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))

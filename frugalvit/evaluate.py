@@ -10,7 +10,6 @@ from .common.command_line import (
     CommandParser,
     add_dataset_arguments,
     add_device_map_argument,
-    add_exact_argument,
     add_limit_argument,
     add_loop_arguments,
     add_part_arguments,
@@ -25,7 +24,7 @@ from .common.tables import format_table
 FOLDER = "folder or hub id (@revision, too)"
 EMBEDS = f"SparseFormer, vision transformer or CLIP: {FOLDER}, or {OPEN_CLIP}MODEL:PRETRAINED"
 CLIP = f"CLIP or SigLIP: {FOLDER}"
-IMAGES = [add_dataset_arguments, add_limit_argument, add_reading_arguments, add_exact_argument]
+IMAGES = [add_dataset_arguments, add_limit_argument, add_reading_arguments]
 # Name: kind of model, default of --batch-size, options, description.
 TASKS = {
     "classification": (
@@ -69,7 +68,6 @@ TASKS = {
         [
             add_limit_argument,
             add_reading_arguments,
-            add_exact_argument,
             "--vision-model",
             "--dataset",
             "--image-folder",

@@ -17,13 +17,11 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     """Write the card of an exported model, `README.md`, given the original and its image format, the contents of
     `report.json`, and the original's folder or hub id, whose card names the license."""
     base = split_revision(name)[0]
-    from_hub = not Path(base).is_dir()
+    hub_id = None if Path(base).is_dir() else base
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
     about = f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. "
     if report["calibration_images"]:
         about += f"Activations' ranges are those of {report['calibration_images']} images. "
-    if report["float_layers"]:
-        about += f"Left in float32: layers of {', '.join(f'`{name}`' for name in report['float_layers'])}. "
     if counts := next(iter(report["parts"].values()))["num_tokens"]:
         about += (
             f"Each call chooses the number of tokens, `num_tokens`: {', '.join(map(str, counts))}. Other numbers are "
@@ -44,8 +42,8 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
         license=license_of(base),
         tags=[report["format"], report["precision"]],
         pipeline_tag=pipeline_tag(model) or "image-feature-extraction",
-        base_model=base if from_hub else None,
-        base_model_relation="quantized" if from_hub else None,
+        base_model=hub_id,
+        base_model_relation=hub_id and "quantized",
     ).save(folder / "README.md")
 
 
@@ -55,7 +53,6 @@ def example(image_format: ImageFormat, report: dict) -> str:
     part, about = next(iter(report["parts"].items()))
     program = FORMATS[report["format"]].program.format(part)
     mean, std = (tuple(round(value, 6) for value in each) for each in (image_format.mean, image_format.std))
-    channels = "[..., ::-1]" if image_format.reverse_channels else ""
     crop = box = ""
     if image_format.resize:
         crop = f"""across, down = (min(image.size) * side / {image_format.resize} for side in ({width}, {height}))
@@ -85,7 +82,7 @@ from PIL import Image
 image = Image.open("photo.jpg").convert("RGB")
 {crop}image = image.resize(({width}, {height}), Image.Resampling.{Resampling(image_format.resample).name}{box})
 pixels = (np.asarray(image, np.float32) / 255 - np.float32({mean})) / np.float32({std})
-pixel_values = pixels{channels}.transpose(2, 0, 1)[None]
+pixel_values = pixels.transpose(2, 0, 1)[None]
 {run}
 {show}"""
 
@@ -100,8 +97,6 @@ def rows(report: dict) -> list[dict[str, object]]:
             "min cosine": measured["min_cosine"],
             "mean cosine": measured["mean_cosine"],
             "same label": measured["agreement"],
-            "accuracy": measured["accuracy"],
-            "original's": measured["original_accuracy"],
         }
         for part, about in report["parts"].items()
         for measured in about["measured"]

@@ -1,6 +1,5 @@
 """`Embedder` and `Classifier`, from photographs to numbers, for applications."""
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -12,15 +11,14 @@ from PIL import Image
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .common.decoding import CorruptImageError, read_image, read_record
+from .common.decoding import CorruptImageError, read_record
 from .common.exported import is_exported
 from .common.loading import load_exported, load_image_classifier, load_image_processor, load_vision_model
 from .common.packing import pack_linear_layers
-from .common.precision import choose_mixed_precision
-from .common.reading import Reader, read_ahead, share_read
+from .common.reading import read_ahead, stack_pixels
 from .common.scores import check_scores
 from .common.tables import first_line
-from .common.views import size_made_by, vision_config_of
+from .common.views import prepare_images, size_made_by, vision_config_of
 from .configuration.configuration_base import is_sparseformer
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
 from .modeling.layers import check_num_tokens
@@ -37,19 +35,14 @@ def class_scores(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor
 
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
     """Set a model's number of tokens, if one is given; raise a ValueError if it cannot choose by confidence."""
-    name = type(model).__name__
     if num_tokens is not None:
         if not hasattr(model, "set_num_tokens"):
-            raise ValueError(f"--num-tokens is for SparseFormers; got a {name}.")
+            raise ValueError(f"--num-tokens is for SparseFormers; got a {type(model).__name__}.")
         model.set_num_tokens(num_tokens)
-    if confidence is not None:
-        if not hasattr(model, "classify_adaptively"):
-            raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {name}.")
-        if len(model.config.trained_token_counts) == 1:
-            raise ValueError(
-                f"A confidence needs a model for several numbers of tokens, not for {model.config.num_latent_tokens} "
-                "alone; frugalvit bootstrap --student MODEL --num_tokens … makes one of it."
-            )
+    if confidence is not None and not hasattr(model, "classify_adaptively"):
+        raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {type(model).__name__}.")
+    if confidence is not None and len(model.config.trained_token_counts) == 1:
+        raise ValueError("A confidence needs a model for several numbers of tokens: bootstrap --num_tokens.")
 
 
 class _Application:
@@ -66,8 +59,6 @@ class _Application:
         num_tokens: int | None = None,
         batch_size: int = 32,
         num_workers: int = 0,
-        exact: bool = False,
-        dtype: str = "float32",
         return_errors: bool = False,
         device: str | None = None,
         trust_remote_code: bool = False,
@@ -76,30 +67,21 @@ class _Application:
         Args:
             model (`str`, `os.PathLike` or `nn.Module`): Model that ships, folder, hub id, or a loaded model.
             image_processor (*optional*): The image processor of a loaded model.
-            num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own choice if not given.
+            num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
             batch_size (`int`, *optional*, defaults to 32): Images at a time.
-            num_workers (`int`, *optional*, defaults to 0): Threads that decode, by default one for each CPU.
-            exact (`bool`, *optional*, defaults to `False`): Decode images whole and use the model's image processor.
-            dtype (`str`, *optional*, defaults to `"float32"`): Type of loaded weights: `"float32"`, `"bfloat16"`, or
-                `"auto"`, bfloat16 where the device is fast at it.
-            return_errors (`bool`, *optional*, defaults to `False`): Yield a `CorruptImageError` in the place of an
-                image that cannot be read, rather than raise it.
+            num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one for each CPU.
+            return_errors (`bool`, *optional*): Yield the `CorruptImageError` of an image, rather than raise it.
             device (`str`, *optional*): By default an accelerator if there is one.
-            trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with a model.
+            trust_remote_code (`bool`, *optional*): Run code that comes with a model.
         """
-        if batch_size < 1 or num_workers < 0:
-            raise ValueError(f"Got batch_size={batch_size} and num_workers={num_workers}, expected 1 or more and 0.")
-        if dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"`dtype` is {dtype!r}, expected 'auto', 'float32' or 'bfloat16'.")
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` is {batch_size}, expected 1 or more.")
         if isinstance(model, nn.Module):
             if image_processor is None:
                 raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
             model.eval()
         else:
             model, image_processor = self._load(model, device, trust_remote_code)
-            own = next(model.parameters(), torch.empty(0)).device
-            if dtype == "bfloat16" or dtype == "auto" and choose_mixed_precision(own) == "bf16":
-                model.to(torch.bfloat16)
             pack_linear_layers(model)
         if num_tokens is not None:
             config = vision_config_of(model.config)
@@ -113,7 +95,7 @@ class _Application:
         self.model, self.image_processor = model, image_processor
         self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
         self.return_errors = return_errors
-        self.reader = Reader(image_maker(image_processor), share_read(model, num_tokens), exact)
+        self.prepare = image_maker(image_processor)
         # An exported program has no parameters.
         parameter = next(model.parameters(), torch.empty(0))
         self.device, self.dtype = parameter.device, parameter.dtype
@@ -123,14 +105,11 @@ class _Application:
         of `datasets`, also without end. Threads decode up to two batches ahead."""
         if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
-        return self._arrays(images)
-
-    def _arrays(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
         pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
             read = [future.result() for _, future in batch]
             pixels = [each for each in read if isinstance(each, torch.Tensor)]
-            found = iter(self._compute(self.reader.batch(pixels)) if pixels else ())
+            found = iter(self._compute(stack_pixels(pixels)) if pixels else ())
             for each in read:
                 if isinstance(each, CorruptImageError) and not self.return_errors:
                     raise each
@@ -141,14 +120,11 @@ class _Application:
         if isinstance(image, str | os.PathLike):
             image = Path(image)
         elif isinstance(image, bytes):
-            image = io.BytesIO(image)
+            image = {"path": None, "bytes": image}
         elif not isinstance(image, Image.Image | Mapping):
-            raise ValueError(
-                f"Image {index} is a {type(image).__name__}, expected a path, bytes, a PIL image or a record."
-            )
-        read = read_image if isinstance(image, Path | io.BytesIO) else read_record
+            raise ValueError(f"Image {index} is a {type(image).__name__}, expected a path, bytes or a PIL image.")
         try:
-            return self.reader.pixels(read(image, at_least=self.reader.at_least))
+            return prepare_images(self.prepare, [read_record(image)])[0]
         # Decoders raise whatever a broken file leads them to.
         except Exception as error:
             name = f" {str(image)!r}" if isinstance(image, Path) else ""
@@ -162,14 +138,7 @@ class _Application:
 
 
 class Embedder(_Application):
-    """Embeddings of images, `(width,)` float32 each, not normalized, as `extract_features` has them.
-
-    ```python
-    embed = frugalvit.Embedder("student", num_tokens=16)
-    for path, embedding in zip(paths, embed(paths)):
-        ...
-    ```
-    """
+    """Embeddings of images, `(width,)` float32 each, not normalized: `for embedding in Embedder("student")(paths)`."""
 
     what = "embeddings"
 
@@ -198,10 +167,7 @@ class Classifier(_Application):
     ```
 
     With `confidence`, a number from 0 to 1, an image has few tokens first, and more if the probability of its
-    likeliest class is lower than that (`SparseFormerForImageClassification.classify_adaptively`).
-
-    Attributes:
-        labels (`list[str]`): Names of the classes, in the order of the scores.
+    likeliest class is lower (`SparseFormerForImageClassification.classify_adaptively`).
     """
 
     what = "scores"
@@ -213,8 +179,7 @@ class Classifier(_Application):
             raise ValueError("Got `num_tokens` and `confidence`, which chooses them for each image; give one of both.")
         choose_tokens(self.model, None, confidence)
         self.confidence = confidence
-        names = self.model.config.id2label
-        self.labels = [names[index] for index in range(len(names))]
+        self.labels = [label for _, label in sorted(self.model.config.id2label.items())]
 
     __init__.__doc__ = _Application.__init__.__doc__
 

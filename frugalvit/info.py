@@ -70,7 +70,7 @@ def describe(name: str) -> dict[str, object]:
         options = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
         with one_error(name, COUNTED):
             model, report = architecture.from_pretrained(folder, **options)
-        check_complete(name, model, report, COUNTED)
+        check_complete(name, model, report)
     else:
         with one_error(name, COUNTED), torch.device("meta"):
             model = architecture._from_config(config)

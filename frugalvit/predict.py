@@ -16,7 +16,6 @@ from .architectures import has_rois
 from .common.command_line import (
     CommandParser,
     add_device_argument,
-    add_exact_argument,
     add_reading_arguments,
     add_token_arguments,
     add_trust_argument,
@@ -32,8 +31,8 @@ from .common.views import prepare_images, restore_images
 from .inference import Classifier, choose_tokens, class_scores
 
 
-# Images that are drawn, and those of a picture.
-MAX_DRAWN, PAGE = 32, 8
+# Images of a picture.
+MAX_DRAWN = 8
 
 
 def make_parser() -> CommandParser:
@@ -51,12 +50,10 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--rois",
         metavar="FILE",
-        help=f"draw where tokens look into this .png, .webp, .pdf or .svg: {MAX_DRAWN} images, {PAGE} a picture",
+        help=f"draw where tokens look in the first {MAX_DRAWN} images into this .png, .webp, .pdf or .svg",
     )
-    parser.add_argument("--all-steps", action="store_true", help="draw the RoIs of every focusing step")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_reading_arguments(parser)
-    add_exact_argument(parser)
     add_token_arguments(parser)
     parser.add_argument("--batch-size", type=positive, default=32, help="images at a time")
     add_device_argument(parser)
@@ -69,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.rois and arguments.confidence is not None:
         parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
-    paths = find_images(arguments.images, None if arguments.skip_corrupt else arguments.limit)
+    paths = find_images(arguments.images)
     if arguments.rois:
         from .pictures import check_picture_path, save_figure
 
@@ -85,7 +82,6 @@ def main(argv: list[str] | None = None) -> None:
         confidence=arguments.confidence,
         batch_size=arguments.batch_size,
         num_workers=arguments.num_workers,
-        exact=arguments.exact,
         return_errors=True,
     )
     predictor.options = {"top": arguments.top, "output_rois": bool(arguments.rois)}
@@ -101,8 +97,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         if arguments.json:
             labels = [{"label": label, "score": score} for label, score in prediction.labels]
-            tokens = {} if arguments.confidence is None else {"num_tokens": prediction.num_tokens}
-            results.append({"image": name, "labels": labels} | tokens)
+            results.append({"image": name, "labels": labels, "num_tokens": prediction.num_tokens})
         else:
             tqdm.write(format_prediction(name, prediction))
         if arguments.rois and len(drawn) < MAX_DRAWN:
@@ -116,17 +111,13 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         print(json.dumps(results, indent=2))
     if arguments.rois:
-        path, pages = Path(arguments.rois), []
-        for start in range(0, len(drawn), PAGE):
-            page = slice(start, start + PAGE)
-            pages.append(path.with_stem(f"{path.stem}-{len(pages) + 1}") if pages else path)
-            save_figure(draw_predictions(drawn[page], captions[page], arguments.all_steps), pages[-1])
-        print(f"Drew {len(drawn)} of {count} images: {printable(', '.join(map(str, pages)))}", file=sys.stderr)
+        save_figure(draw_predictions(drawn, captions), Path(arguments.rois))
+        print(f"Drew {len(drawn)} of {count} images: {printable(arguments.rois)}", file=sys.stderr)
 
 
 @dataclass
 class Prediction:
-    """A model's labels of an image, the best first, and where its tokens looked."""
+    """A model's labels of an image, the best first, and where its tokens look."""
 
     labels: list[tuple[str, float]]
     # Latent tokens, where the model's confidence decided.

@@ -56,17 +56,16 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {arguments.output} is the model's own folder; choose another.")
     if arguments.repo_id:
         validate_repo_id(arguments.repo_id)
-        if "/" not in arguments.repo_id:
-            raise ValueError(f"REPO_ID is {arguments.repo_id!r}, expected owner/name.")
         if arguments.no_code:
             raise ValueError("--no-code is for folders: a hub repository loads where frugalvit is not installed.")
     with prepared(arguments) as folder:
         for path in sorted(folder.iterdir()):
             print(f"{path.stat().st_size:>12,}  {path.name}")
-        uploads = arguments.repo_id and not arguments.dry_run
-        if uploads:
+        if arguments.repo_id and not arguments.dry_run:
             upload(folder, arguments.repo_id, arguments.private)
-        print(f"Uploaded to {arguments.repo_id}." if uploads else "Nothing was uploaded.")
+            print(f"Uploaded to {arguments.repo_id}.")
+        else:
+            print("Nothing was uploaded.")
     if arguments.output:
         print(f"Wrote {arguments.output}.")
 

@@ -12,7 +12,6 @@ from .common.command_line import CommandParser, add_device_map_argument, add_ski
 from .common.data import load_images, sample
 from .common.files import whole_folder
 from .common.loading import load_llava, load_vision_model
-from .common.reading import Reader
 from .configuration.configuration_sparseformer_vlm import image_grid
 from .evaluation.images import image_batches
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
@@ -22,31 +21,20 @@ def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="frugalvit swap",
         description="Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer in the place of "
-        "the vision tower that it was bootstrapped from (`frugalvit bootstrap --teacher LLAVA`), and a processor that "
-        "inserts the new number of image tokens. The language model stays as it is.",
+        "the vision tower that it was bootstrapped from, and its processor. The language model stays as it is.",
     )
     parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
     parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")
     parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")
     parser.add_argument("--num-tokens", type=int, metavar="COUNT", help="latent tokens (default: the tower's own)")
-    parser.add_argument(
-        "--image-grid",
-        type=positive,
-        metavar="ROWS",
-        help="rows and columns of image tokens of a Gemma 3 or a LLaVA-OneVision (default: as before)",
-    )
+    parser.add_argument("--image-grid", type=positive, metavar="ROWS", help="of a Gemma 3 or a LLaVA-OneVision")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are written")
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="quantize the language model, which needs bitsandbytes (pip install 'frugalvit[quantize]')",
-    )
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the language model (needs frugalvit[quantize])")
     parser.add_argument(
         "--dataset",
         nargs="+",
         metavar="DATA",
-        help="images without labels (id, folder or parquet files) on which the tower's channels are matched to the "
-        "mean and standard deviation that the projector is used to",
+        help="images (id, folder or parquet files) on which to match mean and deviation of the tower's channels",
     )
     parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
     add_skip_argument(parser)
@@ -91,10 +79,7 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
         hint = ". `frugalvit align-llava` lets the projector learn to read them"
         return f"{model.config.image_seq_length} tokens an image instead of {before**2} patches{about}{hint}"
     tokens, grid = model.config.vision_config.tower_config.default_num_tokens, image_grid(model.config)
-    return (
-        f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}, of which the language model "
-        f"reads {model.config.image_seq_length} tokens{about}"
-    )
+    return f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}{about}"
 
 
 def pixel_pairs(
@@ -102,7 +87,7 @@ def pixel_pairs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield batches of images as two processors prepare them, for `match_channels_`."""
     both = [
-        image_batches(Reader(each.image_processor, exact=True), images, batch_size=16, skip_corrupt=skip_corrupt)
+        image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)
     ]
     for (ours, _), (theirs, _) in zip(*both, strict=True):

@@ -3,6 +3,7 @@
 python model_cards/render.py
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -11,8 +12,6 @@ import yaml
 from huggingface_hub import ModelCard
 from jinja2.sandbox import SandboxedEnvironment
 
-from frugalvit.architectures import variants
-from frugalvit.common.files import read_json
 from frugalvit.training.arguments import RECIPES
 
 
@@ -33,12 +32,6 @@ KINDS = {
         "[classes] = processor.post_process_semantic_segmentation(outputs)  # (height, width)",
     ),
 }
-# How images are searched with what has an embedding and no class.
-SEARCH = """
-
-from sentence_transformers import SentenceTransformer
-
-embedding = SentenceTransformer("{name}").encode([image])  # (1, channels), for a search"""
 # What to do with a model besides.
 USES = {
     "vision tower": "It is a `SparseFormerVisionModelWithProjection`. `SparseFormerCLIPModel.from_clip(clip, model)` "
@@ -46,34 +39,27 @@ USES = {
     "vision model": "It is a `SparseFormerVisionModel`, which classifies nothing: a classifier, a SigLIP "
     "(`SparseFormerSiglipModel.from_siglip`) or a LLaVA (`swap_vision_tower`) reads its embedding or its tokens.",
 }
+COUNTED = re.compile(r"Counted: ([\d,]+) parameters(?: of both)?(?:, ([\d.]+) G multiply-accumulates)?")
 
 
 def describe_recipe(file: Path) -> dict:
-    """A recipe's arguments, and the parts of its comment: description, commands, notes, size, the paper's numbers."""
+    """Read a recipe's arguments, and the description, commands and notes in its comment."""
     text = file.read_text(encoding="utf-8")
     lines = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
     # Commands are indented.
-    commands = [line[2:] for line in lines if line.startswith("  ")]
-    about, *notes = re.split(r"(?:(?:^|\n)(?:  .*)?)+\n", "\n".join(lines))
-    about, notes = " ".join(about.split()), " (above) ".join(" ".join(part.split()) for part in notes)
-    counted = re.search(r"Counted: ([\d,]+) parameters( of both)?(?:, ([\d.]+) G multiply-accumulates)?\. ?", notes)
-    theirs = re.search(r"(The (?:paper|authors)[,:] .*?)(?:;| \() ?not reproduced here[.)]? ?", notes)
-    for found in filter(None, (counted, theirs)):
-        notes = notes.replace(found[0], "")
+    prose = "\n".join("" if line.startswith("  ") else line for line in lines)
+    about, *notes = (" ".join(part.split()) for part in re.split(r"\n{2,}", prose))
     return {
         "arguments": yaml.safe_load(text),
         "about": about,
-        "commands": commands,
-        "notes": notes.strip(),
-        "parameters": counted and counted[1],
-        "of_both": counted and (counted[2] or ""),
-        "macs": counted and counted[3],
-        "paper": theirs and theirs[1],
+        "commands": [line[2:] for line in lines if line.startswith("  ")],
+        "notes": notes,
+        "counted": COUNTED.search("\n".join(notes)),
     }
 
 
 def kind_of(recipe: dict) -> str:
-    """The one of `KINDS` that a recipe makes."""
+    """Return the one of `KINDS` that a recipe makes."""
     command, arguments = recipe["commands"][0].split()[1], recipe["arguments"]
     if command == "segment":
         return "segmenter"
@@ -82,36 +68,23 @@ def kind_of(recipe: dict) -> str:
     return "vision tower" if "clip" in arguments["teacher"] else "vision model"
 
 
-def variant_of(name: str, recipe: dict) -> str | None:
-    """The model's name for `frugalvit info` and `from_variant`; None where they do not have it."""
-    known = variants()
-    names = (name, name.removeprefix("sparseformer-"), recipe["arguments"].get("variant"))
-    return next((each for each in names if each in known), None)
-
-
 def card_of(name: str, recipe: dict) -> str:
-    """A card in Markdown."""
-    kind, known = kind_of(recipe), variants()
+    """Return a recipe's card in Markdown."""
+    kind = kind_of(recipe)
     auto_class, use = KINDS[kind]
-    use += SEARCH.format(name=name) if auto_class == "AutoModel" else ""
-    about = [f"# {name}", recipe["about"], "**Weights are not published here.** These lines make them:"]
-    about += ["```bash\n" + "\n".join(recipe["commands"]) + "\n```"]
-    if recipe["paper"]:
-        about.append(f"**The paper's numbers, not reproduced here.** {recipe['paper']}.")
-    macs = f", {recipe['macs']} G multiply-accumulates of an image" if recipe["macs"] else ""
-    about.append(f"**Size**, counted: {recipe['parameters']} parameters{recipe['of_both']}{macs}.")
-    if variant := variant_of(name, recipe):
-        about.append(f'**Configuration.** `{known[variant].__name__}.from_variant("{variant}")`, without weights.')
-    about += [
+    about = [
+        f"# {name}",
+        recipe["about"],
+        "**Weights are not published here.** These lines make them:",
+        "```bash\n" + "\n".join(recipe["commands"]) + "\n```",
+        *recipe["notes"],
         f"**Use**, once it is trained. {USES.get(kind, '')}".strip(),
         f"```python\nimport frugalvit\nfrom transformers import AutoImageProcessor, {auto_class}\n\n"
         f'processor = AutoImageProcessor.from_pretrained("{name}")\n'
         f'model = {auto_class}.from_pretrained("{name}")\n'
         f'inputs = processor(image, return_tensors="pt")\n{use}\n```',
+        f"**Arguments**: [`training/recipes/{name}.yaml`](../../training/recipes/{name}.yaml).",
     ]
-    if recipe["notes"]:
-        about.append(f"**Notes.** {recipe['notes']}")
-    about.append(f"**Arguments**: [`training/recipes/{name}.yaml`](../../training/recipes/{name}.yaml).")
     return "\n\n".join(about) + "\n"
 
 
@@ -123,7 +96,7 @@ def render_card(template: Path, results: Path = RESULTS) -> str:
     """
 
     def read(name: str) -> dict:
-        return read_json(results / f"{name}.json")
+        return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
 
     def find_row(name: str, row: str, column: str = "row") -> dict:
         return next(each for each in read(name)["rows"] if each.get(column) == row)
@@ -147,11 +120,11 @@ def list_of(recipes: dict[str, dict]) -> str:
         [result] = ModelCard.load(folder / "README.md").data.eval_results
         measured = f"{result.metric_type} {100 * result.metric_value:.2f} % on {result.dataset_name}"
         shipped.append(f"| [{folder.name}](../checkpoints/{folder.name}/README.md) | {measured} |")
-    rows = [
-        f"| [{name}](papers/{name}.md) | {kind_of(recipe)} | {recipe['parameters'] or ''} | "
-        f"{recipe['macs'] and recipe['macs'] + ' G' or ''} |"
-        for name, recipe in recipes.items()
-    ]
+    rows = []
+    for name, recipe in recipes.items():
+        parameters, macs = recipe["counted"].groups() if recipe["counted"] else ("", "")
+        macs = f"{macs} G" if macs else ""
+        rows.append(f"| [{name}](papers/{name}.md) | {kind_of(recipe)} | {parameters} | {macs} |")
     return "\n".join(
         [
             "# Model cards\n",

@@ -116,7 +116,6 @@ class PairedEvalView(View):
         if teacher is not None and student != teacher:
             self.formats["teacher_pixel_values"] = teacher
         self.views = {name: EvalView(image_format) for name, image_format in self.formats.items()}
-        self.at_least = tuple(map(max, *(view.at_least for view in self.views.values()), (0, 0)))
 
     def __call__(self, image):
         return {name: view(image)["pixel_values"] for name, view in self.views.items()}

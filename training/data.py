@@ -133,7 +133,7 @@ class Views(Dataset):
             # Ctrl-C reaches workers, too, and the main process still needs their images.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            parts = [decode_image(record["image"], index, self.view.at_least)]
+            parts = [decode_image(record["image"], index)]
             if "mask" in record:
                 parts.append(self.view.read_mask(record["mask"], index, parts[0].size))
             if self.seed is None:

@@ -30,10 +30,6 @@ COMMANDS = {
 }
 
 
-# How often a waiting thread of OpenMP (PyTorch's on Linux, which reads it once) looks before it gives its core away:
-# by default 300,000 times, so that on a busy machine the one that is waited for has no core.
-SPINS = "20000"
-
 USAGE = """usage: frugalvit [--version] [--debug] COMMAND ...
 
 Vision transformers that need less: fewer tokens, less data, no extra parameters.
@@ -45,11 +41,6 @@ A model is named by its folder, its hub id (owner/name@revision, too) or, if it 
 `frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose."""
 
 
-def usage() -> str:
-    """Return the text of `frugalvit --help`."""
-    return USAGE.format(commands="\n".join(f"  {name:<11}  {text}" for name, (_, text) in COMMANDS.items()))
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Return 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -58,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         argv.remove("--debug")
         debug = True
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage(), file=sys.stdout if argv else sys.stderr)
+        commands = "\n".join(f"  {name:<11}  {text}" for name, (_, text) in COMMANDS.items())
+        print(USAGE.format(commands=commands), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     if argv[0] == "--version":
         print(f"frugalvit {importlib.metadata.version('frugalvit')}")
@@ -72,8 +64,6 @@ def main(argv: list[str] | None = None) -> int:
     # Labels may have letters that a terminal has not.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPINS
     try:
         importlib.import_module("frugalvit.common.interruptions").end_on_sigterm()
         code = importlib.import_module(COMMANDS[command][0]).main(rest)

@@ -1,11 +1,8 @@
 """Parsers and options that commands share. Options have hyphens; underscores are taken, too."""
 
 import argparse
-import difflib
-import itertools
 import re
 import sys
-import textwrap
 
 from .choices import DEVICE_MAPS, SUBSET
 
@@ -14,23 +11,15 @@ _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help texts in which no word is broken, with every default said once."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+    """Help texts with every default said once."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         says = "default" in action.help.lower() or action.default in (None, False, "", [], argparse.SUPPRESS)
         return action.help if says else super()._get_help_string(action)
 
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        # What HfArgumentParser makes of a switch: `--compare true` is taken and need not be listed.
-        is_switch = action.nargs == "?" and action.const is True
-        return "" if is_switch else super()._format_args(action, default_metavar)
-
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of commands that train nothing. An error is one line, and names the nearest option."""
+    """The parser of commands that train nothing, whose errors are one line. Underscores in options are hyphens."""
 
     def __init__(self, *args, **kwargs):
         kwargs.setdefault("formatter_class", HelpFormatter)
@@ -40,24 +29,11 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
 
     def parse_known_args(self, args=None, namespace=None):
-        args = list(sys.argv[1:] if args is None else args)
-        for index, text in enumerate(args):
+        words = []
+        for text in sys.argv[1:] if args is None else args:
             name, equals, value = str(text).partition("=")
-            if _OPTION.fullmatch(name):
-                args[index] = f"{name.replace('_', '-')}{equals}{value}"
-        # A command within this one has options of its own.
-        if not any(isinstance(action.choices, dict) for action in self._actions):
-            self._refuse_unknown_options(args)
-        return super().parse_known_args(args, namespace)
-
-    def _refuse_unknown_options(self, args: list[str]):
-        """Name the nearest option before another error hides it."""
-        known = [name for action in self._actions for name in action.option_strings]
-        for text in itertools.takewhile(lambda text: text != "--", args):
-            name = text.partition("=")[0]
-            if _OPTION.fullmatch(name) and not any(option.startswith(name) for option in known):
-                close = difflib.get_close_matches(name, known, n=1)
-                self.error(f"there is no option {name}" + (f"; did you mean {close[0]}?" if close else ""))
+            words.append(f"{name.replace('_', '-')}{equals}{value}" if _OPTION.fullmatch(name) else text)
+        return super().parse_known_args(words, namespace)
 
 
 def positive(text: str) -> int:
@@ -98,15 +74,6 @@ def add_skip_argument(parser: argparse.ArgumentParser):
 
 def add_worker_argument(parser: argparse.ArgumentParser):
     parser.add_argument("--num-workers", type=int, default=0, help="threads that decode images (default: one a CPU)")
-
-
-def add_exact_argument(parser: argparse.ArgumentParser):
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="decode images whole and ask the model's own image processor, which is slower (default: JPEGs at a lower "
-        "resolution that is still twice what the model reads of them)",
-    )
 
 
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +133,5 @@ def add_training_images_arguments(parser: argparse.ArgumentParser):
     """Add the options that `read_labeled_parts` reads besides those of `add_dataset_arguments`."""
     parser.add_argument("--train-split", default="train", help="to learn from (default: %(default)s)")
     parser.add_argument(
-        "--eval-dataset",
-        nargs="+",
-        help="to judge by, where it is not a split of --dataset (default: --dataset)",
+        "--eval-dataset", nargs="+", help="to judge by, where it is not a split of --dataset (default: --dataset)"
     )

@@ -2,7 +2,6 @@
 
 import glob
 import os
-import re
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +20,6 @@ from .tables import first_line, shortened
 
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
-# Names of columns of images that have no type of their own, and of columns of their files.
-IMAGE_COLUMNS = re.compile(r"(image|img|picture|photo)s?(_bytes)?|jpe?g|png|webp", re.IGNORECASE)
-PATH_COLUMNS = re.compile(r"((image|img)_)?(file|path)|file_?(name|path)", re.IGNORECASE)
 
 
 def load_images(
@@ -36,30 +32,23 @@ def load_images(
     class_names: list[str] | None = None,
     default_names: list[str] | None = None,
     streaming: bool = False,
-    source: ImageFolder | dict | None = None,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load images and, where there are any, labels.
+    """Load the columns `image`, not decoded, and `label`, a `ClassLabel`, if there are labels.
 
     Args:
         dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
-            see `ImageFolder`, a folder that `datasets.load_dataset` reads, parquet files or patterns of them, or
-            `"cifar10-subset"`, which ships with frugalvit.
+            see `ImageFolder`, a folder that `datasets.load_dataset` reads, parquet files, or `"cifar10-subset"`.
         split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
         image_column, label_column (`str`, *optional*): Their names, where the types do not tell.
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
         default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
-        streaming (`bool`): Whether images are read as training goes on, without a copy on disk.
-        source (*optional*): What `find_source` returned for the data set.
-
-    Returns:
-        A `datasets.Dataset` (`IterableDataset` when streaming) with the columns `image`, not decoded, and `label`, a
-        `ClassLabel`, if there are labels.
+        streaming (`bool`): Read images as training goes, without a copy on disk.
 
     Raises:
         ValueError: if there is no such data set, split or column, or a label is none of the classes.
     """
-    loaded = load_table(dataset, split, name, streaming, source)
+    loaded = load_table(dataset, split, name, streaming)
     return select_images(loaded, dataset, image_column, label_column, class_names, default_names)
 
 
@@ -71,8 +60,7 @@ def select_images(
     class_names: list[str] | None = None,
     default_names: list[str] | None = None,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Return the columns of a table that `load_images` returns; `dataset` is the table's name in messages. Arguments
-    and errors are those of `load_images`."""
+    """Return the columns of a table that `load_images` returns; `dataset` is its name in errors."""
     loaded = table._resolve_features() if table.features is None else table
     features = loaded.features
     image = find_image_column(features, image_column, dataset)
@@ -85,32 +73,26 @@ def select_images(
     if label and label not in classes and not holds(features[label], "int", "uint", "string"):
         raise ValueError(f"The column {label!r} of {dataset!r} holds {features[label]}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
-    # This comes first: renaming the columns of a stream would read from it.
+    # Cast before renaming, which would read from a stream.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
     return name_labels(loaded, class_names, default_names) if label else loaded
 
 
 def load_table(
-    dataset: str | list[str],
-    split: str,
-    name: str | None = None,
-    streaming: bool = False,
-    source: ImageFolder | dict | None = None,
+    dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load a data set with all its columns. Arguments and errors as in `load_images`."""
-    source = source or find_source(dataset, name)
+    source = find_source(dataset, name)
     with _one_error(dataset, split):
         if isinstance(source, ImageFolder):
             return source.read(split, streaming)
         return datasets.load_dataset(**source, split=split, streaming=streaming)
 
 
-def split_names(
-    dataset: str | list[str], name: str | None = None, source: ImageFolder | dict | None = None
-) -> list[str]:
-    """The splits of a data set. Arguments and errors as in `load_images`."""
-    source = source or find_source(dataset, name)
+def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
+    """Return the splits of a data set. Arguments and errors as in `load_images`."""
+    source = find_source(dataset, name)
     if isinstance(source, ImageFolder):
         return list(source.parts)
     if "data_files" in source:
@@ -128,23 +110,15 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
 
 
 def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolder | dict:
-    """Return the folder of images that is a data set, or else arguments of `datasets.load_dataset`.
-
-    Raises:
-        ValueError: if there is no such data set, or its parquet files name their classes differently.
-    """
+    """Return the folder of images that is a data set, or else arguments of `datasets.load_dataset`."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
     if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
-        files = []
-        for pattern in paths:
-            found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
-            if not found:
-                raise ValueError(f"There is no file {pattern!r}; expected a parquet file or a pattern of some.")
-            files += found
+        if missing := [file for file in paths if not os.path.isfile(file)]:
+            raise ValueError(f"There is no file {missing[0]!r}; expected parquet files.")
         with _one_error(dataset):
-            _check_names_of_classes(files)
-        return {"path": "parquet", "data_files": {"train": [glob.escape(file) for file in files]}}
+            _check_class_names(paths)
+        return {"path": "parquet", "data_files": {"train": [glob.escape(file) for file in paths]}}
     if len(paths) > 1:
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
     if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
@@ -158,7 +132,7 @@ def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolde
 
 def _find_in_folder(folder: Path, name: str | None) -> ImageFolder | dict:
     """`find_source` of a folder: its images, or else what `datasets` reads, or else its zip file."""
-    endings = {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", *(Path(name).suffix for name in METADATA_FILES)}
+    endings = {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}
     files = list(files_within(folder, endings))
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
@@ -178,40 +152,29 @@ def _find_in_folder(folder: Path, name: str | None) -> ImageFolder | dict:
         raise ValueError(f"it has no images, and {len(archives)} zip files; {EXPECTED}")
     if glob.has_magic(str(folder.resolve())):
         raise ValueError("its path has one of *?[, which datasets takes for a pattern; rename it")
-    _check_names_of_classes(tables)
-    # A name such as "csv" would be that of a format.
+    _check_class_names(tables)
+    # Absolute: a name such as "csv" would be that of a format.
     return {"path": str(folder.resolve()), "name": name}
 
 
-def _check_names_of_classes(files: list):
+def _check_class_names(files: list):
     """Raise a ValueError if parquet files name their classes differently: `datasets` takes the first file's names."""
     known = {}
     for file in files:
         for column, feature in datasets.Features.from_arrow_schema(pq.read_schema(file)).items():
-            if isinstance(feature, datasets.ClassLabel):
-                names = known.setdefault(column, feature.names)
-                if names != feature.names:
-                    raise ValueError(
-                        f"{files[0]} has the classes {shortened(names)} in its column {column}, {file} "
-                        f"{shortened(feature.names)}; expected the same in the same order"
-                    )
-
-
-def image_columns(features: Mapping) -> list[str]:
-    """The columns of images: those of that type; or else of bytes, if possible with a name that says so; or else of
-    texts that are named as images or their paths."""
-    typed = [name for name, feature in features.items() if is_image(feature)]
-    binary = [name for name, feature in features.items() if holds(feature, "binary")]
-    texts = [name for name, feature in features.items() if holds(feature, "string")]
-    signs = (typed, filter(IMAGE_COLUMNS.fullmatch, binary), binary)
-    signs += (filter(IMAGE_COLUMNS.fullmatch, texts), filter(PATH_COLUMNS.fullmatch, texts))
-    return next(filter(None, map(list, signs)), [])
+            names = feature.names if isinstance(feature, datasets.ClassLabel) else None
+            if names and names != known.setdefault(column, names):
+                both = f"{shortened(known[column])} in {files[0]} and {shortened(names)} in {file}"
+                raise ValueError(f"the column {column} has the classes {both}, expected the same in the same order")
 
 
 def find_image_column(features: Mapping, given: str | None, dataset) -> str:
-    """Return the only column of images, or the one that is given; raise a ValueError if it is none."""
-    column = find_column(features, given, image_columns(features), "image", dataset)
-    check_image_column(features, column, dataset)
+    """Return the only column of images or else of bytes, or the column that is given, which may hold paths, too."""
+    typed = [name for name, feature in features.items() if is_image(feature)]
+    binary = [name for name, feature in features.items() if holds(feature, "binary")]
+    column = find_column(features, given, typed or binary, "image", dataset)
+    if not (is_image(features[column]) or holds(features[column], "binary", "string")):
+        raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
     return column
 
 
@@ -220,17 +183,9 @@ def find_column(features: Mapping, given: str | None, found: list[str], what: st
     if given is not None and given not in features:
         raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
     if given is None and (len(found) > 1 or (what == "image" and not found)):
-        raise ValueError(
-            f"{dataset!r} has {len(found) or 'no'} {what} columns among {', '.join(features)}; expected one. "
-            f"Name it with --{what}-column."
-        )
+        count, columns = len(found) or "no", ", ".join(features)
+        raise ValueError(f"{dataset!r} has {count} {what} columns among {columns}; name one with --{what}-column.")
     return given or next(iter(found), None)
-
-
-def check_image_column(features: Mapping, column: str, dataset):
-    """Raise a ValueError if a column holds neither images nor what they could be read from: bytes, or paths."""
-    if not (is_image(features[column]) or holds(features[column], "binary", "string")):
-        raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
 
 
 def is_image(feature) -> bool:
@@ -249,12 +204,12 @@ def holds(feature, *types: str) -> bool:
 @contextmanager
 def _one_error(dataset: str | list[str], split: str | None = None):
     """Turn an error of `datasets` into a ValueError of one line that names the data set."""
-    given = dataset if isinstance(dataset, str) else dataset[0]
-    part = f"the split {split!r} of " if split else ""
     try:
         yield
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"Cannot load {part}{given!r}: {first_line(error.__cause__ or error)}") from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, AssertionError) as error:
+        given = dataset if isinstance(dataset, str) else dataset[0]
+        part = f"the split {split!r} of " if split else ""
         hint = f"; {EXPECTED}" if isinstance(error, datasets.exceptions.DatasetNotFoundError | OSError) else ""
-        raise ValueError(f"Cannot load {part}{given!r}: {first_line(error)}{hint}") from error
+        wraps = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        cause = (wraps and error.__cause__) or error
+        raise ValueError(f"Cannot load {part}{given!r}: {first_line(cause)}{hint}") from error

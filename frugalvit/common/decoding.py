@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from datasets.utils.file_utils import is_local_path, xopen
-from PIL import ExifTags, Image, ImageFile, ImageOps
+from PIL import Image, ImageOps
 
 from .tables import first_line, printable
 
@@ -21,27 +21,17 @@ with contextlib.suppress(ImportError):
     import pillow_jxl  # noqa: F401
 
 Image.init()
-# PostScript is a program, which Pillow gives to Ghostscript; IPTC holds a file of any format, PostScript, too. Of MPEG
-# and of stubs, Pillow knows the size or the name alone.
-_NOT_READ = {"EPS", "IPTC", "MPEG"} | {
-    name
-    for name, (reader, _) in Image.OPEN.items()
-    if isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
-}
+# PostScript is a program, which Pillow gives to Ghostscript; IPTC holds a file of any format, PostScript, too. Of the
+# others, Pillow knows the size or the name alone.
+_NOT_READ = ("EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 FORMATS = [name for name in Image.ID if name not in _NOT_READ]
 # Endings of files in these formats; MPO is what Pillow calls a JPEG with several pictures.
-IMAGE_ENDINGS = frozenset(
-    ending for ending, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"}
-)
-_OTHERS = (
-    ".heic .heics .heif .heifs .hif .jxl .avif .avifs .arw .cr2 .cr3 .dng .nef .orf .pef .raf .rw2 .srw .eps .ps .psb "
-    ".svg .svgz .wmf .emf .xcf"
-)
+IMAGE_ENDINGS = frozenset(end for end, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"})
 # Endings of pictures that are not read.
+_OTHERS = ".heic .heif .hif .jxl .avif .arw .cr2 .cr3 .dng .nef .orf .raf .rw2 .eps .ps .psb .svg .wmf .emf .xcf"
 UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
 # Folders of operating systems; hidden ones and those of network disks begin with a dot or an @.
 _SYSTEM_FOLDERS = ("__macosx", "$recycle.bin", "system volume information", "lost+found")
-ORIENTATION = ExifTags.Base.Orientation
 
 
 class ImageError(ValueError):
@@ -77,12 +67,10 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
     file, without decoding it. A PIL image is copied."""
     if isinstance(record, Image.Image):
         return record.copy()
-    if isinstance(record, Path):
-        return open_image(record)
-    path, encoded = record.get("path"), record.get("bytes")
+    path, encoded = (record, None) if isinstance(record, Path) else (record.get("path"), record.get("bytes"))
     if encoded is None and path is None:
         raise ValueError("it has neither bytes nor a path")
-    if encoded is None and is_local_path(path):
+    if encoded is None and (isinstance(path, Path) or is_local_path(path)):
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError("it is no file but a device, a pipe or a folder")
         return open_image(path)
@@ -92,58 +80,22 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
     return open_image(io.BytesIO(encoded))
 
 
-def read_image(
-    file: str | Path | io.BytesIO, max_pixels: int | None = None, at_least: tuple[int, int] | None = None
-) -> Image.Image:
+def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> Image.Image:
     """Read the RGB image in a file, upright, see `to_rgb`; raise a ValueError if it has more than `max_pixels`, or
-    what Pillow raises for a broken file.
-
-    If `at_least`, a width and a height, suffices, a JPEG is decoded at 1/2, 1/4 or 1/8 where that has as many pixels
-    each way, in less time.
-    """
+    what Pillow raises for a broken file."""
     with open_image(file) as image:
         if max_pixels and image.width * image.height > max_pixels:
-            raise ValueError(
-                f"It has {image.width:,} x {image.height:,} pixels, expected at most {max_pixels / 1e6:g} million."
-            )
-        return _upright_rgb(image, at_least)
+            size = f"{image.width:,} x {image.height:,}"
+            raise ValueError(f"It has {size} pixels, expected at most {max_pixels / 1e6:g} million.")
+        ImageOps.exif_transpose(image, in_place=True)
+        return to_rgb(image)
 
 
-def read_record(record: Mapping | Image.Image | Path, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The upright RGB image of what `open_record` opens; `at_least` and errors as in `read_image`."""
+def read_record(record: Mapping | Image.Image | Path) -> Image.Image:
+    """Read the upright RGB image of what `open_record` opens; errors as in `read_image`."""
     with open_record(record) as image:
-        return _upright_rgb(image, at_least)
-
-
-def _upright_rgb(image: Image.Image, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """Decode an image to RGB and turn it as EXIF says. If it is decoded at a lower resolution, `info["extent"]` is its
-    width and height there, which may cover the last row and column in part."""
-    orientation, extent = orientation_of(image), None
-    if at_least:
-        # From 5 on, what is wide in the file is high.
-        extent = _decode_smaller(image, at_least if orientation < 5 else at_least[::-1], orientation == 1)
-    image = to_rgb(image if orientation == 1 else ImageOps.exif_transpose(image))
-    if extent:
-        image.info["extent"] = extent
-    return image
-
-
-def _decode_smaller(image: Image.Image, at_least: tuple[int, int], parts: bool) -> tuple[float, float] | None:
-    """Let a JPEG be decoded at 1/8, 1/4 or 1/2, the first that has enough pixels each way. With `parts`, sides need
-    not be multiples of that, and their fractions are returned."""
-    width, height = image.size
-    for scale in (8, 4, 2):
-        even = width % scale == 0 and height % scale == 0
-        if min(width // at_least[0], height // at_least[1]) >= scale and (even or parts):
-            image.draft(None, (width // scale, height // scale))
-            return None if even or image.size == (width, height) else (width / scale, height / scale)
-    return None
-
-
-def orientation_of(image: Image.Image) -> int:
-    """EXIF's number for the way in which an image lies, 1 (upright) to 8."""
-    orientation = image.getexif().get(ORIENTATION)
-    return orientation if orientation in range(2, 9) else 1
+        ImageOps.exif_transpose(image, in_place=True)
+        return to_rgb(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -184,24 +136,21 @@ def undecoded(path: str | Path) -> dict[str, str | None]:
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise ValueError(
-            f"The name of the file {printable(path)} is not UTF-8. Rename it, or all that are so with: convmv -f "
-            "latin1 -t utf8 -r --notest FOLDER."
-        ) from None
+        raise ValueError(f"The name of the file {printable(path)} is not UTF-8. Rename it (convmv).") from None
     return {"bytes": None, "path": path}
 
 
-def decode_image(image: dict | Image.Image, index: int, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The RGB image of an undecoded `datasets` record, or of a PIL image, upright; `at_least` as in `read_image`.
+def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
+    """Read the RGB image of an undecoded `datasets` record, or of a PIL image, upright.
 
     Raises:
         CorruptImageError: with the index, if it cannot be read.
     """
     try:
-        return read_record(image, at_least)
+        return read_record(image)
     except Exception as error:
         path = f", {image['path']}" if isinstance(image, dict) and image.get("path") else ""
+        problem = f"{first_line(error)}{path}"
         raise CorruptImageError(
-            f"Image {index} of the data set cannot be read ({first_line(error)}{path}). "
-            "Repair or remove it, or go on without such images: --skip-corrupt."
+            f"Image {index} of the data set cannot be read ({problem}): --skip-corrupt."
         ) from error

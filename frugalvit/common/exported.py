@@ -4,17 +4,14 @@ A folder has the programs, Transformers' `export.json`, the model's configuratio
 `frugalvit export` writes.
 """
 
-import ast
 import contextlib
-import fnmatch
 import importlib.util
 import io
 import json
 import logging
 import os
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +42,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "openvino": Format("OpenVINO", ("openvino", "nncf"), ("float32", "bfloat16", "int8"), "openvino_{}.xml"),
+    "openvino": Format("OpenVINO", ("openvino",), ("float32", "bfloat16", "int8"), "openvino_{}.xml"),
     # ONNX Runtime's CPU kernels have no bfloat16.
     "onnx": Format("Onnx", ("onnx", "onnxruntime", "onnxscript"), ("float32", "int8"), "{}.onnx"),
 }
@@ -77,10 +74,8 @@ class Part(nn.Module):
 
     def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False, token_counts: Sequence[int] = ()):
         super().__init__()
-        self.model = model
-        self.kind = kind
-        self.output_rois = output_rois
-        self.token_counts = tuple(token_counts)
+        self.model, self.kind = model, kind
+        self.output_rois, self.token_counts = output_rois, tuple(token_counts)
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
         """Return noise as inputs, with the largest number of tokens if it can be chosen."""
@@ -123,10 +118,7 @@ def parts_of(model: PreTrainedModel, output_rois: bool = False, token_counts: Se
         vision = Part(model, "image_embeds", token_counts=token_counts)
         return {"vision_model": vision, "text_model": Part(model, "text_embeds")}
     if hasattr(model, "get_image_features"):
-        raise ValueError(
-            f"Cannot export a {type(model).__name__}. Export the SparseFormer that was swapped into it, from its own "
-            "folder."
-        )
+        raise ValueError(f"Cannot export a {type(model).__name__}; export the SparseFormer that was swapped into it.")
     return {"model": Part(model, "model", output_rois, token_counts)}
 
 
@@ -135,8 +127,7 @@ def check_format(name: str, precision: str):
     found = FORMATS[name]
     if precision not in found.precisions:
         raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)}.")
-    needed = [package for package in found.packages if package != "nncf" or precision == "int8"]
-    if missing := [package for package in needed if importlib.util.find_spec(package) is None]:
+    if missing := [package for package in found.packages if importlib.util.find_spec(package) is None]:
         raise ValueError(f"{name} needs {', '.join(missing)}: pip install 'frugalvit[export]'.")
 
 
@@ -147,10 +138,8 @@ def export_parts(
     precision: str,
     folder: Path,
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
-    float_layers: Iterable[str] = (),
 ):
-    """Write parts of a model as programs, with its configuration. For int8, `calibration` has inputs by part, and
-    modules that match `float_layers` stay in float32."""
+    """Write parts of a model as programs, with its configuration. For int8, `calibration` has inputs by part."""
     prefix, components = FORMATS[name].prefix, {}
     with _quiet():
         exporter = getattr(exporters, f"{prefix}Exporter")()
@@ -159,9 +148,8 @@ def export_parts(
             batch = torch.export.Dim("batch", min=1, max=MAX_BATCH_SIZE)
             options = {"dynamic_shapes": {key: {0: batch} if value.dim() else None for key, value in example.items()}}
             if precision == "int8":
-                kept = modules_named(part.model, float_layers)
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
-                options["quantizer"] = make_quantizer(part, calibration[part_name], kept)
+                options["quantizer"] = make_quantizer(part, calibration[part_name])
             if precision == "bfloat16":
                 # OpenVINO computes in bfloat16 from weights of either half precision; float16 keeps more digits.
                 options["compress_to_fp16"] = True
@@ -172,76 +160,35 @@ def export_parts(
     forget_code(folder)
 
 
-def first_layer(model: nn.Module) -> str:
-    """Return the name of the layer that reads the pixels: the first convolution or linear layer not for texts."""
-    layers = (name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear))
-    return next(name for name in layers if not name.startswith("text_"))
-
-
-def modules_named(model: nn.Module, patterns: Iterable[str]) -> set[str]:
-    """Return the names of a model's modules that match names or patterns such as `classifier` or `*.mlp`."""
-    names, found = [name for name, _ in model.named_modules()], set()
-    for pattern in patterns:
-        matches = fnmatch.filter(names, pattern)
-        if not matches:
-            raise ValueError(
-                f"--float-layers: {type(model).__name__} has no module {pattern!r}; expected a name such as "
-                f"{names[-1]}, or a pattern with *."
-            )
-        found.update(matches)
-    return found
-
-
-def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept: set[str]):
-    """Return NNCF's quantizer for transformers; layers in the modules `kept` stay in floating point."""
+def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
+    """Return NNCF's quantizer for transformers. The layer that reads the pixels loses most, and stays in float32."""
     import nncf
 
     config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         # Its sums of 8-bit products saturate unless weights use half of their range.
         config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-    # OpenVINO's converter counts layers by kind, in the order of the program.
-    kinds = {torch.ops.aten.linear.default: "linear", torch.ops.aten.conv2d.default: "convolution"}
-    counts, patterns = Counter(), []
-    for node in torch.export.export(part, (), part.example(2)).graph.nodes:
-        if kind := kinds.get(node.target):
-            modules = (name for name, _ in node.meta.get("nn_module_stack", {}).values())
-            if any(name.removeprefix("model.") in kept for name in modules):
-                patterns.append(f"{kind}_{counts[kind]}/.*")
-            counts[kind] += 1
-    # Layers that OpenVINO computed beforehand are no longer in its graph.
-    config.ignored_scope = nncf.IgnoredScope(patterns=patterns, validate=False)
+    if part.kind != "text_embeds":
+        layers = (module for name, module in part.model.named_modules() if not name.startswith("text_"))
+        first = next(module for module in layers if isinstance(module, nn.Conv2d | nn.Linear))
+        # OpenVINO's converter counts layers by kind, in the order of the program.
+        kind = "convolution" if isinstance(first, nn.Conv2d) else "linear"
+        config.ignored_scope = nncf.IgnoredScope(patterns=[f"{kind}_0/.*"], validate=False)
     return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)
 
 
-def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]], kept: set[str]):
-    """Return ONNX Runtime's quantizer; layers in the modules `kept` stay in floating point."""
-
-    class OnnxQuantizer(exporters.OnnxRuntimeQuantizer):
-        def quantize(self, model, sample_inputs, export_format):
-            # Names of nodes are those of the converted program.
-            self.config.nodes_to_exclude = [
-                node.name
-                for node in model.graph
-                for scope in ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
-                if scope.removeprefix("model.") in kept
-            ]
-            return super().quantize(model, sample_inputs, export_format)
-
+def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
+    """Return ONNX Runtime's quantizer; products of activations (attention, mixing) stay in floating point."""
     config = exporters.OnnxRuntimeStaticConfig(
-        per_channel=True,
-        op_types_to_quantize=["MatMul", "Gemm", "Conv"],
-        # Products of activations (attention, mixing) stay in floating point.
-        extra_options={"MatMulConstBOnly": True},
+        per_channel=True, op_types_to_quantize=["MatMul", "Gemm", "Conv"], extra_options={"MatMulConstBOnly": True}
     )
-    return OnnxQuantizer(config, calibration_dataset=calibration)
+    return exporters.OnnxRuntimeQuantizer(config, calibration_dataset=calibration)
 
 
 @contextlib.contextmanager
 def _quiet():
     """Silence the exporters and the packages that they call; errors pass."""
-    # NNCF, when it is imported, replaces the class of all loggers to come.
-    disabled, logger_class = logging.root.manager.disable, logging.getLoggerClass()
+    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -249,7 +196,6 @@ def _quiet():
             yield
     finally:
         logging.disable(disabled)
-        logging.setLoggerClass(logger_class)
 
 
 def is_exported(folder: str | os.PathLike) -> bool:
@@ -272,10 +218,8 @@ def read_report(folder: Path) -> dict:
             if not {*part["outputs"]} <= OUTPUTS.keys():
                 raise ValueError(f"outputs {part['outputs']}, expected some of {', '.join(OUTPUTS)}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"Cannot load {str(folder)!r}: {REPORT} or {MANIFEST} is not from frugalvit export "
-            f"({type(error).__name__}: {first_line(error)})."
-        ) from error
+        problem = f"{REPORT} or {MANIFEST} is not from frugalvit export ({type(error).__name__}: {first_line(error)})"
+        raise ValueError(f"Cannot load {str(folder)!r}: {problem}.") from error
     return report
 
 
@@ -303,7 +247,7 @@ class ExportedModule(nn.Module):
         # In the order of `parts_of`.
         part = part or next(iter(program.runners))
         if part not in program.runners or part not in self.report["parts"]:
-            raise ValueError(f"{str(self.folder)!r} has no program {part!r}, it has {', '.join(program.runners)}.")
+            raise ValueError(f"{str(self.folder)!r} has no program {part!r}.")
         self.config = program.config
         self._runner = program.runners[part]
         self.outputs = self.report["parts"][part]["outputs"]
@@ -312,8 +256,7 @@ class ExportedModule(nn.Module):
         if self.token_counts:
             own = getattr(vision_config_of(self.config), "default_num_tokens", None)
             self.num_tokens = own if own in self.token_counts else self.token_counts[-1]
-        self.device = torch.device("cpu")
-        self.dtype = torch.float32
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         self.eval()
 
     def check_num_tokens(self, num_tokens: int) -> int:
@@ -334,7 +277,7 @@ class ExportedModule(nn.Module):
         num_tokens: int | None = None,
         **inputs,
     ) -> ModelOutput:
-        """Run the program on inputs of the original model; `output_rois` was chosen by the export."""
+        """Run the program on inputs of the original model."""
         if output_rois and "rois" not in self.outputs:
             raise ValueError("The model was exported without its RoIs; `frugalvit export --output-rois` keeps them.")
         if pixel_values is not None:
@@ -347,14 +290,13 @@ class ExportedModule(nn.Module):
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:
     """Return a runtime's options: PyTorch's number of threads, and the precision of the export."""
-    threads = torch.get_num_threads()
     if name == "openvino":
-        config = {"INFERENCE_PRECISION_HINT": openvino_precision(precision), "INFERENCE_NUM_THREADS": threads}
-        return {"config": config}
+        hint = openvino_precision(precision)
+        return {"config": {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": torch.get_num_threads()}}
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = torch.get_num_threads()
     # Spinning threads would take the cores from PyTorch's work around each call.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return {"session_options": options}

@@ -12,27 +12,21 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Files of a model folder, besides source files and the card's pictures; of them those that no model itself writes; and
-# the files of `frugalvit export`.
-MODEL_FILES = ("config.json", "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
-CONFIG_FILES = ("generation_config.json", "modules.json", "sentence_bert_config.json")
-TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt")
-COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "merges.txt", *TOKENIZER_FILES)
-PROGRAMS = ("*.onnx", "*.onnx.data", "openvino_*.xml", "openvino_*.bin", "export.json", "report.json")
-EXPORT_FILES = (*PROGRAMS, "index.html", "ort*.mjs", "ort*.wasm")
+# Patterns of files of a model folder, besides source files and the card's pictures; those of them that `save_pretrained`
+# of the model does not write; and the files of `frugalvit export`.
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
+MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json")
+COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
+EXPORT_FILES = ("*.onnx", "*.onnx.data", "openvino_*.*", "export.json", "report.json", "index.html", "ort*.*")
 
 
 def check_file_path(path: str | os.PathLike) -> Path:
-    """Return the path if a file can be written there; raise a ValueError or an OSError otherwise."""
+    """Return the path if a file can be written there; raise an OSError or a ValueError otherwise."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"Cannot write {str(path)!r}: it is a folder, a device or a pipe, expected a file name.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"Cannot write {str(path)!r}: the folder {str(path.parent)!r} does not exist; create it."
-        )
     if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"Cannot write {str(path)!r}: permission denied. Choose another place.")
+        raise OSError(f"Cannot write {str(path)!r}: there is no folder {str(path.parent)!r} that may be written to.")
     return path
 
 
@@ -65,26 +59,6 @@ def permit_as_usual(path: Path):
                 file.chmod(0o666 & ~mask)
 
 
-def read_text(path: str | os.PathLike) -> str:
-    # A pipe that nobody writes to would be waited for.
-    if Path(path).exists() and not Path(path).is_file():
-        raise OSError(f"{str(path)!r} is no file, expected one with text.")
-    return Path(path).read_text(encoding="utf-8")
-
-
-def read_json(path: str | os.PathLike):
-    """Read a JSON file.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if it is no JSON.
-    """
-    try:
-        return json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is no JSON ({error}).") from error
-
-
 def write_text(path: str | os.PathLike, text: str):
     with whole_file(path) as aside:
         aside.write_text(text, encoding="utf-8")
@@ -101,7 +75,7 @@ def forget_code(folder: Path):
         if not (folder / name).exists():
             continue
         configuration = json.loads((folder / name).read_text(encoding="utf-8"))
-        for part in (configuration, *(part for part in configuration.values() if isinstance(part, dict))):
+        for part in [configuration, *filter(lambda part: isinstance(part, dict), configuration.values())]:
             part.pop("auto_map", None)
         write_json(folder / name, configuration)
 
@@ -143,9 +117,9 @@ def _check_free(output: Path, overwrite: bool):
     if not overwrite:
         problem = "exists and is not empty; choose another one or pass --overwrite"
     elif not (output / "config.json").is_file():
-        problem = "has no config.json, so it is no model folder and is not overwritten; choose another one"
+        problem = "has no config.json, so it is no model folder and is not overwritten"
     elif others := unexpected_files(output):
-        problem = f"has more than a model in it ({', '.join(others[:3])}), and is not overwritten; choose another one"
+        problem = f"has more than a model in it ({', '.join(others[:3])}), and is not overwritten"
     if problem:
         raise ValueError(f"The output folder {str(output)!r} {problem}.")
 
@@ -155,15 +129,12 @@ def unexpected_files(folder: Path) -> list[str]:
     card = folder / "README.md"
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))
-    sources = {path.name for room in rooms for path in Path(str(room)).rglob("*.py")}
-    patterns = (*MODEL_FILES, *CONFIG_FILES, *COMPANIONS)
-    patterns += EXPORT_FILES if (folder / "report.json").is_file() else ()
+    known = [path.name for room in rooms for path in Path(str(room)).rglob("*.py")]
+    known += [*MODEL_FILES, *COMPANIONS, *(EXPORT_FILES if (folder / "report.json").is_file() else ())]
 
     def belongs(path: Path) -> bool:
-        if path.is_symlink() or not path.is_file():
-            return False
-        known = path.name in sources or any(fnmatch(path.name, pattern) for pattern in patterns)
-        return known or is_picture_of(card, path)
+        matches = any(fnmatch(path.name, pattern) for pattern in known) or is_picture_of(card, path)
+        return matches and path.is_file() and not path.is_symlink()
 
     return sorted(path.name for path in folder.iterdir() if not belongs(path))
 

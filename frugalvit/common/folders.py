@@ -32,13 +32,8 @@ FOLDER_SHARDS = 1_024
 
 
 class ImageFolder:
-    """The images of a folder, by the splits that folders are named for, see `PART_FOLDERS`.
-
-    The first folder in a part is an image's class, however deep the image lies. A part without folders has no labels.
-
-    Attributes:
-        parts (`dict[str, list[tuple[str, Path]]]`): Class (or "") and file of each image, by split.
-    """
+    """The images of a folder: `parts` has class (or "") and file of each, by split, see `PART_FOLDERS`. The first folder
+    in a part is an image's class, however deep the image lies. A part without folders has no labels."""
 
     def __init__(self, folder: Path, images: list[Path]):
         self.parts = {}
@@ -77,11 +72,8 @@ def part_called(name: str) -> str | None:
 
 
 def find_parts(folder: Path, holding: Collection[Path]) -> dict[str, Path]:
-    """Find the folders that are parts of a data set, given all folders that hold images themselves.
-
-    A single one beside other folders with images is a class. A folder that holds one folder alone is entered. Without
-    parts, all images are "train".
-    """
+    """Find the folders that are parts of a data set, given all folders that hold images themselves. A single one beside
+    others is a class. A folder that holds one folder alone is entered. Without parts, all images are "train"."""
     while True:
         below = [parent.relative_to(folder).parts for parent in holding if parent.is_relative_to(folder)]
         children = sorted({folder / parts[0] for parts in below if parts})
@@ -102,11 +94,8 @@ def subfolders(folder: Path) -> list[Path]:
 
 
 def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
-    """Yield the files with these endings in a folder and all within it, but those in folders that programs made.
-
-    Links are followed after the folders themselves, and no folder is entered twice. A folder that may not be read is
-    an `OSError`.
-    """
+    """Yield the files with these endings in a folder and all within it, but those in folders that programs made. Links
+    are followed last, and no folder is entered twice. A folder that may not be read is an `OSError`."""
 
     def refuse(error: OSError):
         raise error
@@ -148,10 +137,11 @@ def say_unread(folder: str | Path, files: Iterable[Path] | None = None):
     """Print how many pictures in a folder, or among its `files` where these are known, are not read."""
     files = files_within(folder, UNREAD_ENDINGS) if files is None else files
     counts = Counter(path.suffix.lower() for path in files if path.suffix.lower() in UNREAD_ENDINGS)
-    for ending, count in sorted(counts.items()):
+    if counts:
+        found = ", ".join(f"{count:,} {ending}" for ending, count in sorted(counts.items()))
         _say_once(
-            f"Left out of {printable(str(folder))}, as they are not read: {count:,} {ending}. Convert them to JPEG or "
-            "PNG; .heic and .jxl are read after pip install 'frugalvit[pictures]'."
+            f"Left out of {printable(str(folder))}, as they are not read: {found}. Convert them to JPEG or PNG; .heic "
+            "and .jxl are read after pip install 'frugalvit[pictures]'."
         )
 
 

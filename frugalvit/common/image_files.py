@@ -1,30 +1,21 @@
 """Images that commands name: files, folders and patterns of them, and parquet files."""
 
 import glob
-import sys
+import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features
-from PIL import Image
-from tqdm import tqdm
 
 from .data import find_image_column
-from .decoding import IMAGE_ENDINGS, read_record
+from .decoding import IMAGE_ENDINGS
 from .folders import METADATA_FILES, files_within, say_unread
-from .tables import printable
 
 
-# Left out of the message where such images are skipped.
-SKIP_HINT = " To go on without such images: --skip-corrupt."
-
-
-def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path]:
-    """Find the image and parquet files that arguments stand for: files, folders with all files in them, or patterns.
-    If several folders, for example of classes, have more images than `limit`, that many are taken, evenly spread."""
+def find_images(arguments: Sequence[str]) -> list[Path]:
+    """Find the image and parquet files that arguments name: files, folders with all files in them, or patterns."""
     found = []
     for argument in arguments:
         path = Path(argument).expanduser()
@@ -32,42 +23,24 @@ def find_images(arguments: Sequence[str], limit: int | None = None) -> list[Path
             say_unread(path)
             files = sorted(files_within(path, {*IMAGE_ENDINGS, ".parquet"}))
             files = [file for file in files if file.name not in METADATA_FILES]
-        elif path.exists():
-            if not path.is_file():
-                raise ValueError(f"{argument!r} is no file but a device or a pipe, expected an image.")
-            files = [path]
         else:
-            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
+            names = [path] if path.exists() else sorted(glob.glob(str(path), recursive=True))
+            # A pipe would be waited for.
+            files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
-            kind = "is no file that matches the pattern" if glob.has_magic(argument) else "is no such file or folder:"
-            problem = "are no images in the folder" if path.is_dir() else kind
-            raise FileNotFoundError(f"There {problem} {argument!r}; give image files, folders or patterns.")
+            raise FileNotFoundError(f"There are no images at {argument!r}; give image files, folders or patterns.")
         found += files
-    in_folders = len({path.parent for path in found}) > 1 and not any(path.suffix == ".parquet" for path in found)
-    if limit is not None and limit < len(found) and in_folders:
-        return [found[index * len(found) // limit] for index in range(limit)]
     return found
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield names of image files, and of the images in parquet files, each with the argument of `decode_file`."""
+    """Yield names of image files, and of the images in parquet files, each with the argument of `read_record`."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):
                 yield f"{path}[{index}]", record
         else:
             yield str(path), path
-
-
-def readable(files: Iterator[tuple[tuple, Future]], skip_corrupt: bool) -> Iterator[tuple[str, object]]:
-    """Yield the name and the image of each file of `read_ahead`; with `skip_corrupt`, of those that can be read."""
-    for (name, _), future in files:
-        try:
-            yield name, future.result()
-        except (ValueError, PermissionError) as error:
-            if not skip_corrupt:
-                raise
-            tqdm.write(f"Left out: {printable(str(error).removesuffix(SKIP_HINT))}", file=sys.stderr)
 
 
 def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
@@ -81,17 +54,3 @@ def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
         for batch in file.iter_batches(64, columns=[column]):
             for value in batch.column(0).to_pylist():
                 yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}
-
-
-def decode_file(file: Path | dict, name: str, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """Read the RGB image in a file, or of an undecoded `datasets` record, or raise a ValueError that names it;
-    `at_least` as in `read_image`."""
-    try:
-        return read_record(file, at_least)
-    except PermissionError:
-        raise
-    # Decoders raise whatever a broken file leads them to.
-    except Exception as error:
-        raise ValueError(
-            f"Cannot read {name!r}: it is no image that Pillow reads, or is corrupt ({error}).{SKIP_HINT}"
-        ) from error

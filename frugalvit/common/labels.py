@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 from accelerate import PartialState
+from timm.data import ImageNetInfo
 
 from .tables import first_line, shortened
 
@@ -52,82 +53,63 @@ def name_labels(images, names: list[str] | None, default_names: list[str] | None
     else:
         highest, count = label_numbers(images).max(initial=-1), len(names) if names else MOST_CLASSES
         if highest >= count:
-            raise ValueError(
-                f"The labels go up to {highest}, expected class numbers from 0 to less than {count:,} (--class-names)."
-            )
+            raise ValueError(f"The labels go up to {highest}, expected less than {count:,} (--class-names).")
         names = names or [str(label) for label in range(highest + 1)]
     if names == own:
         return images
     try:
         return images.cast_column("label", datasets.ClassLabel(names=names))
     except ValueError as error:
-        raise ValueError(
-            f"The labels are not all among the classes {shortened(names)} ({first_line(error)})."
-        ) from error
+        raise ValueError(f"Not all labels are among the classes {shortened(names)} ({first_line(error)}).") from error
 
 
 def check_labels(images: datasets.Dataset, split: str):
-    """Raise a ValueError if an image has no label: the test splits of some data sets keep theirs secret."""
+    """Raise a ValueError if an image has no label, as in the test splits of some data sets."""
     missing = np.flatnonzero(label_numbers(images) < 0)
     if len(missing):
-        raise ValueError(
-            f"{len(missing):,} of {len(images):,} images of the split {split!r} have no label, the first is image "
-            f"{missing[0]}; choose another split."
-        )
+        count = f"{len(missing):,} of {len(images):,}"
+        raise ValueError(f"{count} images of the split {split!r} have no label, the first is image {missing[0]}.")
 
 
 def check_same_classes(names: list[str] | None, images):
-    """Raise a ValueError if images to evaluate or test on have other classes than `names`, those of the training
-    images, or in another order."""
+    """Raise a ValueError if images to evaluate on have other classes than the training images, or in another order."""
     others = None if images is None else class_names(images)
     if names and others and names != others:
-        raise ValueError(
-            f"The training images have the classes {shortened(names)}, the evaluation images {shortened(others)}; "
-            "expected the same in the same order. Name them with --class-names if the data sets do not."
-        )
+        both = f"{shortened(names)} to train and {shortened(others)} to evaluate on"
+        raise ValueError(f"There are the classes {both}; expected the same in the same order (--class-names).")
 
 
 def say_if_few_classes(images: datasets.Dataset, part: str):
-    """Print a note if images are the first of a data set that is sorted by class, and so no sample of it."""
-    if "label" not in images.features or len(images) < 2:
-        return
-    labels, names = label_numbers(images), class_names(images)
-    known = np.unique(labels[labels >= 0])
-    if len(known) < len(names) and (np.diff(labels) >= 0).all():
-        PartialState().print(
-            f"Note: {part} is the beginning of images that are sorted by class, {len(labels):,} images of "
-            f"{shortened([names[label] for label in known])} of {len(names)} classes, and no sample of all.",
-            file=sys.stderr,
-        )
+    """Print a note if the first images of a data set are of some of its classes alone."""
+    if "label" in images.features:
+        names = class_names(images)
+        found = [names[label] for label in np.unique(label_numbers(images)) if label >= 0]
+        if len(found) < len(names):
+            note = f"Note: {part} has images of {shortened(found)} of {len(names)} classes, and is no sample of all."
+            PartialState().print(note, file=sys.stderr)
 
 
 def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
-    """Return the model's index of each class of a data set.
+    """Return the model's index of each class of a data set; raise a ValueError if it does not know one, or has several
+    of that name, as ImageNet's two cranes.
 
     Classes are matched by name: exactly, or else without regard to case, to marks between words and to the way in
     which Unicode writes accents. Those of ImageNet are matched by WordNet's numbers ("n01440764"), too. Names that are
     numbers of the model's classes mean these. If the model's classes have no names, the data set's are the first ones.
-
-    Raises:
-        ValueError: if the data set has classes that the model does not know, or one that could be several of its, as
-            ImageNet's two cranes.
     """
     exact, plain = defaultdict(list), defaultdict(list)
     for index, label in id2label.items():
         exact[compose(label)].append(index)
         plain[_plain(label)].append(index)
     found = {name: exact.get(compose(name)) or plain.get(_plain(name), []) for name in names}
-    if all(found.values()):
+    unknown = [name for name, indices in found.items() if not indices]
+    if not unknown:
         for name, indices in found.items():
             if len(indices) > 1:
-                raise ValueError(
-                    f"The model has {len(indices)} classes called {name!r} ({', '.join(map(str, indices))}). Name the "
-                    "data set's classes by the model's numbers, in the order of the labels (--class-names)."
-                )
+                numbers = ", ".join(map(str, indices))
+                raise ValueError(f"The model has classes {numbers} called {name!r}; name them so (--class-names).")
         return [found[name][0] for name in names]
     if len(id2label) == IMAGENET_CLASSES:
-        from timm.data import ImageNetInfo
-
         synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
         if all(name in synsets for name in names):
             return [synsets[name] for name in names]
@@ -135,12 +117,8 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
         return [int(name) for name in names]
     if len(names) <= len(id2label) and all(_NO_NAME.fullmatch(label) for label in id2label.values()):
         return list(range(len(names)))
-    unknown = [name for name, indices in found.items() if not indices]
-    raise ValueError(
-        f"The model does not know {len(unknown)} of the data set's {len(names)} classes ({', '.join(unknown[:3])}); "
-        f"its own are {shortened(list(id2label.values()))}. Name those of the data set as the model does, or by its "
-        "numbers, in the order of the labels (--class-names)."
-    )
+    own = shortened(list(id2label.values()))
+    raise ValueError(f"The model does not know the classes {shortened(unknown)}, its own are {own} (--class-names).")
 
 
 def _plain(name: str) -> str:

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import is_bitsandbytes_available, logging
+from transformers.utils import logging
 
 from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
@@ -46,15 +46,13 @@ def choose_device(name: str | None = None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"The device {name!r} cannot be used here ({shorten(str(error), 300)}); expected cpu, cuda, cuda:1 or mps."
-        ) from error
+        raise ValueError(f"The device {name!r} cannot be used here ({shorten(str(error), 300)}).") from error
     return device
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Return a model's folder (of one that ships, by its name) or hub id, and its revision as an argument of
-    `from_pretrained`: `owner/name@revision` pins a branch, tag or commit."""
+    """Return a model's folder (of one that ships, by its name) or hub id, and the revision of `owner/name@revision`
+    as an argument of `from_pretrained`."""
     name = os.fspath(locate_model(name))
     if (place := Path(name).expanduser()).exists():
         return str(place), {}
@@ -65,46 +63,25 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def load_image_classifier(
-    name: str | os.PathLike,
-    device: str | torch.device | None = None,
-    trust_remote_code: bool = False,
+    name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, object]:
-    """Load a classifier for inference, in float32, and its image processor.
-
-    Args:
-        name (`str` or `os.PathLike`):
-            Folder that `save_pretrained` or `frugalvit export` wrote, or a hub id, see `split_revision`.
-        device (`str` or `torch.device`, *optional*): Where to put it; see `choose_device`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
-
-    Raises:
-        ValueError: if there is no such model, it classifies nothing, or weights are missing or left over.
-    """
+    """Load a classifier for inference, in float32, and its image processor, from a folder that `save_pretrained` or
+    `frugalvit export` wrote, or a hub id; arguments and errors as in `load_pretrained`."""
     kind = "an image classifier"
     if is_exported(name):
-        found = load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
-    else:
-        auto = AutoModelForImageClassification
-        found = load_with_image_processor(name, device, trust_remote_code, kind, lambda _: auto)
-    labels = found[0].config.id2label
-    if labels.keys() != {*range(len(labels))} or not all(isinstance(label, str) for label in labels.values()):
-        raise ValueError(
-            f"Cannot load {os.fspath(name)!r} as {kind}: id2label in its config.json has no names 0, 1, …."
-        )
-    return found
+        return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
+    return load_with_image_processor(
+        name, device, trust_remote_code, kind, lambda config: AutoModelForImageClassification
+    )
 
 
 def load_exported(
-    name: str | os.PathLike,
-    device: str | torch.device | None,
-    kind: str,
-    outputs: list[str],
-    part: str | None = None,
+    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str], part: str | None = None
 ) -> ExportedModule:
-    """Load a program that `frugalvit export` wrote, by default the one that sees images, on the CPU. It has to compute
-    one of `outputs`; `kind` is for messages."""
+    """Load a program that `frugalvit export` wrote, by default the one that sees images; it has to compute one of
+    `outputs`."""
     if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"The exported model {os.fspath(name)!r} runs on the CPU here, not on {str(device)!r}.")
+        raise ValueError(f"--device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
     model = ExportedModule(name, part)
     if not {*outputs} & {*model.outputs}:
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
@@ -114,20 +91,12 @@ def load_exported(
 def load_vision_model(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, object]:
-    """Load a vision transformer or a SparseFormer for inference, in float32, and its image processor.
+    """Load a vision transformer or a SparseFormer for inference, in float32, and its image processor; arguments and
+    errors as in `load_pretrained`.
 
-    Parts that pretraining alone needs (a decoder, a mask token) and a pooler after [CLS] are left out: their weights
-    may be missing or left over. Of a LLaVA, the vision tower is returned.
-
-    Args:
-        name (`str` or `os.PathLike`):
-            Folder that `save_pretrained` or timm wrote, or a hub id, of a vision transformer with or without
-            classifier, a CLIP, a SigLIP, a SparseFormer or a LLaVA; or `open_clip:MODEL:PRETRAINED`,
-            `open_clip:hf-hub:ID`, `open_clip:local-dir:FOLDER`.
-        device, trust_remote_code: As in `load_image_classifier`.
-
-    Raises:
-        ValueError: if there is no such model, or weights are missing or left over.
+    `name` may be of a vision transformer with or without classifier, a CLIP, a SigLIP or a LLaVA (for its vision
+    tower), of Transformers or timm; or `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` or
+    `open_clip:local-dir:FOLDER`. Weights that pretraining alone needs, and a pooler's, may be missing or left over.
     """
     if os.fspath(name).startswith(OPEN_CLIP):
         return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
@@ -143,10 +112,10 @@ def load_vision_model(
 def _tile_processor(image_processor, config: PreTrainedConfig) -> transformers.ViTImageProcessor:
     """Return an image processor that makes one tile of an image, for the tower of a model that cuts several."""
     height, width = pair(config.image_size)
-    fields = ("do_convert_rgb", "do_normalize", "do_rescale", "image_mean", "image_std", "resample", "rescale_factor")
-    known = {name: value for name in fields if (value := getattr(image_processor, name, None)) is not None}
-    if known.get("resample") == Image.Resampling.LANCZOS:
-        # Which training does not follow; tiles hardly differ.
+    fields = ("image_mean", "image_std", "rescale_factor", "resample")
+    known = {name: getattr(image_processor, name) for name in fields}
+    if known["resample"] == Image.Resampling.LANCZOS:
+        # Training does not follow Lanczos; tiles hardly differ.
         known["resample"] = Image.Resampling.BICUBIC
     return transformers.ViTImageProcessor(size={"height": height, "width": width}, **known)
 
@@ -154,25 +123,22 @@ def _tile_processor(image_processor, config: PreTrainedConfig) -> transformers.V
 def _vision_class(config: PreTrainedConfig) -> type:
     """Return the class that a configuration was saved with, if Transformers or this package has it, or the base model
     of one for pretraining or a backbone; else a classifier if there is one for such a configuration."""
-    architectures = config.architectures or ()
+    architecture = (config.architectures or [""])[0]
     if config.model_type == TIMM:
         # timm's own folders name no class.
-        headless = "TimmWrapperModel" in architectures or not config.num_labels
+        headless = architecture == "TimmWrapperModel" or not config.num_labels
         return transformers.TimmWrapperModel if headless else transformers.TimmWrapperForImageClassification
-    for architecture in architectures:
-        if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling", "Backbone")):
-            break
+    base_model = transformers.MODEL_MAPPING.get(type(config), transformers.AutoModel)
+    if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling", "Backbone")):
+        return base_model
+    if architecture and not architecture.endswith("ForImageClassification"):
         for module in (modeling_sparseformer, modeling_patch_sparseformer, transformers):
-            if hasattr(module, architecture) and not architecture.endswith("ForImageClassification"):
+            if hasattr(module, architecture):
                 return getattr(module, architecture)
-    else:
-        remote = getattr(config, "auto_map", None) or {}
-        if (
-            type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
-            or "AutoModelForImageClassification" in remote
-        ):
-            return AutoModelForImageClassification
-    return transformers.MODEL_MAPPING.get(type(config), transformers.AutoModel)
+    is_classifier = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    if is_classifier or "AutoModelForImageClassification" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForImageClassification
+    return base_model
 
 
 def load_llava(
@@ -184,17 +150,12 @@ def load_llava(
     grids: bool = False,
 ) -> tuple[PreTrainedModel, transformers.ProcessorMixin]:
     """Load a LLaVA 1.5, a PaliGemma or, with `grids`, another VLM whose vision tower can be replaced, and its
-    processor; other arguments and errors as of `load_pretrained`."""
+    processor; other arguments and errors as in `load_pretrained`."""
     types = ("llava", "paligemma", *(GRID_VLMS if grids else ()))
 
     def choose_class(config: PreTrainedConfig) -> type:
-        if config.model_type.startswith("sparseformer_"):
-            raise ValueError("its tower is a SparseFormer already; give the model that this one was made from")
         if config.model_type not in types:
-            others = ", ".join(types[1:])
-            raise ValueError(
-                f"it is a {config.model_type}, expected a llava, in the style of LLaVA 1.5, or another of {others}"
-            )
+            raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(types)}")
         return transformers.AutoModelForImageTextToText
 
     model = load_pretrained(
@@ -221,27 +182,17 @@ def load_with_image_processor(
 def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind: str):
     """Load the image processor of a model; arguments and errors as in `load_pretrained`."""
     hub_id, revision = split_revision(name)
-    try:
-        with one_error(name, kind):
-            return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
-    except ValueError as error:
-        if not Path(hub_id).is_dir() or any(Path(hub_id).glob("*processor_config.json")):
-            raise
-        raise ValueError(
-            f"Cannot load {os.fspath(name)!r} as {kind}: without a preprocessor_config.json it does not say how its "
-            "images are resized and normalized. Save the image processor of the model's family beside it."
-        ) from error
+    with one_error(name, kind):
+        return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
 
 
 def check_folder(folder: Path):
     """Raise a ValueError if there is no model in a folder. A path that is no folder is left to the hub."""
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
-    hint = "Give a folder that `save_pretrained` wrote."
-    # Trainer leaves checkpoints alone where nobody has called `save_model`.
-    if checkpoint := get_last_checkpoint(folder):
-        hint = f"Its newest checkpoint has one: give {checkpoint!r}."
-    raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. {hint}")
+    # A training that was stopped has written checkpoints alone.
+    hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
+    raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. Give {hint}.")
 
 
 def load_pretrained(
@@ -258,27 +209,32 @@ def load_pretrained(
     """Load a model of Transformers or of this package for inference, whole or not at all.
 
     Args:
-        name, device, trust_remote_code: As in `load_image_classifier`.
-        kind (`str`): Kind of model that is expected, with an article, for messages.
+        name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
+        device (`str` or `torch.device`, *optional*): See `choose_device`.
+        trust_remote_code (`bool`): Run code that comes with the model.
+        kind (`str`): Expected kind of model, with an article, for messages.
         choose_class (`Callable`): Returns the class to load, given the configuration.
         unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Type of the weights.
-        quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for the weights of a language model.
-        device_map (`str`, *optional*): As of `from_pretrained`, instead of `device`.
+        quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for a language model.
+        device_map (`str`, *optional*): As in `from_pretrained`, instead of `device`.
 
     Raises:
         ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
     """
     given, (name, revision) = os.fspath(name), split_revision(name)
-    folder = Path(name)
-    if not folder.is_dir() and (name.startswith((".", "~", os.sep)) or name.count("/") != 1 or folder.parent.is_dir()):
-        raise ValueError(f"There is no folder {given!r}; give a folder that `save_pretrained` wrote, or a hub id.")
     device = choose_device(device and str(device))
-    check_folder(folder)
+    check_folder(Path(name))
     placed = bool(device_map or quantize)
     options = {"device_map": device_map or {"": device}} if placed else {}
     if quantize:
-        options["quantization_config"] = _quantization(quantize, dtype)
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=quantize == "4bit",
+            load_in_8bit=quantize == "8bit",
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_type="nf4",
+            # Only the language model.
+            llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
+        )
     with one_error(given, kind):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
         model_class = choose_class(config)
@@ -294,51 +250,28 @@ def load_pretrained(
         options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, **revision}
         model, report = model_class.from_pretrained(name, dtype=dtype, **options)
         load_context_broadcast(model, name, report)
-    check_complete(given, model, report, kind, unread)
+    check_complete(given, model, report, unread)
     return model.eval() if placed else model.eval().to(device)
 
 
-def _quantization(bits: str, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
-    """Return bitsandbytes' configuration for a language model; the vision tower, projector and head are left out."""
-    if not is_bitsandbytes_available():
-        raise ValueError("--quantize is bitsandbytes', which is not installed: pip install 'frugalvit[quantize]'.")
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=bits == "4bit",
-        load_in_8bit=bits == "8bit",
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_type="nf4",
-        llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
-    )
-
-
 def check_complete(
-    given: str | os.PathLike,
-    model: PreTrainedModel,
-    report: dict,
-    kind: str,
-    unread: frozenset[str] = frozenset(),
+    given: str | os.PathLike, model: PreTrainedModel, report: dict, unread: frozenset[str] = frozenset()
 ):
     """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`;
     other arguments as of `load_pretrained`."""
-    mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
-    for problem, keys in (
+    for problem, found in (
         ("checkpoint lacks", report["missing_keys"]),
         ("model class does not know", report["unexpected_keys"]),
-        ("checkpoint has other shapes of", mismatched),
+        ("checkpoint has other shapes of", {key for key, *_ in report["mismatched_keys"]}),
     ):
-        keys = sorted(key for key in keys if unread.isdisjoint(key.split(".")))
-        if keys:
-            raise ValueError(
-                f"{given!r} is no complete {type(model).__name__}: its {problem} {shortened(keys)}. Save it again as "
-                f"{kind}."
-            )
+        if keys := sorted(key for key in found if unread.isdisjoint(key.split("."))):
+            raise ValueError(f"{given!r} is no complete {type(model).__name__}: its {problem} {shortened(keys)}.")
 
 
 @contextmanager
 def one_error(name: str | os.PathLike, kind: str):
     """Turn errors in loading a model, or a part of it, into a `ValueError` of one line, and silence Transformers."""
-    verbosity = logging.get_verbosity()
-    shows_progress = logging.is_progress_bar_enabled()
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
@@ -362,12 +295,7 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
 
     has_weights = name.startswith(("hf-hub:", "local-dir:"))
     model_name, _, pretrained = (name, "", None) if has_weights else name.partition(":")
-    if not (has_weights or pretrained):
-        raise ValueError(
-            f"The open_clip model {name!r} has no weights; give {OPEN_CLIP}MODEL:PRETRAINED, for example "
-            f"{OPEN_CLIP}ViT-B-16:openai, or {OPEN_CLIP}hf-hub:ID."
-        )
     device = choose_device(device and str(device))
-    with one_error(f"{OPEN_CLIP}{name}", "an open_clip model"):
+    with one_error(f"{OPEN_CLIP}{name}", "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"):
         model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
     return model.float().eval(), open_clip_image_processor(model)

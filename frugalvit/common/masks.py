@@ -52,8 +52,7 @@ def load_masked_images(
     A data set is what `load_table` takes, with a column of images and one of masks; a folder with
     `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or one with
     `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A single part needs no SPLIT. `split` may be a slice.
-    `class_names` are labelme's labels in the order of their numbers, by default `_background_` and those of all files,
-    sorted; without `_background_`, pixels outside of all shapes do not count.
+    `class_names` are labelme's labels in the order of their numbers, by default `_background_` and all others, sorted.
     """
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)
@@ -160,20 +159,15 @@ class MaskReader:
             with open_record(record) as mask:
                 mode, values = mask.mode, np.asarray(ImageOps.exif_transpose(mask))
         except Exception as error:
-            raise CorruptImageError(
-                f"The mask of image {index} of the data set cannot be read ({first_line(error)}): try skip_corrupt."
-            ) from error
+            problem = f"cannot be read ({first_line(error)}): try skip_corrupt"
+            raise CorruptImageError(f"The mask of image {index} of the data set {problem}.") from error
         values = values.astype(np.uint8) if values.dtype == bool else values
         if values.shape != size[::-1] or not np.issubdtype(values.dtype, np.integer):
-            raise ImageError(
-                f"The mask of image {index} has mode {mode} and shape {values.shape}, expected one channel of class "
-                f"numbers of shape {size[::-1]}, as the upright image."
-            )
+            found, expected = f"mode {mode} and shape {values.shape}", f"class numbers of shape {size[::-1]}"
+            raise ImageError(f"The mask of image {index} has {found}, expected {expected}, as the upright image.")
         values = self.table[values] if values.max(initial=0) <= 255 else values
         wrong = np.unique(values[(values >= self.num_labels) & (values != IGNORED)])
         if len(wrong):
-            raise ImageError(
-                f"The mask of image {index} has the labels {wrong[:5].tolist()}, the classes are 0 to "
-                f"{self.num_labels - 1}. Use class_names, ignored_labels, or reduce_labels if 0 does not count."
-            )
+            classes = f"the classes are 0 to {self.num_labels - 1} (class_names, ignored_labels, reduce_labels)"
+            raise ImageError(f"The mask of image {index} has the labels {wrong[:5].tolist()}, {classes}.")
         return torch.from_numpy(values)

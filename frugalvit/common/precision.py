@@ -15,7 +15,7 @@ WORTHWHILE = 4
 
 
 def choose_mixed_precision(device: torch.device) -> str:
-    """`"bf16"` where the device is fast at it, otherwise `"no"`."""
+    """Return `"bf16"` where the device is fast at it, otherwise `"no"`."""
     if device.type == "cpu":
         fast = bfloat16_is_fast()
     elif device.type == "cuda":
@@ -27,23 +27,19 @@ def choose_mixed_precision(device: torch.device) -> str:
 
 @functools.cache
 def bfloat16_is_fast() -> bool:
-    """Whether the CPUs multiply bfloat16 matrices `WORTHWHILE` times as fast as float32 ones.
-
-    This is measured, in some 50 ms, as instructions for bfloat16 do not tell: one CPU with them was 8 times as fast,
-    another 100 times slower.
-    """
+    """Measure whether the CPUs multiply bfloat16 matrices `WORTHWHILE` times as fast as float32 ones: the instructions
+    for it do not tell."""
     # Where bfloat16 is emulated, a large product takes seconds; a small one shows it.
     return _speed_of_bfloat16(128) > 0.5 and _speed_of_bfloat16(512) > WORTHWHILE
 
 
-def _speed_of_bfloat16(size: int, rounds: int = 6) -> float:
-    """The speed of a product of two square bfloat16 matrices relative to float32. It is measured in the time of the
-    thread itself, as others may use the machine, too."""
+def _speed_of_bfloat16(size: int) -> float:
+    """Measure the speed of a product of two bfloat16 matrices relative to float32, in the thread's own time."""
     seconds, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(size, size, dtype=dtype)
-        seconds.append(min(timeit.repeat(lambda: matrix @ matrix, timer=time.thread_time, repeat=rounds, number=1)))  # noqa: B023
+        seconds.append(min(timeit.repeat(lambda: matrix @ matrix, timer=time.thread_time, repeat=6, number=1)))  # noqa: B023
     torch.set_num_threads(threads)
     return seconds[0] / seconds[1]
 

@@ -9,45 +9,35 @@ from pathlib import Path
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 
 
-def _root() -> Path:
-    return Path(str(files("frugalvit.checkpoints")))
-
-
 def shipped_checkpoints() -> list[str]:
-    """Names of the models that ship with frugalvit."""
-    return sorted(folder.parent.name for folder in _root().glob("*/config.json"))
+    """Return the names of the models that ship with frugalvit."""
+    return sorted(file.parent.name for file in Path(str(files("frugalvit.checkpoints"))).glob("*/config.json"))
 
 
 def checkpoint_path(name: str) -> Path:
-    """The folder of a model that ships with frugalvit, for example `"cifar10-vit"`, for `from_pretrained`.
-
-    Raises:
-        ValueError: if no model of that name is here; the message lists those that are.
-    """
+    """Return the folder of a model that ships with frugalvit, for example `"cifar10-vit"`, for `from_pretrained`."""
     names = shipped_checkpoints()
     if name not in names:
         here = f"These models are here: {', '.join(names) or 'none'}."
         if name in IN_A_CLONE:
             raise only_in_a_clone(f"The model {name!r}", here)
         raise ValueError(f"No checkpoint {name!r} ships with frugalvit. {here}")
-    return _root() / name
+    return Path(str(files("frugalvit.checkpoints"))) / name
 
 
 def shipped_images(name: str) -> Path:
-    """The folder of images that ship, `train.parquet` and `test.parquet`: `"cifar10"` or, in a clone alone,
-    `"caltech101"`."""
+    """Return the folder of `train.parquet` and `test.parquet`: `"cifar10"` or, in a clone alone, `"caltech101"`."""
     return Path(str(files("frugalvit.training"))) / name
 
 
 def only_in_a_clone(what: str, hint: str = "") -> ValueError:
     """Return the error about a thing that the wheel does not have."""
     return ValueError(
-        f"{what} lies in a clone of the repository, not in the wheel that is installed here: clone it and run "
-        f"`pip install -e .` there. {hint}".rstrip()
+        f"{what} lies in a clone of the repository, not in the installed wheel; `pip install -e .` there. {hint}"
     )
 
 
 def locate_model(model: str | os.PathLike) -> str | os.PathLike:
-    """The folder of a model that ships, where its name is given; a folder, also of that name, or hub id as it is."""
+    """Return the folder of a model that ships, where its name is given; a folder or hub id as it is."""
     ships = model in (*shipped_checkpoints(), *IN_A_CLONE) and not Path(model).exists()
     return str(checkpoint_path(model)) if ships else model

@@ -23,6 +23,5 @@ def check_scores(scores: torch.Tensor | np.ndarray, what: str = "scores"):
     if not scores.isfinite().all():
         lost = int((~scores.isfinite()).flatten(1).any(1).sum())
         raise ValueError(
-            f"The model's {what} of {lost} in a batch of {len(scores)} are not finite; its weights are damaged, its "
-            "training diverged, or its numbers are too large for the precision."
+            f"The model's {what} of {lost} in a batch of {len(scores)} are not finite; it diverged or is damaged."
         )

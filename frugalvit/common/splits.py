@@ -1,6 +1,5 @@
 """Images to train on, to evaluate on and to test on."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import datasets
@@ -8,7 +7,7 @@ import numpy as np
 from accelerate import PartialState
 
 from .choices import NO_EVALUATION
-from .data import find_source, load_images, split_names
+from .data import load_images, split_names
 from .labels import check_labels, check_same_classes, class_names, label_numbers, match_labels
 from .tables import shortened
 
@@ -24,37 +23,33 @@ def load_splits(data, learns_labels: bool = False) -> tuple:
 
     A label of -1, as in ImageNet's test split, is no label. Images count as unlabeled if all lack their label, or some
     for a training that does not learn from labels. With `learns_labels`, all training images need one, and all classes
-    that are evaluated need training images, which cannot be checked in a stream.
-
-    Raises:
-        ValueError: as `load_images` and `load_parts`; if parts have different classes; or if labels are missing.
+    that are evaluated need training images; in a stream, neither is checked.
     """
     # Class names of the training images, for images whose labels are numbers or texts.
     names = None
-    find = functools.cache(lambda *dataset: find_source([*dataset], data.dataset_config))
 
     def load(dataset: list[str], split: str, streaming: bool = False):
         nonlocal names
         images = load_images(
             dataset,
             split,
+            name=data.dataset_config,
             image_column=data.image_column,
             label_column=data.label_column,
             class_names=data.class_names,
             default_names=names,
             streaming=streaming,
-            source=find(*dataset),
         )
         names = names or class_names(images)
         return images
 
-    parts = load_parts(data, load, lambda dataset: split_names(dataset, source=find(*dataset)))
+    parts = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
     if learns_labels and names is None:
         raise ValueError(f"{' '.join(data.dataset)} has no labels to train with; name their column: label_column.")
     if learns_labels and not data.streaming:
         check_labels(parts[0], data.train_split)
     splits = (data.train_split, data.evaluated, data.tested)
-    train, *others = (_complete(images, split, learns_labels) for images, split in zip(parts, splits, strict=True))
+    train, *others = (_complete(*each, learns_labels) for each in zip(parts, splits, strict=True))
     for images in others:
         if images is None or "label" not in images.features:
             continue
@@ -62,10 +57,7 @@ def load_splits(data, learns_labels: bool = False) -> tuple:
         if learns_labels and not data.streaming:
             lacking = [names[label] for label in np.setdiff1d(label_numbers(images), label_numbers(train))]
             if lacking:
-                raise ValueError(
-                    f"Among the training images ({data.train_split}) there are none of the evaluated classes "
-                    f"{shortened(lacking)}. Are the images sorted by class?"
-                )
+                raise ValueError(f"{data.train_split} has no images of the evaluated classes {shortened(lacking)}.")
     return train, *others
 
 
@@ -83,13 +75,12 @@ def _complete(images, split: str | None, learns_labels: bool):
 
 
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
-    """Load the images to train on, those to evaluate on and those to test on; the latter two may be `None`.
+    """Load the images to train on, to evaluate on and to test on by `load(dataset, split, streaming=…)`; the latter
+    two may be `None`.
 
     Without `eval_split`, the best epoch is chosen on the split for validation and tested on "test", if both have
     labels or none has; or else chosen on one of them; or on the first split of an `eval_dataset`; or on a part of the
-    training images, see `hold_back`, which is printed. `data.evaluated` and `data.tested` are filled in.
-
-    `load` returns images, given a data set, a split, and `streaming` as a keyword.
+    training images, see `hold_back`. `data.evaluated` and `data.tested` are filled in.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
     source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None
@@ -109,34 +100,25 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
         data.tested, test = loaded[0] if len(loaded) > 1 else (None, None)
         return train, evaluation, test
     if data.streaming:
-        raise ValueError(
-            f"{' '.join(source)} has no split to evaluate on, and nothing can be held back from a stream. Give "
-            f"eval_split (of {', '.join(splits)}), eval_dataset, or go without: eval_split {NO_EVALUATION}."
-        )
+        choice = ", ".join([*splits, NO_EVALUATION])
+        raise ValueError(f"{' '.join(source)} has no split to evaluate on; give eval_split (of {choice}).")
     train, evaluation = hold_back(train)
     data.evaluated = f"{data.train_split}, held back"
     PartialState().print(
-        f"{' '.join(source)} has no split to evaluate on: {len(evaluation):,} of {len(train) + len(evaluation):,} "
-        f"images of {data.train_split} are held back for that. To choose: eval_split, eval_dataset."
+        f"{' '.join(source)} has no split to evaluate on: {len(evaluation):,} images of {data.train_split} are held "
+        "back for that. To choose: eval_split, eval_dataset."
     )
     return train, evaluation, None
 
 
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Split images into those to train on and those to evaluate on: a tenth, at most 5,000, drawn at random, but
-    always the same. Each class has its share where it has several images, and keeps one to train on.
-
-    Raises:
-        ValueError: if there are too few images.
-    """
+    always the same. Each class has its share where it has several images, and keeps one to train on."""
     count = min(max(int(HELD_BACK_SHARE * len(images)), 1), MOST_HELD_BACK)
     labels = label_numbers(images) if "label" in images.features else np.zeros(len(images), dtype=np.int64)
     _, firsts, sizes = np.unique(labels, return_index=True, return_counts=True)
     if len(images) == len(firsts):
-        raise ValueError(
-            f"{len(images)} images are too few to hold some back to evaluate on. Give eval_dataset, or go without "
-            f"evaluation: eval_split {NO_EVALUATION}."
-        )
+        raise ValueError(f"{len(images)} images are too few to evaluate on some: try eval_split {NO_EVALUATION}.")
     if "label" in images.features and labels.min() >= 0 and sizes.min() > 1 and count >= len(sizes):
         parts = images.train_test_split(count, stratify_by_column="label", seed=0)
         return parts["train"], parts["test"]
@@ -145,14 +127,9 @@ def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Data
 
 
 def load_first_labeled(splits: list[str], load: Callable) -> tuple[datasets.Dataset, str]:
-    """Load the images of the first split that has labels or masks, or of the first split if none has, and return them
-    and the split's name."""
-    loaded = []
-    for split in splits:
-        loaded.append((load(split), split))
-        if _is_labeled(loaded[-1][0]):
-            return loaded[-1]
-    return loaded[0]
+    """Load the images of the first split with labels or masks, or of the first split, and return its name, too."""
+    loaded = [(load(split), split) for split in splits]
+    return next((each for each in loaded if _is_labeled(each[0])), loaded[0])
 
 
 def _is_labeled(images: datasets.Dataset) -> bool:
@@ -160,18 +137,18 @@ def _is_labeled(images: datasets.Dataset) -> bool:
 
 
 def default_split(dataset: str | list[str], name: str | None = None) -> str:
-    """The split to evaluate on if none is named: the first of `EVALUATION_SPLITS` that is there, or else "train"."""
+    """Return the first split for evaluation, or else "train"."""
     return next(iter(evaluation_splits(split_names(dataset, name))), "train")
 
 
 def evaluation_splits(splits: list[str]) -> list[str]:
-    """The splits of a data set that are for evaluation, the first choice first."""
+    """Return the splits of a data set that are for evaluation, the first choice first."""
     return [split for split in EVALUATION_SPLITS if split in splits]
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """Return images to train on, to evaluate on and to test on, and the classifier's number of each class, `None`
-    without labels or a classifier. Labels that it does not know, and the training does not need, are left out."""
+    """Return the parts, and the classifier's number of each class, `None` without labels or a classifier. Labels that
+    it does not know, and the training does not need, are left out."""
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names is None:
         return *parts, None
@@ -180,6 +157,6 @@ def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_la
     except ValueError as error:
         if learns_labels:
             raise
-        PartialState().print(f"{error} They are left out: nothing is learned from them, and no accuracy is measured.")
+        PartialState().print(f"{error} They are left out.")
     unlabeled = (part if part is None or class_names(part) is None else part.remove_columns("label") for part in parts)
     return *unlabeled, None

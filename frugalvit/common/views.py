@@ -1,8 +1,5 @@
-"""Views of images. The view of an image in training is a function of (seed, epoch, image index) alone.
-
-It depends neither on workers and processes nor on the batch, so that a run resumes exactly. Geometry and color are
-torchvision's v2 transforms. Pixels stay uint8 until a whole batch is normalized at once, on the device.
-"""
+"""Views of images: uint8 until a batch is normalized. The view of an image in training is a function of (seed, epoch,
+image index) alone, so that a run resumes exactly."""
 
 import functools
 import math
@@ -12,14 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 from transformers import PreTrainedConfig
 
 
-# An image is decoded at this multiple of the pixels that are read of it, or more, along each side.
-ROOM = 2
 # Longest side of a strip, in multiples of its shorter side, where only the middle is kept.
 LONGEST = 32
 # Purposes of random numbers: uses that share (seed, epoch, index) must not share numbers.
@@ -28,19 +22,18 @@ VIEW, MIX, ORDER, SHUFFLE, CAPTION = range(5)
 FILTERS = {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
 # Image processors of Transformers whose attributes tell all that they do.
 SUPPORTED = re.compile(
-    "(Beit|Bit|Blip|ChineseCLIP|CLIP|ConvNext|DeiT|DINOv3ViT|Flava|Llava|MobileNetV1|MobileNetV2|MobileViT|PoolFormer|"
-    "Pvt|Segformer|Siglip|Siglip2|ViT)ImageProcessor(Pil)?"
+    "(Beit|Bit|Blip|CLIP|DeiT|DINOv3ViT|Flava|Llava|Segformer|Siglip|Siglip2|ViT)ImageProcessor(Pil)?"
 )
 
 
 def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The vision configuration of a CLIP or a LLaVA; other configurations as they are."""
+    """Return the vision configuration of a CLIP or a LLaVA; other configurations as they are."""
     vision = getattr(config, "vision_config", None)
     return vision if isinstance(vision, PreTrainedConfig) else config
 
 
 def random_seed(*keys: int) -> int:
-    """A well mixed 32-bit seed from integers (the finalizer of SplitMix64, chained)."""
+    """Mix integers into a 32-bit seed (the finalizer of SplitMix64, chained)."""
     mask, value = (1 << 64) - 1, 0
     for key in keys:
         value = (value + key + 0x9E3779B97F4A7C15) & mask
@@ -72,7 +65,6 @@ class ImageFormat:
         resample (`int`): PIL's number of the interpolation, 2 bilinear, 3 bicubic.
         resize (`int`, *optional*): Pixels of the shorter side before the center crop of evaluation; without it the
             image is resized to `size`.
-        reverse_channels (`bool`): Whether the model takes blue, green and red.
         rounds_center (`bool`): Whether half a pixel at the crop's edge is rounded to even, as timm does, not down.
     """
 
@@ -81,26 +73,21 @@ class ImageFormat:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     resample: int = 2
     resize: int | None = None
-    reverse_channels: bool = False
     rounds_center: bool = False
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
-        """Read the format from the attributes of a Transformers image processor, also one that wraps timm's settings.
+        """Read the format from the attributes of an image processor of Transformers or timm; raise a ValueError if
+        training does not follow it.
 
         A processor that resizes to a larger square before the crop (DeiT's) is taken for one that resizes the shorter
         side, as DeiT's authors do, and one for any shape (SigLIP 2's NaFlex) for its largest square.
-
-        Raises:
-            ValueError: if it prepares images in a way that training does not follow.
         """
         if (timm := getattr(processor, "data_config", None)) is not None:
             size, mode, resample = timm["input_size"][1:], timm.get("crop_mode") or "center", timm["interpolation"]
-            if mode not in ("center", "squash") or (mode == "center" and size[0] != size[1]):
-                raise ValueError(
-                    f"The crop_mode is {mode!r} and the size {size}, expected squash, or center and a square."
-                )
             crops = mode == "center"
+            if mode not in ("center", "squash") or (crops and size[0] != size[1]):
+                raise ValueError(f"The crop_mode is {mode!r} and the size {size}, expected squash, or a square.")
             resize = math.floor(min(size) / timm["crop_pct"]) if crops else None
         else:
             size, resize = _size_and_resize(processor)
@@ -108,8 +95,8 @@ class ImageFormat:
         number = getattr(Image.Resampling, resample.upper(), None) if isinstance(resample, str) else resample
         if number not in FILTERS:
             raise ValueError(f"Images are resized by {resample!r}, expected nearest (0), bilinear (2) or bicubic (3).")
-        normalization = _normalization(processor)
-        return cls(tuple(size), resample=int(number), resize=resize, rounds_center=crops, **normalization)
+        mean, std = _normalization(processor)
+        return cls(tuple(size), mean, std, int(number), resize, rounds_center=crops)
 
     @property
     def interpolation(self) -> InterpolationMode:
@@ -125,91 +112,83 @@ class ImageFormat:
         return self._standardize(pixels.float().mul_(1 / 255))
 
     def _standardize(self, pixels: torch.Tensor) -> torch.Tensor:
-        mean, std = (_channels(tuple(values), pixels.device) for values in (self.mean, self.std))
-        pixels = pixels.sub_(mean).div_(std)
-        return pixels.flip(-3) if self.reverse_channels else pixels
+        return pixels.sub_(_channels(self.mean, pixels.device)).div_(_channels(self.std, pixels.device))
 
     def denormalize(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Turn normalized images back into red, green and blue, 0..1."""
-        mean, std = (_channels(tuple(values), pixel_values.device) for values in (self.mean, self.std))
-        return (pixel_values.flip(-3) if self.reverse_channels else pixel_values) * std + mean
+        device = pixel_values.device
+        return pixel_values * _channels(self.std, device) + _channels(self.mean, device)
 
     def convert(self, pixel_values: torch.Tensor, source: "ImageFormat") -> torch.Tensor:
         """Convert normalized images of the format `source` to this one."""
         if source.size != self.size:
             pixel_values = v2.functional.resize(pixel_values, list(self.size), self.interpolation, antialias=True)
-        normalizations = [(each.mean, each.std, each.reverse_channels) for each in (source, self)]
-        if normalizations[0] == normalizations[1]:
+        if (source.mean, source.std) == (self.mean, self.std):
             return pixel_values
         return self._standardize(source.denormalize(pixel_values))
 
 
 def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
-    """Height and width of an image processor's images, and the shorter side before its crop, if it crops."""
+    """Return height and width of an image processor's images, and the shorter side before its crop, if it crops."""
     name = type(processor).__name__
     if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
-        raise ValueError(
-            f"Training does not follow {name}, expected one like ViT's, CLIP's or DINOv2's, without padding."
-        )
-    size = dict(processor.size or {})
-    shortest, share = size.get("shortest_edge"), getattr(processor, "crop_pct", None)
+        raise ValueError(f"Training does not follow {name}, expected one like ViT's or CLIP's, without padding.")
     if patches := getattr(processor, "max_num_patches", None):
         side = math.isqrt(patches) * processor.patch_size
         return (side, side), None
+    size = dict(processor.size or {})
+    whole, shortest = (size.get("height"), size.get("width")), size.get("shortest_edge")
     if getattr(processor, "do_center_crop", None):
         crop = (processor.crop_size["height"], processor.crop_size["width"])
-        if crop == (size.get("height"), size.get("width")):
+        if crop == whole:
             return crop, None
-        if size.get("height") == size.get("width"):
-            shortest = shortest or size.get("height")
-        if shortest:
-            return crop, int(shortest / (share or 1))
-    elif size.keys() >= {"height", "width"}:
-        return (size["height"], size["width"]), None
-    elif shortest and (share or not processor.do_resize):
-        # ConvNeXt's processor crops below 384 pixels only; C-RADIO's takes images of any size.
-        return (shortest, shortest), None if share and shortest >= 384 else int(shortest / (share or 1))
+        if shortest or (whole[0] and whole[0] == whole[1]):
+            return crop, int(shortest or whole[0])
+    elif all(whole):
+        return whole, None
+    elif shortest and not processor.do_resize:
+        # C-RADIO's takes images of any size.
+        return (shortest, shortest), int(shortest)
     raise ValueError(f'{name} has the size {size}, expected "height" and "width", or a center crop.')
 
 
-def _normalization(processor) -> dict:
-    """Arguments of `ImageFormat` that normalize as an image processor does, whatever its rescale_factor."""
+def _normalization(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation, of values in 0..1, by which an image processor normalizes."""
     if (timm := getattr(processor, "data_config", None)) is not None:
-        return {"mean": tuple(timm["mean"]), "std": tuple(timm["std"])}
+        return tuple(timm["mean"]), tuple(timm["std"])
     mean, std = (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", None) else (0.0, 1.0)
     # What the processor makes of 255, before it normalizes.
     white = 255 * processor.rescale_factor if getattr(processor, "do_rescale", None) else 255
-    found = {"mean": mean, "std": std}
-    for key, values in found.items():
-        values = (values,) * 3 if isinstance(values, int | float) else values
-        found[key] = tuple(value / white for value in values)
-    return found | {"reverse_channels": bool(getattr(processor, "do_flip_channel_order", None))}
-
-
-def squashes_before_crop(processor) -> bool:
-    """Whether an image processor resizes images to one size, whatever their shape, and crops from its center."""
-    size = dict(getattr(processor, "size", None) or {})
-    crops = getattr(processor, "do_center_crop", None) and dict(processor.crop_size) != size
-    return bool(crops and "height" in size and getattr(processor, "do_resize", True))
+    triples = ((values,) * 3 if isinstance(values, int | float) else values for values in (mean, std))
+    mean, std = (tuple(value / white for value in values) for values in triples)
+    return mean, std
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
     """Return the `pixel_values` that a Transformers image processor makes of RGB images. If it crops the middle of a
     strip, only the middle is resized."""
-    if _crops_middle(image_processor):
+    if _keeps_middle(image_processor):
         images = [middle_of(image) for image in images]
     return image_processor(list(images), return_tensors="pt")["pixel_values"]
+
+
+def _keeps_middle(image_processor) -> bool:
+    """Whether an image processor resizes the shorter side of images and keeps their middle."""
+    if (timm := getattr(image_processor, "data_config", None)) is not None:
+        return timm.get("crop_mode") in (None, "center")
+    resizes = getattr(image_processor, "do_resize", True) and getattr(image_processor, "do_center_crop", False)
+    return bool(resizes and dict(image_processor.size).get("shortest_edge"))
 
 
 def restore_images(image_processor, pixel_values: torch.Tensor) -> torch.Tensor:
     """Turn pixel values of a Transformers image processor, `(batch, 3, height, width)`, back into red, green and
     blue, 0 to 1, float32 on the CPU."""
-    image_format = ImageFormat(tuple(pixel_values.shape[-2:]), **_normalization(image_processor))
+    image_format = ImageFormat(tuple(pixel_values.shape[-2:]), *_normalization(image_processor))
     return image_format.denormalize(pixel_values.detach().float().cpu()).clamp(0, 1)
 
 
 def size_made_by(image_processor) -> tuple[int, int]:
-    """Height and width in pixels of an image processor's images."""
+    """Return height and width in pixels of an image processor's images."""
     try:
         return ImageFormat.from_processor(image_processor).size
     except ValueError:
@@ -217,19 +196,9 @@ def size_made_by(image_processor) -> tuple[int, int]:
         return tuple(made[0].shape[-2:])
 
 
-def _crops_middle(image_processor) -> bool:
-    """Whether an image processor resizes the shorter side of images and keeps their middle."""
-    if not getattr(image_processor, "do_resize", True) or squashes_before_crop(image_processor):
-        return False
-    try:
-        return ImageFormat.from_processor(image_processor).resize is not None
-    except ValueError:
-        return False
-
-
 def middle_of(image: Image.Image) -> Image.Image:
-    """The middle of a strip, `LONGEST` times as long as wide or one pixel more, so that both ends lose as much; other
-    images as they are."""
+    """Return the middle of a strip, `LONGEST` times as long as wide or one pixel more, so that both ends lose as much;
+    other images as they are."""
     longest = LONGEST * min(image.size)
     left, top = (max(length - longest, 0) // 2 for length in image.size)
     return image.crop((left, top, image.width - left, image.height - top)) if left or top else image
@@ -243,13 +212,9 @@ def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 class View:
-    """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`, which `formats` normalizes.
-
-    `at_least` is the width and height that suffice, see `read_image`; views that draw numbers need whole images.
-    """
+    """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`, which `formats` normalizes."""
 
     formats: dict[str, ImageFormat]
-    at_least: tuple[int, int] | None = None
 
     def __call__(self, image: Image.Image) -> dict[str, torch.Tensor]:
         raise NotImplementedError
@@ -263,29 +228,11 @@ class EvalView(View):
         self.size, self.resize = image_format.size, image_format.resize
         self.round = round if image_format.rounds_center else int
         self.interpolation = image_format.interpolation
-        resized = (self.resize, self.resize) if self.resize else self.size[::-1]
-        self.at_least = tuple(ROOM * length for length in resized)
 
     def __call__(self, image):
-        shown = middle_of(image) if self.resize else image
-        pixels = v2.functional.pil_to_tensor(shown)
-        extent = shown.info.get("extent") if shown is image else None
-        if extent and self.interpolation != InterpolationMode.NEAREST_EXACT:
-            pixels = self.resize_extent(pixels, extent)
-        else:
-            target = [self.resize] if self.resize else list(self.size)
-            pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
+        pixels = v2.functional.pil_to_tensor(middle_of(image) if self.resize else image)
+        target = [self.resize] if self.resize else list(self.size)
+        pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
         # Transformers rounds down; timm, as torchvision's own center crop, to even.
         top, left = (self.round((have - want) / 2) for have, want in zip(pixels.shape[-2:], self.size, strict=True))
         return {"pixel_values": v2.functional.crop(pixels, top, left, *self.size)}
-
-    def resize_extent(self, pixels: torch.Tensor, extent: tuple[float, float]) -> torch.Tensor:
-        """Resize an image whose width and height in pixels are no whole numbers, `extent` of `read_image`."""
-        width, height = extent
-        rows, columns = self.size
-        if self.resize:
-            longer = int(self.resize * max(extent) / min(extent))
-            rows, columns = (longer, self.resize) if height > width else (self.resize, longer)
-        scales = (rows / height, columns / width)
-        pixels = F.interpolate(pixels[None], scale_factor=scales, mode=self.interpolation.value, antialias=True)
-        return pixels[0, :, :rows, :columns]

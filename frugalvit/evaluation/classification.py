@@ -12,7 +12,6 @@ from ..common.labels import check_labels, class_names, label_numbers, match_labe
 from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.packing import pack_linear_layers
-from ..common.reading import Reader, share_read
 from ..common.scores import negative_log_likelihood
 from ..common.views import ImageFormat
 from ..inference import choose_tokens
@@ -44,22 +43,20 @@ def classification_accuracy(
     *,
     fgsm_eps: float | None = None,
     occluded_share: float | None = None,
-    exact: bool = False,
     **reading,
 ) -> dict[str, object]:
     """Evaluate an image classifier, whose classes are matched by name; options as in `fgsm`, `occlude_center`,
-    `Reader` and `image_batches`. Images per second include decoding."""
+    `image_batches`. Images per second include decoding."""
     if class_names(images) is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     check_labels(images, str(images.split or "given"))
     labels = torch.tensor(match_labels(class_names(images), model.config.id2label))[label_numbers(images)]
     image_format = ImageFormat.from_processor(image_processor) if fgsm_eps else None
-    reader = Reader(image_processor, share_read(model), exact)
 
     model.eval()
     measured, loss, count, start = accuracies(), 0.0, 0, time.perf_counter()
     with torch.inference_mode():
-        for pixel_values, indices in image_batches(reader, images, **reading):
+        for pixel_values, indices in image_batches(image_processor, images, **reading):
             right, pixel_values = labels[indices].to(model.device), pixel_values.to(model.device)
             if occluded_share:
                 pixel_values = occlude_center(pixel_values, occluded_share)

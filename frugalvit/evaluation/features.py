@@ -29,7 +29,7 @@ def extract_features(
     Returns:
         `torch.Tensor`: `(images, embedding_size)`, float32, on the CPU; not normalized.
     """
-    embed = Embedder(model, image_processor, batch_size=batch_size, exact=True)
+    embed = Embedder(model, image_processor, batch_size=batch_size)
     return torch.from_numpy(np.stack(list(embed(images))))
 
 

@@ -11,8 +11,9 @@ from tqdm import tqdm
 from ..common.data import load_images, split_names
 from ..common.decoding import CorruptImageError, decode_image
 from ..common.labels import class_names, say_if_few_classes
-from ..common.reading import Reader, read_ahead
+from ..common.reading import read_ahead, stack_pixels
 from ..common.splits import evaluation_splits, load_first_labeled, load_splits
+from ..common.views import prepare_images
 
 
 def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
@@ -54,8 +55,8 @@ def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
 
 
 def reading_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """The arguments that `Reader` and `image_batches` take."""
-    return {name: getattr(arguments, name) for name in ("exact", "batch_size", "num_workers", "skip_corrupt")}
+    """The arguments that `image_batches` takes."""
+    return {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")}
 
 
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
@@ -64,18 +65,19 @@ def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
 
 
 def image_batches(
-    reader: Reader, images: datasets.Dataset, batch_size: int = 64, num_workers: int = 0, skip_corrupt: bool = False
+    image_processor, images: datasets.Dataset, batch_size: int = 64, num_workers: int = 0, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
     """Yield batches of pixel values of the images that can be read, with their indices, and show a progress bar.
     `num_workers` threads decode, see `count_threads`; `skip_corrupt` leaves out images that cannot be read."""
 
     def read(index: int) -> torch.Tensor | None:
         try:
-            return reader.pixels(decode_image(images[index]["image"], index, reader.at_least))
+            image = decode_image(images[index]["image"], index)
         except CorruptImageError:
             if skip_corrupt:
                 return None
             raise
+        return prepare_images(image_processor, [image])[0]
 
     places = tqdm(range(len(images)), desc="evaluate", unit=" images", leave=False, disable=None)
     found, pending = False, read_ahead(read, places, 2 * batch_size, num_workers)
@@ -84,6 +86,6 @@ def image_batches(
         readable = {index: each for index, each in pixels.items() if each is not None}
         if readable:
             found = True
-            yield reader.batch(list(readable.values())), list(readable)
+            yield stack_pixels(list(readable.values())), list(readable)
     if not found:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")

@@ -19,7 +19,7 @@ TEMPERATURE = 0.07
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     train, test, split = read_labeled_parts(arguments)
     test = take_first(test, arguments.limit)
-    options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "exact", "device")}
+    options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "device")}
     options |= {"return_errors": arguments.skip_corrupt, "trust_remote_code": arguments.trust_remote_code}
     embed = Embedder(arguments.model, **options)
     known, labels = embed_images(embed, train)

@@ -7,8 +7,6 @@ from pathlib import Path
 import datasets
 import torch
 
-from ..common.files import read_text
-from ..common.reading import Reader
 from ..common.scores import check_scores
 from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
@@ -22,8 +20,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     [dataset] = arguments.dataset
     images, captions = read_karpathy(dataset, arguments.image_folder, arguments.split or "test", arguments.limit)
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
-    reader = Reader(towers.image_processor, towers.share_read, arguments.exact)
-    image_embeddings = embed_all_images(towers, reader, images, arguments.batch_size, arguments.num_workers)
+    image_embeddings = embed_all_images(towers, images, arguments.batch_size, arguments.num_workers)
     texts = [caption for several in captions for caption in several]
     owners = torch.tensor([index for index, several in enumerate(captions) for _ in several])
     text_embeddings = embed_all_texts(towers, texts, arguments.batch_size)
@@ -36,7 +33,8 @@ def read_karpathy(
 ) -> tuple[datasets.Dataset, list[list[str]]]:
     """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k."""
     try:
-        entries = [entry for entry in json.loads(read_text(path))["images"] if entry["split"] == split][:limit]
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))["images"]
+        entries = [entry for entry in entries if entry["split"] == split][:limit]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
         # Karpathy's COCO lies in a folder for each year.
         names = [Path(entry.get("filepath", "")) / entry["filename"] for entry in entries]
@@ -55,11 +53,9 @@ def read_karpathy(
 
 
 @torch.inference_mode()
-def embed_all_images(
-    towers: TwoTowers, reader: Reader, images: datasets.Dataset, batch_size: int, num_workers: int
-) -> torch.Tensor:
+def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: int, num_workers: int) -> torch.Tensor:
     """Embed many images, `(images, width)`, on the CPU."""
-    batches = image_batches(reader, images, batch_size, num_workers)
+    batches = image_batches(towers.image_processor, images, batch_size, num_workers)
     embeddings = torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
     check_scores(embeddings, "embeddings")
     return embeddings

@@ -16,11 +16,8 @@ def fgsm(
         pixel_values = pixel_values.clone().requires_grad_()
         loss = F.cross_entropy(model(pixel_values=pixel_values).logits, labels.clone())
         (gradient,) = torch.autograd.grad(loss, pixel_values)
-    order = -1 if image_format.reverse_channels else 1
-    mean, std = (
-        torch.tensor(numbers[::order]).view(-1, 1, 1).to(pixel_values)
-        for numbers in (image_format.mean, image_format.std)
-    )
+    mean = torch.tensor(image_format.mean).view(-1, 1, 1).to(pixel_values)
+    std = torch.tensor(image_format.std).view(-1, 1, 1).to(pixel_values)
     colors = pixel_values.detach() * std + mean + eps * gradient.sign()
     return (colors.clamp(0, 1) - mean) / std
 

@@ -10,7 +10,6 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from ..common.loading import load_image_processor, load_pretrained, load_vision_model, one_error, split_revision
-from ..common.reading import share_read
 from ..common.scores import check_scores
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
 
@@ -26,10 +25,6 @@ class TwoTowers:
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    @property
-    def share_read(self) -> float:
-        return share_read(self.model)
 
     def embed_images(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Map pixel values to embeddings `(batch, width)` of norm 1, float32."""

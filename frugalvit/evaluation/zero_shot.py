@@ -2,15 +2,14 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import datasets
 import open_clip
 import torch
 
-from ..common.files import read_text
 from ..common.labels import class_names
 from ..common.metrics import accuracies
-from ..common.reading import Reader
 from .images import image_batches, images_to_evaluate, reading_options
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
@@ -33,7 +32,7 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     names = list(open_clip.IMAGENET_CLASSNAMES) if source == "imagenet" else known
     if source not in (None, "imagenet"):
-        names = [line.strip() for line in read_text(source).splitlines() if line.strip()]
+        names = [line.strip() for line in Path(source).read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(names) < len(known):
         raise ValueError(f"--classes {source} names {len(names)} classes, the data set has {len(known)}.")
     return names
@@ -43,7 +42,7 @@ def read_templates(source: str) -> list[str]:
     """Read sentences with `{}` in the place of a class's name."""
     if source == "imagenet":
         return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
-    templates = [line.strip() for line in read_text(source).splitlines() if line.strip()]
+    templates = [line.strip() for line in Path(source).read_text(encoding="utf-8").splitlines() if line.strip()]
     if wrong := [line for line in templates or [""] if line.count("{}") != 1 or line.count("{") != 1]:
         raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
     return templates
@@ -63,15 +62,13 @@ def zero_shot_accuracy(
     towers: TwoTowers,
     classifier: torch.Tensor,
     images: datasets.Dataset,
-    exact: bool = False,
     **reading,
 ) -> dict[str, object]:
-    """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`; `exact`
-    as in `Reader`, other arguments as in `image_batches`."""
+    """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`;
+    other arguments as in `image_batches`."""
     classifier = classifier.to(towers.device)
     measured, count = accuracies(), 0
-    reader = Reader(towers.image_processor, towers.share_read, exact)
-    for pixel_values, indices in image_batches(reader, images, **reading):
+    for pixel_values, indices in image_batches(towers.image_processor, images, **reading):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
         measured.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])
         count += len(indices)
