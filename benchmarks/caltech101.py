@@ -130,10 +130,11 @@ def train_teacher(arguments):
         *("--attn_implementation", "eager", "--layer_decay", "0.85", "--warmup_steps", "0.1"),
     ]
     small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"
-    first = ["--model", arguments.model, "--train_image_size", "112", "--num_train_epochs", "5", "--mixup", "0.1"]
+    first = ["--model", arguments.model, "--image_size", "112", "--num_train_epochs", "5", "--mixup", "0.1"]
     first += ["--learning_rate", "3e-4", "--head_multiplier", "5", "--crop_scale", "0.3", "1.0"]
     run_training(train, small, [*shared, *first, "--per_device_train_batch_size", str(BATCH_SIZE)])
     second = ["--model", str(small), "--max_steps", "55", "--crop_scale", "0.4", "1.0", "--learning_rate", "1e-4"]
+    second += ["--image_size", "224"]
     second += ["--mixup", "0", "--gradient_accumulation_steps", "4"]
     run_training(train, teacher, [*shared, *second, "--per_device_train_batch_size", str(BATCH_SIZE // 4)])
     print_accuracy(arguments, teacher)

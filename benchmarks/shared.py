@@ -35,7 +35,6 @@ from frugalvit.common.versions import origin
 from frugalvit.common.views import ImageFormat
 from frugalvit.compare import draw_comparison, table_rows
 from frugalvit.pictures import save_figure
-from frugalvit.training.cards import command_line
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,7 +200,7 @@ def run_training(recipe, folder: Path, argv: list[str]) -> dict:
     """Run a training in a folder, or find the run of the same command there, and return the last value of each name in
     its log. It leaves the model of the last epoch: choosing one by its accuracy would be choosing on test images."""
     argv = ["--output_dir", str(folder), *argv, "--load_best_model_at_end", "False", "--logging_strategy", "epoch"]
-    command, note = command_line(recipe.PROG, argv), folder.with_name(f"{folder.name}.txt")
+    command, note = shlex.join([*recipe.PROG.split(), *argv]), folder.with_name(f"{folder.name}.txt")
     if folder.is_dir() and note.is_file() and (before := note.read_text("utf-8")) != command:
         raise SystemExit(f"{folder} is the run of another command; remove it and {note.name}: {before}")
     # The card is written last.

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PaliGemmaProcessor, PreTrainedModel
 
-from ..common.choices import QUANTIZATIONS
 from ..common.loading import load_llava, load_vision_model
 from ..common.names import without_place
 from ..common.splits import load_parts, load_splits
@@ -29,15 +28,7 @@ from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from ..modeling.swap import matching_processor, swap_vision_tower
-from .arguments import (
-    ArgumentParser,
-    DataArguments,
-    ImageTrainingArguments,
-    argument,
-    check,
-    check_from,
-    run_as_program,
-)
+from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, check, run_as_program
 from .augmentation import BootstrapView, PairedEvalView
 from .cards import write_card
 from .data import as_images
@@ -67,9 +58,6 @@ class LlavaArguments:
 
     model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
     vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped, best from its tower.")
-    quantize: str | None = argument(
-        None, "How the language model is held in training; it is written as it was.", choices=[*QUANTIZATIONS]
-    )
 
 
 @dataclass
@@ -84,7 +72,6 @@ class AlignLlavaArguments(ImageTrainingArguments):
     """Questions about the images, and what learns. With `bf16` or `fp16`, frozen weights have that precision, too."""
 
     metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
-    eval_on_start: bool = argument(True, "Measure the LLaVA with the new tower before training, too.")
     num_train_epochs: float = argument(1.0, "Epochs.")
     per_device_train_batch_size: int = argument(32, "Images of a step on a device.")
     per_device_eval_batch_size: int = argument(32, "Images of an evaluation step on a device.")
@@ -105,8 +92,8 @@ class AlignLlavaArguments(ImageTrainingArguments):
         check(self, lambda value: not value, "0, as answers have no smoothed labels", "label_smoothing_factor")
         is_prompt = lambda text: "{image}" in text and "{question}" in text  # noqa: E731
         check(self, is_prompt, "a text with {image} and {question}", "prompt")
-        check_from(self, 0, "lora_rank", "feature_loss_weight")
-        check_from(self, 1, "num_tokens", "answer_tokens")
+        check(self, lambda value: value >= 0, "0 or more", "lora_rank", "feature_loss_weight")
+        check(self, lambda value: value >= 1, "1 or more", "num_tokens", "answer_tokens")
 
 
 def read_conversations(file: str | Path, image_folder: str | Path | None = None) -> datasets.Dataset:
@@ -121,32 +108,23 @@ def read_conversations(file: str | Path, image_folder: str | Path | None = None)
     columns = {"image": [], "turns": []}
     try:
         for record in json.loads(file.read_text(encoding="utf-8")):
-            if record.get("image") is not None:
-                columns["image"].append(str(folder / record["image"]))
-                columns["turns"].append(read_turns(record["conversations"]))
+            if record.get("image") is None:
+                continue
+            said = record["conversations"]
+            texts = [each["value"].replace("<image>", "").strip() for each in said]
+            if not texts or [each["from"] for each in said] != ["human", "gpt"] * (len(texts) // 2):
+                raise ValueError(f'{said}, expected texts from "human" and "gpt" in turns')
+            columns["image"].append(str(folder / record["image"]))
+            columns["turns"].append([texts[start : start + 2] for start in range(0, len(texts), 2)])
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(f"Cannot read LLaVA's conversations from {str(file)!r}: {error!r}") from error
     return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image(decode=False))
 
 
-def read_turns(conversation: list[dict]) -> list[list[str]]:
-    """Return pairs of question and answer, without the place of the image."""
-    texts = [each["value"].replace("<image>", "").strip() for each in conversation]
-    speakers = [each["from"] for each in conversation]
-    if not texts or speakers != ["human", "gpt"] * (len(texts) // 2) or not all(texts[1::2]):
-        raise ValueError(f'{conversation}, expected texts from "human" and "gpt" in turns, and no empty answer')
-    return [texts[start : start + 2] for start in range(0, len(texts), 2)]
-
-
 def encode(processor, image_tokens: int, turns: Sequence, prompt: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation and its labels, which are `NO_ANSWER` outside of answers.
-
-    Args:
-        processor: The processor of a LLaVA or a PaliGemma; its tokenizer is used.
-        image_tokens (`int`): Number of the image's tokens, before the first question.
-        turns (sequence of pairs of `str`): Questions and answers; None for an answer that is still to be given.
-        prompt (`str`): The text around each question, with `{image}` and `{question}`.
-    """
+    """Return the token ids of a conversation and its labels, which are `NO_ANSWER` outside of answers. `turns` are
+    pairs of question and answer, None for one that is still to be given, `prompt` the text around a question, and
+    `image_tokens` the number of the image's tokens, before the first question."""
     tokenizer = processor.tokenizer
     # A PaliGemma's text starts after its image, and its answers on a line of their own.
     starts_after_image = isinstance(processor, PaliGemmaProcessor)
@@ -175,8 +153,8 @@ def encode(processor, image_tokens: int, turns: Sequence, prompt: str) -> tuple[
 
 
 def pad(rows: Sequence[tuple[list[int], list[int]]], processor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a model's inputs besides the images, and their labels, `(images, length)`, of token ids and labels of
-    each text. Padding is at the left, so that all texts end together."""
+    """Return a model's inputs besides the images, and the labels, `(images, length)`, of the token ids and labels of
+    texts. Padding is at the left, so that all texts end together."""
     length = max(len(ids) for ids, _ in rows)
 
     def stack(lists, value: int) -> torch.Tensor:
@@ -196,12 +174,8 @@ def pad(rows: Sequence[tuple[list[int], list[int]]], processor) -> tuple[dict[st
 @torch.no_grad()
 def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], prompt: str, length: int) -> tuple:
     """Generate the likeliest answer of a LLaVA or a PaliGemma to a question about each image, of at most `length`
-    tokens. Other arguments as in `encode`.
-
-    Returns:
-        The token ids of each answer; the logits of all of them, `(answer tokens, vocabulary)`; and the mean projected
-        token of each image, `(images, channels)`.
-    """
+    tokens. Return the token ids of each answer, the logits of all of them, `(answer tokens, vocabulary)`, and the mean
+    projected token of each image, `(images, channels)`."""
     features = llava.get_image_features(pixel_values).pooler_output
     inputs, _ = pad([encode(processor, len(features[0]), [(each, None)], prompt) for each in questions], processor)
     given = llava.generate(
@@ -225,16 +199,16 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
 
 
 class Learner(nn.Module):
-    """A LLaVA, which may share its language model with another one, whose projector learns, as a copy in float32. Its
-    state has the parameters that learn and no others."""
+    """A LLaVA, which may share its language model with another one. Its projector, a copy in float32, and LoRA of
+    `lora_rank` in its language model learn. The state has the parameters that learn and no others."""
 
-    def __init__(self, llava: PreTrainedModel):
+    def __init__(self, llava: PreTrainedModel, lora_rank: int = 0):
         super().__init__()
-        self.dtype = llava.dtype
-        llava.requires_grad_(False)
+        self.llava = llava.requires_grad_(False)
         llava.model.multi_modal_projector = copy.deepcopy(llava.model.multi_modal_projector).float().requires_grad_()
-        self.llava = llava
-        self.register_state_dict_post_hook(_drop_frozen)
+        if lora_rank:
+            self.add_lora(lora_rank)
+        self.register_state_dict_post_hook(drop_frozen)
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
     def train(self, mode: bool = True):
@@ -245,7 +219,6 @@ class Learner(nn.Module):
         return self.llava(**inputs)
 
     def add_lora(self, rank: int):
-        """Let the language model learn, too, by matrices of a low rank that are added to its own."""
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError:
@@ -259,31 +232,26 @@ class Learner(nn.Module):
 
     @property
     def lora_layers(self) -> dict[str, nn.Module]:
-        """The language model's layers that have LoRA, by their names in it."""
-        modules = self.llava.model.language_model.named_modules()
-        return {name: module for name, module in modules if hasattr(module, "lora_A")}
+        """Layers with LoRA, by name."""
+        return {name: module for name, module in self.llava.named_modules() if hasattr(module, "lora_A")}
 
     def enable_lora(self, enabled: bool):
         for layer in self.lora_layers.values():
             layer.enable_adapters(enabled)
 
-    def merged_state(self, language_model: nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """Return the LLaVA's weights by name, in the precision that it had, with LoRA added to them or to those of
-        `language_model`, if its own is quantized."""
-        where, state, layers = "model.language_model", {}, self.lora_layers
+    def merged_state(self) -> dict[str, torch.Tensor]:
+        """Return the LLaVA's weights by name, with LoRA added, in the precision that they had."""
+        state, layers = {}, self.lora_layers
         for name, value in self.llava.state_dict().items():
-            if not name.startswith(f"{where}."):
-                state[name] = value.to(self.dtype) if "multi_modal_projector." in name else value
-        for name, value in (language_model or self.llava.model.language_model).state_dict().items():
             owner, _, rest = name.replace(".base_layer.", ".").rpartition(".")
             if owner in layers and rest == "weight":
-                value = (value.float() + layers[owner].get_delta_weight("default").to(value.device)).to(value.dtype)
+                value = (value.float() + layers[owner].get_delta_weight("default")).to(value.dtype)
             if ".lora_" not in name:
-                state[f"{where}.{owner}.{rest}"] = value
+                state[f"{owner}.{rest}"] = value.to(self.llava.dtype) if "multi_modal_projector." in name else value
         return state
 
 
-def _drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
+def drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
     # A head that is its model's embeddings has two names.
     named = learner.named_parameters(remove_duplicate=False)
     for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
@@ -291,19 +259,11 @@ def _drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
 
 
 class AlignLlavaTrainer(ImageTrainer):
-    """Transformers' `Trainer` of a LLaVA or a PaliGemma that learns to read a SparseFormer: its projector and, with
-    `args.lora_rank`, its language model.
+    """Transformers' `Trainer` of a LLaVA or a PaliGemma, `original`, that learns to read a SparseFormer, `tower`: its
+    projector and, with `args.lora_rank`, its language model.
 
-    Args:
-        original (`PreTrainedModel`): The LLaVA with its own tower, in the precision that it is to have.
-        tower (`SparseFormerPreTrainedModel`): A SparseFormer that was bootstrapped from that tower.
-        args (`AlignLlavaArguments`): How it learns.
-        train_dataset, eval_dataset: Images, see `BootstrapTrainer`, about which the LLaVA as it was is asked; or
-            conversations, as `read_conversations` returns them.
-        processing_class: The LLaVA's processor.
-        quantize (`str`, *optional*): How the language model of `original` is quantized. The written model has the
-            weights of `base_model`, plus what LoRA learned.
-        callbacks, base_model (*optional*): As in `ImageTrainer`.
+    `train_dataset` and `eval_dataset` are images, see `BootstrapTrainer`, about which `original` is asked, or
+    conversations of `read_conversations`; `processing_class` is its processor.
     """
 
     def __init__(
@@ -314,14 +274,9 @@ class AlignLlavaTrainer(ImageTrainer):
         train_dataset,
         eval_dataset=None,
         processing_class=None,
-        callbacks=None,
-        base_model: str | None = None,
-        quantize: str | None = None,
+        **kwargs,
     ):
-        args = copy.copy(args)
-        args.eval_on_start = args.eval_on_start and eval_dataset is not None
-        self.original = original if quantize else original.to(args.device)
-        self.processor, self.quantize = processing_class, quantize
+        self.original, self.processor = original.to(args.device), processing_class
         self.prompt = args.prompt or (PALIGEMMA_PROMPT if isinstance(processing_class, PaliGemmaProcessor) else PROMPT)
         self.tower_name = tower.config._name_or_path
         self.llava = swap_vision_tower(original, tower, new_first_layer=True)
@@ -332,33 +287,24 @@ class AlignLlavaTrainer(ImageTrainer):
             # A tower of another family than the LLaVA's own.
             processor.image_processor.image_mean = tower.config.image_mean
             processor.image_processor.image_std = tower.config.image_std
-        learner = Learner(self.llava)
-        if args.lora_rank:
-            learner.add_lora(args.lora_rank)
         train = self.take_images(train_dataset)
         self.has_teacher = "turns" not in train.features
         student_format = ImageFormat.from_processor(processor.image_processor)
         teacher_format = ImageFormat.from_processor(processing_class.image_processor) if self.has_teacher else None
         eval_view = PairedEvalView(student_format, teacher_format)
         super().__init__(
-            model=learner,
-            args=args,
-            train_dataset=train,
-            eval_dataset=eval_dataset,
+            Learner(self.llava, args.lora_rank),
+            args,
+            train,
+            eval_dataset,
             # Conversations may be about what a crop leaves out.
-            train_view=BootstrapView(student_format, teacher_format) if self.has_teacher else eval_view,
-            eval_view=eval_view,
+            BootstrapView(student_format, teacher_format) if self.has_teacher else eval_view,
+            eval_view,
             processing_class=processor,
-            callbacks=callbacks,
-            base_model=base_model or original.config._name_or_path,
+            **{"base_model": original.config._name_or_path} | kwargs,
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        # A resumed run was measured before it began.
-        self.args.eval_on_start = self.args.eval_on_start and not resume_from_checkpoint
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def take_images(self, images):
         is_table = isinstance(images, datasets.Dataset) and "turns" in images.features
@@ -370,8 +316,8 @@ class AlignLlavaTrainer(ImageTrainer):
         return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
     def ask(self, batch: dict, images) -> tuple:
-        """Return the token ids and labels of a text about each image of a batch: of conversations in `images`, and
-        `None`; or else of the teacher's answers, and their logits and mean projected tokens."""
+        """Return the token ids and labels of a text about each image of a batch: a conversation in `images`, or the
+        teacher's answer, with its logits and mean projected tokens."""
         args, indices = self.args, batch["index"].tolist()
 
         def encoded(turns: list) -> tuple[list[int], list[int]]:
@@ -394,12 +340,8 @@ class AlignLlavaTrainer(ImageTrainer):
         return rows, targets
 
     def read(self, model, batch: dict, rows: list) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
-        """Let the new LLaVA predict each token of the answers.
-
-        Returns:
-            Its logits, `(answer tokens, vocabulary)`, the tokens themselves, `(answer tokens,)`, how many of them are
-            about each image, and the mean projected token of each image, `(batch, hidden_size)`.
-        """
+        """Let the new LLaVA predict each token of the answers. Return its logits, `(answer tokens, vocabulary)`, the
+        tokens themselves, how many of them are about each image, and the mean projected token of each image."""
         inputs, labels = pad(rows, self.processing_class)
         inputs = {name: value.to(self.args.device) for name, value in inputs.items()}
         # No logits of what stands before the answers, but of the last token before them.
@@ -422,7 +364,6 @@ class AlignLlavaTrainer(ImageTrainer):
         return divergence(said, logits, 1.0) + self.args.feature_loss_weight * distance.mean()
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
-        """As in Transformers."""
         self.evaluated = dataloader.dataset.images
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
@@ -446,17 +387,14 @@ class AlignLlavaTrainer(ImageTrainer):
         return self.llava
 
     def weights(self) -> dict[str, torch.Tensor]:
-        if not self.args.should_save:
-            return {}
-        plain = load_llava(self.base_model, "cpu", self.llava.dtype)[0].model.language_model if self.quantize else None
-        return self.model.merged_state(plain)
+        return self.model.merged_state() if self.args.should_save else {}
 
     def write_card(self, folder: Path):
         # A PaliGemma's processor ends the line itself.
         token = self.processor.image_token
         place = token if self.prompt.endswith("\n") else f"{token}\n"
         prompt = self.prompt.removesuffix("\n").format(image=place, question=self.args.questions[0])
-        # Its parameters are counted: without LoRA's, and not quantized.
+        # Its parameters are counted, without LoRA's.
         with torch.device("meta"):
             plain = type(self.llava)(self.llava.config)
         write_card(folder, self, plain, use=USE.format(prompt=prompt))
@@ -471,9 +409,7 @@ class AlignLlavaTrainer(ImageTrainer):
         )
         if "agreement" not in metrics:
             return f"{text}, not evaluated."
-        start = next((each for each in self.state.log_history if each["step"] == 0), {}).get("eval_agreement")
-        before = "" if start is None or (self.data and self.data.tested) else f", {start:.2%} before"
-        return f"{text}: {metrics['agreement']:.2%} of the answers' tokens are right{before}."
+        return f"{text}: {metrics['agreement']:.2%} of the answers' tokens are right."
 
 
 def load_questions(data: QuestionDataArguments) -> tuple:
@@ -488,11 +424,7 @@ def load_questions(data: QuestionDataArguments) -> tuple:
 
 
 def make_parser() -> ArgumentParser:
-    return ArgumentParser(
-        [LlavaArguments, QuestionDataArguments, AlignLlavaArguments],
-        PROG,
-        "Let a LLaVA learn to read a SparseFormer: the projector alone, without labels or with conversations.",
-    )
+    return ArgumentParser([LlavaArguments, QuestionDataArguments, AlignLlavaArguments], PROG)
 
 
 def make_trainer(options: LlavaArguments, data: QuestionDataArguments, args: AlignLlavaArguments) -> AlignLlavaTrainer:
@@ -500,17 +432,14 @@ def make_trainer(options: LlavaArguments, data: QuestionDataArguments, args: Ali
     start(args)
     train, evaluation, test = load_questions(data)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    original, processor = load_llava(options.model, args.device, dtype, options.quantize)
+    original, processor = load_llava(options.model, args.device, dtype)
     tower, _ = load_vision_model(options.vision_model, "cpu")
-    trainer = AlignLlavaTrainer(
-        original, tower, args, train, evaluation, processor, base_model=options.model, quantize=options.quantize
-    )
+    trainer = AlignLlavaTrainer(original, tower, args, train, evaluation, processor, base_model=options.model)
     trainer.test_images = test
     return trainer
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as a command line says."""
     return run_command(make_parser(), make_trainer, argv)
 
 

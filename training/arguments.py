@@ -43,22 +43,14 @@ def check(arguments, fits: Callable, expected: str, *names: str):
 def check_choices(arguments):
     """Check the choices of all fields; `HfArgumentParser` checks those of command lines only."""
     for each in dataclasses.fields(arguments):
-        if choices := each.metadata.get("choices"):
-            fits = lambda value, choices=choices: {*as_list(value)} <= {*choices}  # noqa: E731
-            check(arguments, fits, f"one of {', '.join(choices)}", each.name)
-
-
-def check_shares(arguments, *names: str):
-    check(arguments, lambda value: 0 <= value <= 1, "a number from 0 to 1", *names)
+        choices, value = each.metadata.get("choices"), getattr(arguments, each.name)
+        if choices and value is not None and not {*as_list(value)} <= {*choices}:
+            raise ValueError(f"{each.name} is {value!r}, expected one of {', '.join(choices)}.")
 
 
 def check_ranges(arguments, *names: str):
     fits = lambda value: len(value) == 2 and 0 < value[0] <= value[1]  # noqa: E731
     check(arguments, fits, "two positive numbers, the lower first", *names)
-
-
-def check_from(arguments, low: float, *names: str):
-    check(arguments, lambda value: low <= value < float("inf"), f"{low} or more", *names)
 
 
 @dataclass
@@ -96,17 +88,12 @@ class ImageTrainingArguments(TrainingArguments):
 class DataArguments:
     """Images to train and evaluate on."""
 
-    dataset: list[str] = argument(
-        [SUBSET],
-        f"Hub id (@revision, too), folder of images, zip file of one, parquet files or folder of them, or {SUBSET}.",
-    )
+    dataset: list[str] = argument([SUBSET], f"Hub id, folder or zip file of images, parquet files, or {SUBSET}.")
     dataset_config: str | None = argument(None, "Configuration of a hub data set that has several.")
     train_split: str = argument("train", "Split to train on; slices such as train[:1000], too.")
     eval_dataset: list[str] | None = argument(None, "Data set to evaluate on, if not another split of dataset.")
     eval_split: str | None = argument(
-        None,
-        f'Split to choose the best epoch on, or "{NO_EVALUATION}". Default: "validation", measured on "test", or one '
-        "of these; else a tenth of the training images, at most 5,000.",
+        None, f'Split to choose the best epoch on, or "{NO_EVALUATION}". Default: validation, or a tenth held back.'
     )
     image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
@@ -117,40 +104,28 @@ class DataArguments:
     tested: str | None = field(default=None, init=False, repr=False)
 
 
-class OneSpelling(argparse.ArgumentDefaultsHelpFormatter):
-    """Help with one of both spellings of an argument."""
-
-    def _format_action_invocation(self, action) -> str:
-        option = max(action.option_strings, key=len)
-        return option if action.nargs == 0 else f"{option} {self._format_args(action, action.dest.upper())}"
-
-
 class ArgumentParser(HfArgumentParser):
     """`HfArgumentParser` with errors of one line and `--config`, a YAML file of arguments or the name of a recipe.
     Arguments on the command line replace those of the file."""
 
-    def __init__(self, dataclass_types: list[type], prog: str, description: str):
-        for each in dataclass_types:
-            each._argument_group_name = each.__doc__.partition("\n\n")[0].replace("\n", " ").rstrip(".")
+    def __init__(self, dataclass_types: list[type], prog: str):
         usage = f"{prog} [--config FILE|RECIPE] [--ARGUMENT VALUE ...]"
-        options = {"formatter_class": OneSpelling, "allow_abbrev": False}
-        super().__init__(dataclass_types, prog=prog, usage=usage, description=description, **options)
+        super().__init__(dataclass_types, prog=prog, usage=usage, allow_abbrev=False)
         self.add_argument("--config", metavar="FILE|RECIPE", help="YAML file of arguments, or the name of a recipe.")
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the arguments)\n")
 
-    def parse(self, argv: list[str] | None = None) -> tuple:
+    def parse(self, argv: list[str]) -> tuple:
         """Return an instance of each dataclass; an error ends the process with code 2 and one line."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
-        found, words = finder.parse_known_args(sys.argv[1:] if argv is None else argv)
+        found, words = finder.parse_known_args(argv)
         try:
             if found.config:
                 words = [*config_words(read_config(found.config, self.prog)), *words]
-            *parsed, _, rest = self.parse_args_into_dataclasses(
-                words, look_for_args_file=False, return_remaining_strings=True
-            )
+            options = {"look_for_args_file": False, "return_remaining_strings": True}
+            *parsed, _, rest = self.parse_args_into_dataclasses(words, **options)
             if rest:
                 close = difflib.get_close_matches(rest[0].partition("=")[0], self._option_string_actions, 1)
                 raise ValueError(f"there is no argument {rest[0]}{f'; did you mean {close[0]}?' if close else ''}")

@@ -1,68 +1,12 @@
-"""Views of images in training: for little data, for bootstrapping and for segmentation."""
+"""Views of images for bootstrapping."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from PIL import Image
-from torchvision import tv_tensors
-from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms import v2
 
-from ..common.choices import IGNORED
-from ..common.views import LONGEST, EvalView, ImageFormat, View
-from .arguments import ImageTrainingArguments, argument
-
-
-@dataclass
-class SmallDataArguments(ImageTrainingArguments):
-    """Training of classifiers from little data: the optimizer, crops and flips."""
-
-    metric_for_best_model: str = argument("accuracy", "Metric that chooses the best model.")
-    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
-    learning_rate: float = argument(1e-3, "Highest learning rate.")
-    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
-    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
-    attn_implementation: str | None = argument(None, "Attention in training. Default: eager on CPUs.")
-    crop: str = argument("padded", "Crop of the padded image, or a random part.", choices=["padded", "resized"])
-    crop_padding: int = argument(4, "Pixels of padding on each side for crop padded.")
-    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
-    crop_size: int | None = argument(None, "Pixels of the images for crop padded. Default: the model's.")
-    crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
-    flip: float = argument(0.5, "Probability of a horizontal flip.")
-
-
-class SmallDataView(View):
-    """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision."""
-
-    def __init__(
-        self,
-        image_format: ImageFormat,
-        args: SmallDataArguments,
-        randaugment_layers: int = 0,
-        randaugment_magnitude: int = 9,
-        erasing: float = 0.0,
-    ):
-        self.formats = {"pixel_values": image_format}
-        size, interpolation, fill = list(image_format.size), image_format.interpolation, image_format.fill
-        before, padding = 2 * [args.crop_size] if args.crop_size else size, args.crop_padding
-        flip = v2.RandomHorizontalFlip(args.flip)
-        if args.crop == "resized":
-            steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
-        else:
-            if padding >= min(before):
-                raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")
-            crop = v2.RandomCrop(before, padding or None, padding_mode=args.padding_mode)
-            steps = [v2.Resize(before, interpolation), flip, crop, v2.Resize(size, interpolation)]
-        if randaugment_layers:
-            bilinear = InterpolationMode.BILINEAR
-            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, fill))
-        steps.append(v2.PILToTensor())
-        if erasing:
-            steps.append(v2.RandomErasing(erasing, value=fill))
-        self.transform = v2.Compose(steps)
-
-    def __call__(self, image):
-        return {"pixel_values": self.transform(image)}
+from ..common.views import EvalView, ImageFormat, View
 
 
 class BootstrapView(View):
@@ -119,64 +63,3 @@ class PairedEvalView(View):
 
     def __call__(self, image):
         return {name: view(image)["pixel_values"] for name, view in self.views.items()}
-
-
-def resize_pair(
-    image: Image.Image, mask: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Resize an image, to a tensor, and its mask as torchvision does. The mask takes the nearest *centers*:
-    torchvision's other mode, which it uses for `tv_tensors.Mask`, is half a pixel off the image."""
-    pixels = v2.functional.resize(v2.functional.pil_to_tensor(image), size, interpolation, antialias=True)
-    return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
-
-
-class SegmentationView(View):
-    """Views for training segmentation: random resize, crop, flip and photometric distortion, alike for image and mask.
-
-    `scale` is the range of the resized image's shorter side, in crops. A crop in which one class has more than
-    `max_share` of the pixels that count is drawn anew, up to 10 times. `flip` and `distort` are probabilities.
-    """
-
-    def __init__(
-        self,
-        image_format: ImageFormat,
-        read_mask,
-        scale: Sequence[float] = (0.5, 2.0),
-        max_share: float = 0.75,
-        flip: float = 0.5,
-        distort: float = 0.5,
-    ):
-        self.formats, self.read_mask, self.max_share = {"pixel_values": image_format}, read_mask, max_share
-        self.sides = [max(round(factor * min(image_format.size)), 1) for factor in scale]
-        fill = {tv_tensors.Image: image_format.fill, tv_tensors.Mask: IGNORED}
-        self.crop = v2.RandomCrop(image_format.size, pad_if_needed=True, fill=fill)
-        changes = {"brightness": 1 / 8, "contrast": 0.5, "saturation": 0.5, "hue": 0.05}
-        jitters = [v2.RandomApply([v2.ColorJitter(**{name: value})], distort) for name, value in changes.items()]
-        self.flip_and_distort = v2.Compose([v2.RandomHorizontalFlip(flip), *jitters])
-
-    def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        # A part of a strip: resized whole, it would take gigabytes.
-        part = v2.RandomCrop([min(length, LONGEST * min(mask.shape)) for length in mask.shape])
-        image, mask = part(image, tv_tensors.Mask(mask))
-        shorter = int(torch.randint(self.sides[0], self.sides[1] + 1, ()))
-        pixels, mask = resize_pair(image, mask, [shorter], self.formats["pixel_values"].interpolation)
-        pair = tv_tensors.Image(pixels), tv_tensors.Mask(mask[None])
-        for _ in range(10):
-            pixels, mask = self.crop(*pair)
-            counts = torch.bincount(mask[mask != IGNORED].flatten().int())
-            if self.max_share == 1 or ((counts > 0).sum() > 1 and counts.max() <= self.max_share * counts.sum()):
-                break
-        pixels, mask = self.flip_and_distort(pixels, mask)
-        return {"pixel_values": pixels.as_subclass(torch.Tensor), "labels": mask[0].as_subclass(torch.Tensor)}
-
-
-class SegmentationEvalView(View):
-    """Views for evaluating segmentation: image and mask, resized to the model's size."""
-
-    def __init__(self, image_format: ImageFormat, read_mask):
-        self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
-
-    def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        image_format = self.formats["pixel_values"]
-        pixels, mask = resize_pair(image, mask, list(image_format.size), image_format.interpolation)
-        return {"pixel_values": pixels, "labels": mask}

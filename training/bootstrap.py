@@ -91,10 +91,7 @@ class BootstrapArguments(ImageTrainingArguments):
     """Arguments of bootstrapping: the loss, the views of images, and what learns."""
 
     recipe: str | None = argument(
-        None,
-        "Whose defaults apply. Default: inherited for students that inherit patches, else small for teachers of up to "
-        f"{LARGEST_SMALL} pixels without student, else paper.",
-        choices=[*RECIPES],
+        None, f"Defaults. Default: by focusing, and small up to {LARGEST_SMALL} pixels.", choices=[*RECIPES]
     )
     metric_for_best_model: str = argument("alignment", "Metric that chooses the best model.")
     num_train_epochs: float | None = argument(None, "Epochs. Default: 20, or 5 with student.")
@@ -105,7 +102,7 @@ class BootstrapArguments(ImageTrainingArguments):
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
     lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
     tune: float | None = argument(
-        None, "Blocks to tune, the first ones: a share or a count. Default: a third, or all that inherit patches."
+        None, "First blocks to tune, a share or a count. Default: a third, or all (inherited)."
     )
     tune_all: bool = argument(False, "Tune every inherited block.")
     inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
@@ -114,9 +111,7 @@ class BootstrapArguments(ImageTrainingArguments):
     label_loss_weight: float = argument(0.0, "Weight of the cross-entropy with the labels.")
     token_loss_weight: float | None = by_recipe("token_loss_weight", "Weight of each token's distance, in its RoI.")
     token_layers: list[int] | None = argument(None, "Layers of these tokens, -1 for the last. Default: all.")
-    token_distance: str = argument(
-        "normalized", "Distance of LayerNorm-ed or of raw tokens, which a LLaVA reads.", choices=["normalized", "raw"]
-    )
+    token_distance: str = argument("normalized", "Distance, raw where a LLaVA reads.", choices=["normalized", "raw"])
     dense_loss_weight: float = argument(0.0, "Weight of the feature map's distance from the teacher's.")
     dense_layers: list[int] | None = argument(None, "Layers of these maps, from the last, -1, backwards. Default: -1.")
     crop_scale: list[float] | None = by_recipe("crop_scale", "Lowest and highest share of the area of a crop.")
@@ -148,10 +143,7 @@ class BootstrapArguments(ImageTrainingArguments):
 
 class BootstrapTrainer(ImageTrainer):
     """Transformers' `Trainer` that bootstraps a SparseFormer from a vision transformer, without labels (Gao et al.
-    2024, section 3.2).
-
-    The teacher is frozen, and so are the student's blocks that `args.tune` does not choose. Labels measure accuracy
-    and no more, unless `args.label_loss_weight` is given.
+    2024, section 3.2). Labels measure accuracy and no more, unless `args.label_loss_weight` is given.
 
     Args:
         teacher (`PreTrainedModel`): A vision transformer.
@@ -182,11 +174,11 @@ class BootstrapTrainer(ImageTrainer):
         teacher_format, student_format = ImageFormat.from_processor(processing_class), format_of(config)
         teacher = read_anatomy(teacher, teacher_format.size)
         base_model = base_model or teacher.source.config._name_or_path or "a model without a name"
-        own, teachers = ((each.mean, each.std) for each in (student_format, teacher_format))
-        if config.embeds_patches and own != teachers:
+        normalizations = [(each.mean, each.std) for each in (student_format, teacher_format)]
+        if config.embeds_patches and normalizations[0] != normalizations[1]:
             raise ValueError(
-                f"The student inherits its teacher's patches and normalizes otherwise: mean and std are {own}, the "
-                f"teacher's {teachers}. Give them to from_teacher: image_mean, image_std."
+                "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
+                "{} instead of {}. Give image_mean and image_std to from_teacher.".format(*normalizations)
             )
         args.complete(config.embeds_patches, max(teacher_format.size))
         self.anatomy, self.student, self.classify = teacher, model, getattr(model, "classifier", None)
@@ -220,12 +212,11 @@ class BootstrapTrainer(ImageTrainer):
         model.to(args.device)
 
     def evaluation_views(self, images) -> Views:
-        """As in `ImageTrainer`; labels are the student's classes by name, or are left out."""
+        """As in `ImageTrainer`; labels are the student's classes, or are left out."""
         images, _, _, classes = match_classes((as_images(images), None, None), self.labels, False)
         return Views(images, self.eval_view, None, self.skip_corrupt, classes)
 
     def train(self, *args, **kwargs):
-        """As in Transformers."""
         reads_states = self.align.align_tokens or self.align.align_maps or self.align.forecasts
         with self.anatomy.watch() if reads_states else nullcontext([]) as self.states:
             return super().train(*args, **kwargs)
@@ -242,16 +233,21 @@ class BootstrapTrainer(ImageTrainer):
 
     @torch.no_grad()
     def targets_of(self, inputs: dict) -> Targets:
-        """The teacher's embeddings of a batch, and its attention, maps and hidden states where the loss reads them."""
+        """Return the teacher's embeddings of a batch, and what else the loss reads of it."""
         align = self.align
         with self.accelerator.autocast():
-            embedding = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"])).float()
-            return Targets(
-                embedding,
-                attended_cells(self.anatomy, self.states) if align.forecasts else None,
-                list(self.states) if align.align_tokens else [],
-                [each.float() for each in align.align_maps.of_teacher(self.states)] if align.align_maps else [],
-            )
+            targets = Targets(self.embed(inputs))
+            if align.forecasts:
+                targets.attention = attended_cells(self.anatomy, self.states)
+            if align.align_tokens:
+                targets.tokens = list(self.states)
+            if align.align_maps:
+                targets.maps = [each.float() for each in align.align_maps.of_teacher(self.states)]
+        return targets
+
+    def embed(self, inputs: dict) -> torch.Tensor:
+        """Return the teacher's embeddings of a batch."""
+        return self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"])).float()
 
     def parameter_groups(self, model) -> list[dict]:
         rates = dict.fromkeys(self.tuned, self.args.inherited_lr_factor)
@@ -271,12 +267,12 @@ class BootstrapTrainer(ImageTrainer):
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return, for each image, its cosine with the teacher's embedding at each count of tokens and, with labels,
-        whether these and the teacher classify it rightly."""
+        """Return the cosine of each image's embedding with the teacher's for each count of tokens and, with labels,
+        whether student and teacher classify it rightly."""
         inputs = self._prepare_inputs(inputs)
         embeddings, labels = [], inputs.get("labels")
         with self.accelerator.autocast():
-            target = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"])).float()
+            target = self.embed(inputs)
             for count in self.student.config.trained_token_counts:
                 outputs = model(inputs["pixel_values"], num_tokens=count, **self.align.embedding_options)
                 embeddings.append(self.align.project(outputs.pooler_output).float())
@@ -288,8 +284,8 @@ class BootstrapTrainer(ImageTrainer):
         return None, found, found.new_zeros(len(found))
 
     def measure(self, prediction) -> dict[str, float]:
-        """`alignment`, the mean cosine of student's and teacher's embeddings, over several counts of tokens, and, of
-        classifiers, `accuracy`, that of the largest count, and `teacher_accuracy`; `…_COUNT` are those of each."""
+        """Return `alignment`, the mean cosine of both embeddings over all counts of tokens, and, of classifiers,
+        `accuracy`, that of the largest count, and `teacher_accuracy`; `…_COUNT` are those of each."""
         counts, means = self.student.config.trained_token_counts, prediction.predictions.mean(0).tolist()
         alignments, accuracies = means[: len(counts)], means[len(counts) :]
         results = {"alignment": statistics.mean(alignments)}
@@ -319,7 +315,7 @@ class BootstrapTrainer(ImageTrainer):
         text = f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(self.base_model)}{labels}"
         if "alignment" not in metrics:
             return f"{text}, not evaluated."
-        text += f": mean cosine with the teacher's embeddings {metrics['alignment']:.4f}{self.of_images}"
+        text += f": mean cosine with the teacher's embeddings {metrics['alignment']:.4f}"
         if "accuracy" in metrics:
             text += f"; accuracy {metrics['accuracy']:.2%}, the teacher's is {metrics['teacher_accuracy']:.2%}"
         names = [name for name in ("accuracy", "alignment") if f"{name}_{counts[0]}" in metrics]
@@ -359,10 +355,8 @@ def bootstrap(
     if isinstance(teacher, str | Path):
         options["teacher"] = str(teacher)
     else:
-        options["teacher"], loaded = (
-            teacher.config._name_or_path or "a model without a name",
-            (teacher, processing_class),
-        )
+        options["teacher"] = teacher.config._name_or_path or "a model without a name"
+        loaded = (teacher, processing_class)
     if num_tokens is not None:
         options["num_tokens"] = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
     if isinstance(images, str | Path) and (eval_images is None or isinstance(eval_images, str | Path)):
@@ -374,7 +368,6 @@ def bootstrap(
             parts = split_off(parts[0])
     student, data, args = HfArgumentParser([StudentArguments, DataArguments, BootstrapArguments]).parse_dict(options)
     trainer = make_trainer(student, data, args, loaded, parts)
-    trainer.command = "frugalvit.bootstrap"
     # FSDP changes it.
     student_class = type(trainer.student)
     trainer.run(None if parts else data, trainer.test_images)
@@ -382,11 +375,7 @@ def bootstrap(
 
 
 def make_parser() -> ArgumentParser:
-    return ArgumentParser(
-        [StudentArguments, DataArguments, BootstrapArguments],
-        PROG,
-        "Bootstrap a SparseFormer from a vision transformer, without labels.",
-    )
+    return ArgumentParser([StudentArguments, DataArguments, BootstrapArguments], PROG)
 
 
 def make_trainer(
@@ -413,7 +402,6 @@ def make_trainer(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as a command line says."""
     return run_command(make_parser(), make_trainer, argv)
 
 

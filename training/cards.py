@@ -1,6 +1,5 @@
 """Model cards of trained models, with what was measured."""
 
-import shlex
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
@@ -36,15 +35,8 @@ def write_card(
     use: str | None = None,
     metrics: dict[str, float] | None = None,
 ):
-    """Write the card of a trained model into its folder, as `README.md`.
-
-    Args:
-        folder (`Path`): The folder.
-        trainer (`ImageTrainer`): What trained it.
-        model (`PreTrainedModel`, *optional*), summary (`str`, *optional*), metrics (`dict[str, float]`, *optional*):
-            The model, its description and what was measured, if not the trainer's.
-        use (`str`, *optional*): Code that uses `model` and `processor`, where that of the task does not fit.
-    """
+    """Write the card of a trained model into its folder, as `README.md`. `model`, `summary` and `metrics` take the
+    place of the trainer's; `use` is code that uses `model` and `processor`, where that of the task does not fit."""
     model, args, data = model or trainer.trained, trainer.args, trainer.data
     metrics = trainer.metrics if metrics is None else metrics
     base = trainer.base_model and split_revision(trainer.base_model)[0]
@@ -53,30 +45,34 @@ def write_card(
     # How a backbone is loaded says how it is used, too.
     if use is None and not type(model).__name__.endswith("Backbone"):
         use = {"image-classification": USE + LABEL, "image-feature-extraction": USE}.get(task)
-    trained_on, measured_on = named(data, "dataset"), named(data, "eval_dataset") or named(data, "dataset")
+    trained_on = named(data, "dataset")
+    measured_on = named(data, "eval_dataset") or trained_on or ["images"]
     metric, name, results = args.metric_for_best_model, Path(args.output_dir).name, None
     if metric in metrics:
         result = EvalResult(
             task_type=task,
-            dataset_type=(measured_on or ["images"])[0],
-            dataset_name=" ".join(measured_on) or "images",
+            dataset_type=measured_on[0],
+            dataset_name=" ".join(measured_on),
             dataset_split=data and (data.tested or data.evaluated),
             metric_type=metric,
             metric_value=round(metrics[metric], 4),
         )
         results = [result]
-    data_sets = [*data.dataset, *(data.eval_dataset or ())] if data else []
-    example = loading_example(model) + (use or "")
-    about = f"{sum(each.numel() for each in model.parameters()):,} parameters; {chosen(trainer)}; seed {args.seed}."
+    parameters = sum(each.numel() for each in model.parameters())
+    paragraphs = [
+        summary or trainer.summary(metrics),
+        f"{parameters:,} parameters; {chosen(trainer)}; seed {args.seed}.",
+        NEEDS_CONTEXT_BROADCAST if isinstance(getattr(model.config, "context_broadcast", None), dict) else "",
+    ]
+    for code in (loading_example(model) + (use or ""), embedding_example(model)):
+        paragraphs.append(code and f"```python\n{code}\n```")
+    if trainer.command:
+        command = portable_command(trainer.command, [*data.dataset, *(data.eval_dataset or ())])
+        paragraphs.append(f"Made by\n\n```\n{command}\n```")
     make_card(
         model,
         name,
-        summary or trainer.summary(metrics),
-        about,
-        NEEDS_CONTEXT_BROADCAST if isinstance(getattr(model.config, "context_broadcast", None), dict) else "",
-        *(f"```python\n{code}\n```" for code in (example, embedding_example(model)) if code),
-        "Made by",
-        f"```\n{portable_command(trainer.command, data_sets)}\n```",
+        *paragraphs,
         license=args.license or license_of(base),
         datasets=trained_on or None,
         pipeline_tag=task,
@@ -110,18 +106,11 @@ def name_images(data: DataArguments | None) -> str:
     return " ".join(named(data, "dataset")) or "images that are on no hub"
 
 
-def command_line(prog: str, argv: list[str]) -> str:
-    """A command as it is typed."""
-    return shlex.join([*prog.split(), *argv])
-
-
 def license_of(model: str | None) -> str | None:
     """The license that a model's card names; None if there is no card in its folder or in the cache of the hub."""
-    if model is None:
-        return None
     try:
         card = Path(model, "README.md") if Path(model).is_dir() else try_to_load_from_cache(model, "README.md")
         return ModelCard.load(card).data.get("license") if Path(card).is_file() else None
-    # None is in the cache, its name is no hub id, or its YAML has one of many faults.
+    # There is no model, none is in the cache, its name is no hub id, or its YAML has one of many faults.
     except Exception:
         return None

@@ -27,7 +27,7 @@ SHUFFLE_BUFFER = 1_000
 
 
 class PlainImages:
-    """A PyTorch dataset or a list of PIL images, with records and features as a `datasets.Dataset` has them.
+    """A PyTorch dataset or a list of PIL images with the interface of a `datasets.Dataset`.
 
     Items of `source` are images, pairs of image and label, or dictionaries with `image` and perhaps `label`. Its
     attribute `classes`, as torchvision's data sets have it, names the labels.
@@ -52,18 +52,16 @@ class PlainImages:
         return {"image": image} | ({"label": int(label[0])} if "label" in self.features else {})
 
     def select(self, indices) -> "PlainImages":
-        """The images of these indices."""
         return PlainImages(Subset(self.source, list(indices)), self.features)
 
     def remove_columns(self, name: str) -> "PlainImages":
-        """The same images without their labels."""
         return PlainImages(self.source, datasets.Features({"image": self.features["image"]}))
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
-    """Return images of any form as a data set with the columns `image`, not decoded, and perhaps `label`: a
-    `datasets.Dataset` or `IterableDataset` with a column of images, and perhaps one of labels; a dataset of PyTorch or
-    a list of PIL images, see `PlainImages`; a list of paths; or the name of a folder or a data set."""
+    """Return images as a data set with the columns `image`, not decoded, and perhaps `label`. They are a
+    `datasets.Dataset` or `IterableDataset` with a column of images, a dataset of PyTorch or a list of PIL images, see
+    `PlainImages`, a list of paths, or the name of a folder or a data set."""
     if isinstance(images, PlainImages):
         return images
     if isinstance(images, datasets.Dataset | datasets.IterableDataset):
@@ -82,7 +80,7 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
 
 
 def split_off(images):
-    """Images to train on, and a tenth of them to evaluate on, see `hold_back`."""
+    """Split off a tenth of the images to evaluate on, see `hold_back`."""
     if isinstance(images, PlainImages):
         train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(images))}))
         return images.select(train["place"]), images.select(evaluation["place"])
@@ -90,12 +88,12 @@ def split_off(images):
 
 
 def labeled_images(train, evaluation=None) -> tuple:
-    """Images to train on and to evaluate on, each as `as_images` returns them, with the same classes."""
-    train, evaluation = (None if images is None else as_images(images) for images in (train, evaluation))
-    if any(images is not None and class_names(images) is None for images in (train, evaluation)):
+    """Return both by `as_images`; raise a ValueError unless they have the same classes."""
+    parts = [None if images is None else as_images(images) for images in (train, evaluation)]
+    if any(images is not None and class_names(images) is None for images in parts):
         raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
-    check_same_classes(class_names(train), evaluation)
-    return train, evaluation
+    check_same_classes(class_names(parts[0]), parts[1])
+    return tuple(parts)
 
 
 class Views(Dataset):
@@ -118,7 +116,6 @@ class Views(Dataset):
         return len(self.images)
 
     def set_epoch(self, epoch: int):
-        """Go to the views of an epoch."""
         self.epoch.fill_(epoch)
 
     def __getitem__(self, index: int) -> dict:
@@ -128,7 +125,7 @@ class Views(Dataset):
         raise ValueError(f"None of the {len(self)} images of the data set can be read.")
 
     def sample(self, index: int, record: dict) -> dict | None:
-        """The view of a record, or None if it is skipped."""
+        """Return the view of a record, or None if it is skipped."""
         if get_worker_info():
             # Ctrl-C reaches workers, too, and the main process still needs their images.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -187,11 +184,8 @@ class SetEpoch(TrainerCallback):
 
 
 class Collator:
-    """Makes a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64.
-
-    `mix`, for example `mixing(…)`, mixes images and labels of a training batch; what it draws is a function of (seed,
-    epoch, first index).
-    """
+    """Makes a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64. `mix` mixes images
+    and labels of a training batch; what it draws is a function of (seed, epoch, first index)."""
 
     def __init__(self, formats: dict[str, ImageFormat], mix=None, seed: int = 0):
         self.formats, self.mix, self.seed = formats, mix, seed
@@ -210,8 +204,7 @@ class Collator:
 
 
 def mixing(num_labels: int, mixup: float, cutmix: float):
-    """Mixup and CutMix by torchvision, with these parameters of their Beta distributions; None where both are 0. With
-    both, each batch takes one of them with equal chance."""
+    """Return torchvision's `MixUp` and `CutMix`, each for half of the batches, or the one whose parameter is not 0."""
     kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
     return v2.RandomChoice(mixes) if mixes else None

@@ -24,10 +24,10 @@ from ..configuration.configuration_bootstrapped_vit import VARIANTS, Bootstrappe
 from ..modeling.hub import image_processor_config
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .arguments import ArgumentParser, DataArguments, argument, check, read_values, run_as_program
-from .augmentation import SmallDataArguments, SmallDataView
 from .cards import name_images, write_card
 from .data import labeled_images
 from .models import configure_start
+from .train import SmallDataArguments, SmallDataView
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
@@ -48,9 +48,7 @@ class TwinArguments:
     config_overrides: str = argument("", "Other values of the pair's, for example hint_weight=5,temperature=2.")
     without_hint_at: list[float] = argument([], "Relative depths without a hint, above 0 to 1, the last block.")
     initialization: str = argument(
-        REFERENCE,
-        "reference: as the paper's code has it. default: Transformers'. Else of the ViT's attention.",
-        choices=[REFERENCE, "default", *INITIALIZATIONS],
+        REFERENCE, "The paper's, Transformers', or the attention's.", choices=[REFERENCE, "default", *INITIALIZATIONS]
     )
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
 
@@ -67,7 +65,7 @@ class JointArguments(SmallDataArguments):
     per_device_train_batch_size: int = argument(64, "Images of a step on a device.")
     max_grad_norm: float = argument(0.0, "Norm that the gradient of both models is clipped to; 0 clips none.")
     vit_max_grad_norm: float | None = argument(
-        None, "Norm that the ViT's gradient is clipped to; 0 clips none. Default: the reference's for the variant."
+        None, "The same of the ViT's. Default: the reference's for the variant."
     )
     padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
     crop_size: int | None = argument(32, "Pixels of the images for crop padded, before they are resized.")
@@ -76,14 +74,10 @@ class JointArguments(SmallDataArguments):
 
 class HintDecayCallback(TrainerCallback):
     """Decay the weight of a `BootstrappedViTForImageClassification`'s hints linearly to 0 (Zhang et al., arXiv
-    2112.03552), step by step; in the reference implementation it falls with every epoch.
-
-    The model's `hint_share` falls from 1 to 0 in training; afterwards it is 1 again. Any `Trainer` takes it:
-    `Trainer(model, arguments, train_dataset=images, callbacks=[HintDecayCallback()])`.
-    """
+    2112.03552), step by step, in any `Trainer`. Afterwards the model's `hint_share` is 1 again."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        # Within what others, such as PEFT, may have wrapped around it.
+        # PEFT and others may have wrapped it.
         [self.pair] = [module for module in model.modules() if "hint_share" in vars(module)]
         # A tensor, as a compiled model would be compiled anew for each number.
         self.pair.hint_share = torch.ones((), device=args.device)
@@ -96,25 +90,12 @@ class HintDecayCallback(TrainerCallback):
 
 
 class JointTrainer(ImageTrainer):
-    """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.).
-
-    The weight of the hints falls to 0 with the steps. After `run()`, the folders `vit` and `agent` in `output_dir`
-    have each of the two models alone.
-
-    Args:
-        model (`BootstrappedViTForImageClassification`): The ViT and its agent.
-        args (`JointArguments`): Its arguments.
-        train_dataset, eval_dataset (*optional*): Images with labels, see `BootstrapTrainer`.
-        callbacks (*optional*): As in Transformers.
-    """
+    """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.). After `run()`, the
+    folders `vit` and `agent` in `output_dir` have each of the two models alone. `train_dataset` and `eval_dataset` are
+    images with labels, see `BootstrapTrainer`."""
 
     def __init__(
-        self,
-        model: BootstrappedViTForImageClassification,
-        args: JointArguments,
-        train_dataset,
-        eval_dataset=None,
-        callbacks=None,
+        self, model: BootstrappedViTForImageClassification, args, train_dataset, eval_dataset=None, callbacks=None
     ):
         train, evaluation = labeled_images(train_dataset, eval_dataset)
         processor = ViTImageProcessor(**image_processor_config(model.config))
@@ -148,15 +129,14 @@ class JointTrainer(ImageTrainer):
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The loss of both models; in evaluation, without hints."""
+        # No hints in evaluation.
         hints = {} if model.training else {"hint_share": 0.0}
         outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"], **hints)
         logits = {"vit": outputs.logits, "agent": outputs.agent_logits}
         return (outputs.loss, logits) if return_outputs else outputs.loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch, or all images, to the ViT's `accuracy` and to `agent_accuracy`; return these with the last
-        one."""
+        """Add a batch to the ViT's `accuracy` and to `agent_accuracy`; return these with the last one."""
         labels = torch.as_tensor(prediction.label_ids).cpu().numpy()
         for metric, logits in zip(self.accuracies.values(), prediction.predictions, strict=True):
             metric.add_batch(predictions=torch.as_tensor(logits).float().cpu().numpy(), references=labels)
@@ -165,7 +145,7 @@ class JointTrainer(ImageTrainer):
     def summary(self, metrics: dict[str, float]) -> str:
         measured = ", not evaluated"
         if "accuracy" in metrics:
-            measured = f": accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}{self.of_images}"
+            measured = f": accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}"
         return f"A ViT and its agent CNN, trained together on {name_images(self.data)}{measured}."
 
     def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
@@ -206,11 +186,7 @@ def build_twins(options: TwinArguments, names: list[str]) -> BootstrappedViTForI
 
 
 def make_parser() -> ArgumentParser:
-    return ArgumentParser(
-        [TwinArguments, DataArguments, JointArguments],
-        PROG,
-        "Train a BootstrappedViT: a ViT together with an agent CNN, from which it learns its biases.",
-    )
+    return ArgumentParser([TwinArguments, DataArguments, JointArguments], PROG)
 
 
 def make_trainer(options: TwinArguments, data: DataArguments, args: JointArguments) -> JointTrainer:
@@ -225,7 +201,6 @@ def make_trainer(options: TwinArguments, data: DataArguments, args: JointArgumen
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as a command line says."""
     return run_command(make_parser(), make_trainer, argv)
 
 

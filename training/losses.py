@@ -22,9 +22,9 @@ ATTENDING_SHARE = 1 / 3
 
 @dataclass
 class Targets:
-    """A teacher's outputs for a batch of images: the embedding, `(batch, embedding_size)` float32, and, where the loss
-    reads them, shares of attention, `(batch, rows, columns)`, tokens before the first block and after each, `(batch,
-    prefix + patches, hidden_size)`, and feature maps, `(batch, hidden_size, rows, columns)`."""
+    """A teacher's outputs for a batch: the embedding, `(batch, embedding_size)` float32, and, where the loss reads
+    them, attention, `(batch, rows, columns)`, tokens before the first block and after each, `(batch, prefix + patches,
+    hidden_size)`, and feature maps, `(batch, hidden_size, rows, columns)`."""
 
     embedding: torch.Tensor
     attention: torch.Tensor | None = None
@@ -33,13 +33,8 @@ class Targets:
 
 
 class AlignmentLoss(nn.Module):
-    """Loss of a student beside its teacher: the distance of their embeddings (Gao et al. 2024, equation 5), and the
-    terms that `args` adds.
-
-    Args:
-        student (`SparseFormerPreTrainedModel`), teacher (`Anatomy`): The two, whose heads are read.
-        args (`BootstrapArguments`): Names the loss and the weights of the terms.
-    """
+    """Distance of the embeddings of student and teacher (Gao et al. 2024, equation 5), and the terms that `args`, a
+    `BootstrapArguments`, adds."""
 
     def __init__(self, student: nn.Module, teacher: Anatomy, args):
         super().__init__()
@@ -114,13 +109,9 @@ class MapAlignmentLoss(nn.Module):
 
 
 class MapAlignment:
-    """Distance of a student's feature maps from its teacher's, see `MapAlignmentLoss`.
-
-    The maps of a `SparseFormerBackbone` are its outputs, which its upsamplers refine. Any other student's map has in
-    each cell the state of the tokens whose RoIs cover it.
-
-    `layers` are numbered from the last, -1, backwards: -1 alone by default, or the `out_indices` of a backbone.
-    """
+    """`MapAlignmentLoss` of a student's feature maps. They are a backbone's outputs; any other student's map has in
+    each cell the state of the tokens whose RoIs cover it. `layers` are numbered from the last, -1, backwards: -1 alone
+    by default, or the `out_indices` of a backbone."""
 
     def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
         config, self.layers = student.config, layers or [-1]
@@ -137,12 +128,11 @@ class MapAlignment:
             raise ValueError(f"dense_layers has {wrong[0]}, expected -1, the last, to {-most}, before all blocks.")
 
     def of_teacher(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The teacher's maps, of its `states`."""
+        """Return the teacher's maps."""
         tokens = (self.teacher.normalize(states[layer])[:, -self.teacher.num_patches :] for layer in self.layers)
         return [each.mT.unflatten(-1, self.teacher.grid) for each in tokens]
 
     def __call__(self, outputs, targets: list[torch.Tensor]) -> torch.Tensor:
-        """The loss of the student's `outputs` beside the teacher's maps of the same images."""
         if (maps := getattr(outputs, "feature_maps", None)) is None:
             shares = shares_of_tokens(outputs.rois[-1], *self.teacher.grid)
             states = [self.norm(outputs.hidden_states[layer]) for layer in self.layers]
@@ -151,27 +141,16 @@ class MapAlignment:
 
 
 class TokenAlignment:
-    """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's method.
-
-    A token is compared with the mean of the teacher's tokens within its RoI, before the first inherited block and
-    after each, or at some of these depths. The distance is the mean squared one, averaged over depths. It is taken
-    between LayerNorm-ed tokens, or between tokens as they are, relative to the variance of the teacher's patches.
-    [CLS] and registers take no part, and RoIs get no gradient.
-
-    Args:
-        student (`SparseFormerPreTrainedModel`): Has the teacher's blocks but the leading ones.
-        teacher (`Anatomy`): The teacher's anatomy.
-        layers (`list[int]`, *optional*): Indices of the student's hidden states; all by default. A LLaVA reads -2.
-        distance (`str`, *optional*, defaults to `"normalized"`): `"normalized"`, between LayerNorm-ed tokens, or
-            `"raw"`, which a projector behind the student needs.
-    """
+    """Hints (Romero et al. 2015) for the tokens of a SparseFormer, not part of the paper's method: the mean squared
+    distance of a token from the mean of the teacher's tokens within its RoI, averaged over `layers`, indices of the
+    student's hidden states, all by default; a LLaVA reads -2. It is taken between LayerNorm-ed tokens or, with the
+    `distance` "raw", which a projector behind the student needs, relative to the variance of the teacher's patches.
+    [CLS] and registers take no part, and RoIs get no gradient."""
 
     # What the student is called with.
     arguments = {"output_hidden_states": True, "output_rois": True}
 
-    def __init__(
-        self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None, distance: str = "normalized"
-    ):
+    def __init__(self, student, teacher: Anatomy, layers: list[int] | None = None, distance: str = "normalized"):
         self.grid, self.skipped = teacher.grid, student.config.num_prefix_tokens
         self.depths = len(student.base_model.layers) + 1
         self.layers, self.distance = layers or range(self.depths), distance
@@ -181,7 +160,6 @@ class TokenAlignment:
             raise ValueError(f"token_layers has {wrong[0]}, expected {-self.depths} to {self.depths - 1}.")
 
     def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
-        """The loss of the student's `outputs`; `teacher_tokens` are the teacher's `states` of the same images."""
         shares = self.shares_of_patches(outputs.rois[-1].detach())
         held_by_depth = teacher_tokens[-self.depths :]
         losses = []
@@ -209,8 +187,8 @@ class TokenAlignment:
 
 
 def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """Kullback-Leibler divergence of a predicted attention, `(batch, rows, columns)`, from a teacher's shares, of any
-    number of rows and columns; a scalar, the mean over images."""
+    """Kullback-Leibler divergence of a predicted attention, `(batch, rows, columns)`, from a teacher's, of any number
+    of rows and columns; the mean over images."""
     if attention.shape != logits.shape:
         attention = F.adaptive_avg_pool2d(attention, logits.shape[1:])
         attention = attention / attention.sum((1, 2), keepdim=True)
@@ -218,9 +196,8 @@ def forecast_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor
 
 
 def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
-    """A teacher's attention to patches, `(batch, rows, columns)`, sums to 1: that of its class tokens or, where there
-    are none, of all patches, averaged over heads and the last third of its blocks. `states` are its tokens before the
-    first block and after each (`Anatomy.watch`)."""
+    """A teacher's attention to patches, `(batch, rows, columns)`, which sums to 1: that of its class tokens or, where
+    there are none, of all patches, averaged over heads and the last third of its blocks, whose inputs `states` are."""
     count = max(round(ATTENDING_SHARE * len(teacher.blocks)), 1)
     pairs = list(zip(teacher.blocks, states, strict=False))[-count:]
     attention = torch.stack([attention_to_patches(teacher, block, tokens) for block, tokens in pairs]).mean(0)

@@ -1,4 +1,4 @@
-"""Models as the arguments of a command describe them: new ones, and those of Transformers and timm to go on from."""
+"""Models to train: new ones, and those of Transformers and timm to go on from."""
 
 import inspect
 from pathlib import Path
@@ -21,15 +21,14 @@ from .optimizers import classifiers_inside
 from .students import parse_overrides
 
 
-# Kinds of models, for messages.
-CLASSIFIER, NEW = "an image classifier to go on from", "an architecture to train from scratch"
+# Kind of the checkpoint to start from, for messages.
+CLASSIFIER = "an image classifier to go on from"
 
 
 def build_model(options, args, names: list[str]):
-    """Return the classifier that `ModelArguments` and `ImageClassificationArguments` describe, for these class names,
-    in float32, and its image processor."""
-    build = load_classifier if options.model else new_classifier
-    model, processor = build(options, args, label_fields(names))
+    """Return the classifier of `ModelArguments` for these class names, in float32, and its image processor."""
+    labels = label_fields(names)
+    model, processor = load_classifier(options, args, labels) if options.model else new_classifier(options, labels)
     if options.context_broadcast:
         insert_context_broadcast(
             model,
@@ -43,11 +42,10 @@ def build_model(options, args, names: list[str]):
 
 def label_fields(names: list[str]) -> dict:
     """Return the fields of a configuration for these class names."""
-    numbers = {name: number for number, name in enumerate(names)}
-    return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
+    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
 
-def new_classifier(options, args, labels: dict):
+def new_classifier(options, labels: dict):
     config = new_config(options.model_type or "vit", options.config_overrides, options.drop_path, **labels)
     is_configured = configure_start(config, options.initialization, options.initialization_options)
     normalization = {"image_mean": options.image_mean, "image_std": options.image_std}
@@ -61,7 +59,7 @@ def new_classifier(options, args, labels: dict):
             raise ValueError(f"{config.model_type} models take images of any size; give image_size.")
         height, width = pair(size)
         processor = ViTImageProcessor(size={"height": height, "width": width}, **normalization)
-    model = new_model(AutoModelForImageClassification, config)
+    model = AutoModelForImageClassification.from_config(config)
     if options.initialization == REFERENCE and not is_configured:
         reference_init_(model)
     elif not is_configured:
@@ -73,23 +71,15 @@ def new_classifier(options, args, labels: dict):
 def load_classifier(options, args, labels: dict):
     trust = args.trust_remote_code
     config = read_config(options.model, CLASSIFIER, trust, **labels)
-    is_timm = config.model_type == TIMM
-    if is_timm:
+    if config.model_type == TIMM:
         # timm's own names and number of classes.
         for name in ("label_names", "label_descriptions"):
             vars(config).pop(name, None)
         config.model_args = {name: value for name, value in (config.model_args or {}).items() if name != "num_classes"}
     set_drop_path(config, options.drop_path)
-    model_args = getattr(config, "model_args", None)
-    if is_timm and args.train_image_size:
-        # For training alone, so that it is not saved.
-        config.model_args = model_args | {"dynamic_img_size": True}
-    model = load_checkpoint(
-        AutoModelForImageClassification, options.model, config, CLASSIFIER, trust_remote_code=trust
-    )
+    auto_class = AutoModelForImageClassification
+    model = load_checkpoint(auto_class, options.model, config, CLASSIFIER, trust_remote_code=trust)
     processor = load_image_processor(options.model, trust, CLASSIFIER)
-    if is_timm:
-        model.config.model_args = model_args
     if options.image_size:
         processor = resize(model, processor, options.image_size)
     return model, processor
@@ -130,8 +120,7 @@ def start_options(name: str, text: str) -> dict:
 
 
 def configure_start(config, name: str, text: str) -> bool:
-    """Write the initialization of a new model into its configuration, as far as the family has fields for it. Return
-    whether the configuration holds all of it."""
+    """Write the initialization into the configuration of a new model. Return whether its family has fields for it."""
     options = start_options(name, text)
     if name == "default":
         return True
@@ -157,11 +146,8 @@ def read_config(given: str, kind: str, trust_remote_code: bool = False, **values
 
 
 def load_checkpoint(auto_class, given: str, config, kind: str, **options):
-    """Load a checkpoint to go on from, in float32, with a new classifier where its own does not fit.
-
-    Raises:
-        ValueError: if weights of the backbone would be random or left out.
-    """
+    """Load a checkpoint to go on from, in float32, with a new classifier where its own does not fit. Weights of the
+    backbone must not be random or left out."""
     name, revision = split_revision(given)
     options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with one_error(given, kind):
@@ -180,17 +166,9 @@ def load_checkpoint(auto_class, given: str, config, kind: str, **options):
 
 def new_config(model_type: str, text: str, drop_path: float, **labels):
     """Return the configuration of a new model for these labels, with the fields of `config_overrides`."""
-    overrides = parse_overrides(model_type, text)
-    with one_error(model_type, NEW):
-        config = AutoConfig.for_model(model_type, **overrides | labels)
+    config = AutoConfig.for_model(model_type, **parse_overrides(model_type, text) | labels)
     set_drop_path(config, drop_path)
     return config
-
-
-def new_model(auto_class, config):
-    """Return a model with fresh weights."""
-    with one_error(config.model_type, NEW):
-        return auto_class.from_config(config)
 
 
 def set_drop_path(config, rate: float):

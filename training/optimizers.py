@@ -7,8 +7,8 @@ from ..modeling.hosts.timm import is_timm
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Return the groups of a model's trainable parameters for an optimizer. Matrices and filters decay; biases, norms,
-    positions, [CLS] and the like do not, nor do the parameters that a model names by a method `no_weight_decay()`."""
+    """Return groups of a model's trainable parameters: matrices and filters decay; biases, norms, positions, [CLS] and
+    what `model.no_weight_decay()` names do not."""
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
     decayed, kept = [], []
@@ -22,12 +22,9 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
 def learning_rate_factors(
     model: torch.nn.Module, head_multiplier: float, layer_decay: float
 ) -> dict[torch.nn.Parameter, float]:
-    """Return the factor of each parameter's learning rate.
-
-    It is 1 for the last block, of the longest list of blocks, and for the parameters behind it. Each block before has
-    `layer_decay` times the factor of the next, and so do the parameters before the first block. The head, outside of
-    the base model or, in timm's models, the classifier within, has `head_multiplier`.
-    """
+    """Return the factor of each parameter's learning rate: 1 for the last block, of the longest list of blocks, and
+    what follows it, `layer_decay` times that of the next for each block before and for what precedes the first, and
+    `head_multiplier` for the head, outside of the base model or, in timm's models, the classifier within."""
     base = model.base_model
     if base is model and head_multiplier != 1:
         raise ValueError(f"head_multiplier is {head_multiplier}, expected 1 for a {type(model).__name__}.")

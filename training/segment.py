@@ -10,12 +10,16 @@ sizes of AugReg models; where they differ, the head's rate, weight decay and dro
 and the layer decay of large (base: 1).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode, v2
 from transformers import AutoModelForSemanticSegmentation, SegformerImageProcessor
 
 from ..common.choices import IGNORED
@@ -23,7 +27,7 @@ from ..common.loading import load_image_processor
 from ..common.masks import MaskReader, load_masked_images, load_masked_splits
 from ..common.metrics import SegmentationScores
 from ..common.scores import check_scores
-from ..common.views import ImageFormat
+from ..common.views import LONGEST, ImageFormat, View
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.segmentation import semantic_segmentation_loss
 from .arguments import (
@@ -32,14 +36,12 @@ from .arguments import (
     ImageTrainingArguments,
     argument,
     check,
-    check_from,
     check_ranges,
     run_as_program,
 )
-from .augmentation import SegmentationEvalView, SegmentationView
 from .cards import name_images
 from .data import PlainImages
-from .models import label_fields, load_checkpoint, new_config, new_model, read_config, set_drop_path
+from .models import label_fields, load_checkpoint, new_config, read_config, set_drop_path
 from .optimizers import learning_rate_factors, parameter_groups, with_rates
 from .trainer import ImageTrainer, run_command, start
 
@@ -47,6 +49,8 @@ from .trainer import ImageTrainer, run_command, start
 PROG = "frugalvit segment"
 # Kind of the checkpoint to start from, for messages.
 KIND = "a model to go on from"
+# Largest share of a class in a crop, and probability of each change of colors, as in MMSegmentation.
+MOST_OF_A_CLASS, DISTORTION = 0.75, 0.5
 
 
 @dataclass
@@ -64,7 +68,7 @@ class SegmenterArguments:
     def __post_init__(self):
         if (self.model is None) == (self.model_type is None):
             raise ValueError("Give either model, to go on from, or model_type, to train from scratch.")
-        check_from(self, 0, "drop_path")
+        check(self, lambda value: value >= 0, "0 or more", "drop_path")
         fits = lambda size: len(size) in (1, 2) and min(size) >= 4  # noqa: E731
         check(self, fits, "one number or two, at least 4", "image_size")
 
@@ -73,10 +77,7 @@ class SegmenterArguments:
 class MaskedDataArguments(DataArguments):
     """Images with masks to train and evaluate on, by their names."""
 
-    dataset: list[str] = argument(
-        help="datasets hub id, parquet files or folder of them, folder with images/ and annotations/ or with "
-        "labelme's files, whose labels are class_names or else sorted."
-    )
+    dataset: list[str] = argument(help="Hub id, parquet files, or folder with images/ and annotations/ or labelme's.")
     mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
     num_labels: int | None = argument(None, "Number of classes, where class_names does not name them.")
 
@@ -113,8 +114,61 @@ class SegmentationArguments(ImageTrainingArguments):
         super().__post_init__()
         check(self, lambda value: 0 < value <= 1, "a number above 0, up to 1", "layer_decay")
         check(self, lambda value: not value, "0, as pixels have no smoothed labels", "label_smoothing_factor")
-        check_from(self, 0, "head_multiplier")
+        check(self, lambda value: value >= 0, "0 or more", "head_multiplier")
         check_ranges(self, "scale")
+
+
+def resize_pair(
+    image: Image.Image, mask: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Resize an image, to a tensor, and its mask as torchvision does. The mask takes the nearest *centers*:
+    torchvision's other mode, which it uses for `tv_tensors.Mask`, is half a pixel off the image."""
+    pixels = v2.functional.resize(v2.functional.pil_to_tensor(image), size, interpolation, antialias=True)
+    return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
+
+
+class SegmentationView(View):
+    """Views for training segmentation: random resize, crop, flip and photometric distortion, alike for image and mask.
+
+    `scale` is the range of the resized image's shorter side, in crops. A crop in which one class has more than
+    `MOST_OF_A_CLASS` of the pixels that count is drawn anew, up to 10 times.
+    """
+
+    def __init__(self, image_format: ImageFormat, read_mask, scale: Sequence[float] = (0.5, 2.0)):
+        self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
+        self.sides = [max(round(factor * min(image_format.size)), 1) for factor in scale]
+        fill = {tv_tensors.Image: image_format.fill, tv_tensors.Mask: IGNORED}
+        self.crop = v2.RandomCrop(image_format.size, pad_if_needed=True, fill=fill)
+        changes = {"brightness": 1 / 8, "contrast": 0.5, "saturation": 0.5, "hue": 0.05}
+        jitters = [v2.RandomApply([v2.ColorJitter(**{name: value})], DISTORTION) for name, value in changes.items()]
+        self.flip_and_distort = v2.Compose([v2.RandomHorizontalFlip(), *jitters])
+
+    def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        # A part of a strip: resized whole, it would take gigabytes.
+        part = v2.RandomCrop([min(length, LONGEST * min(mask.shape)) for length in mask.shape])
+        image, mask = part(image, tv_tensors.Mask(mask))
+        shorter = int(torch.randint(self.sides[0], self.sides[1] + 1, ()))
+        pixels, mask = resize_pair(image, mask, [shorter], self.formats["pixel_values"].interpolation)
+        pair = tv_tensors.Image(pixels), tv_tensors.Mask(mask[None])
+        for _ in range(10):
+            pixels, mask = self.crop(*pair)
+            counts = torch.bincount(mask[mask != IGNORED].flatten().int())
+            if len(counts) and counts.max() <= MOST_OF_A_CLASS * counts.sum():
+                break
+        pixels, mask = self.flip_and_distort(pixels, mask)
+        return {"pixel_values": pixels.as_subclass(torch.Tensor), "labels": mask[0].as_subclass(torch.Tensor)}
+
+
+class SegmentationEvalView(View):
+    """Views for evaluating segmentation: image and mask, resized to the model's size."""
+
+    def __init__(self, image_format: ImageFormat, read_mask):
+        self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
+
+    def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        image_format = self.formats["pixel_values"]
+        pixels, mask = resize_pair(image, mask, list(image_format.size), image_format.interpolation)
+        return {"pixel_values": pixels, "labels": mask}
 
 
 class PlainPairs(PlainImages):
@@ -129,17 +183,9 @@ class PlainPairs(PlainImages):
 
 
 class SegmentationTrainer(ImageTrainer):
-    """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe.
-
-    Args:
-        model (`PreTrainedModel`): A `SparseFormerForSemanticSegmentation` or a model of Transformers for segmentation.
-        args (`SegmentationArguments`): How it is trained.
-        train_dataset: A `datasets.Dataset` or stream with the columns `image` and `mask`, a dataset of PyTorch or a
-            list of pairs of PIL images, or the name of what `load_masked_images` loads.
-        eval_dataset (*optional*): The same, to choose the best epoch on.
-        processing_class: The model's image processor.
-        kwargs (*optional*): `callbacks` and `base_model`, as in `ImageTrainer`.
-    """
+    """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe. `train_dataset` and `eval_dataset`
+    are a `datasets.Dataset` or stream with the columns `image` and `mask`, a dataset of PyTorch or a list of pairs of
+    PIL images, or the name of what `load_masked_images` loads; `processing_class` is the model's image processor."""
 
     def __init__(
         self, model, args: SegmentationArguments, train_dataset, eval_dataset=None, processing_class=None, **kwargs
@@ -148,12 +194,12 @@ class SegmentationTrainer(ImageTrainer):
         self.num_labels = model.config.num_labels
         read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
         super().__init__(
-            model=model,
-            args=args,
-            train_dataset=self.take_images(train_dataset),
-            eval_dataset=eval_dataset,
-            train_view=SegmentationView(image_format, read_mask, args.scale),
-            eval_view=SegmentationEvalView(image_format, read_mask),
+            model,
+            args,
+            self.take_images(train_dataset),
+            eval_dataset,
+            SegmentationView(image_format, read_mask, args.scale),
+            SegmentationEvalView(image_format, read_mask),
             processing_class=processing_class,
             **kwargs,
         )
@@ -179,8 +225,7 @@ class SegmentationTrainer(ImageTrainer):
         return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to `mean_iou`, `mean_accuracy` and `pixel_accuracy`, at the masks' resolution; return these with
-        the last one."""
+        """Add a batch to the scores, at the masks' resolution; return these with the last one."""
         logits, labels = torch.as_tensor(prediction.predictions).float(), torch.as_tensor(prediction.label_ids)
         check_scores(logits)
         logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
@@ -196,7 +241,7 @@ class SegmentationTrainer(ImageTrainer):
         measured = ", not evaluated"
         if "mean_iou" in metrics:
             size = " x ".join(map(str, self.eval_view.formats["pixel_values"].size))
-            measured = f": mean IoU {metrics['mean_iou']:.2%}{self.of_images}, measured at {size} pixels"
+            measured = f": mean IoU {metrics['mean_iou']:.2%}, measured at {size} pixels"
         kind = self.trained.config.model_type
         return f"A {kind} for semantic segmentation trained on {name_images(self.data)}{measured}."
 
@@ -231,17 +276,13 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
         if not labels:
             raise ValueError(f"A new {options.model_type} needs its classes: class_names or num_labels.")
         config = new_config(options.model_type, options.config_overrides, options.drop_path, **labels)
-        model = new_model(AutoModelForSemanticSegmentation, config)
+        model = AutoModelForSemanticSegmentation.from_config(config)
     size = {"height": height, "width": width}
     return model, SegformerImageProcessor(size=size, do_reduce_labels=reduce_labels, **preprocessing)
 
 
 def make_parser() -> ArgumentParser:
-    return ArgumentParser(
-        [SegmenterArguments, MaskedDataArguments, SegmentationArguments],
-        PROG,
-        "Fine-tune a model for semantic segmentation: a SparseFormer, or any that Transformers has a class for.",
-    )
+    return ArgumentParser([SegmenterArguments, MaskedDataArguments, SegmentationArguments], PROG)
 
 
 def make_trainer(
@@ -257,7 +298,6 @@ def make_trainer(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as a command line says."""
     return run_command(make_parser(), make_trainer, argv)
 
 

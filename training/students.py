@@ -47,35 +47,18 @@ STUDENTS = {
 class StudentArguments:
     """Teacher and student."""
 
-    teacher: str = argument(
-        help="Folder or hub id (@revision, too) of a vision transformer, CLIP, SigLIP, LLaVA, PaliGemma or Gemma 3, "
-        "or open_clip:MODEL:PRETRAINED."
-    )
+    teacher: str = argument(help="Folder, hub id or open_clip:MODEL:PRETRAINED of a ViT, CLIP, SigLIP or LLaVA.")
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     focusing: str = argument(
-        "paper",
-        "paper: a new focusing stage. inherited: the teacher's patch embedding at the cells of a grid.",
-        choices=FOCUSINGS,
+        "paper", "A new stage, or the teacher's patches at the cells of a grid.", choices=FOCUSINGS
     )
-    placement: str = argument(
-        "grid",
-        "With focusing inherited, grid: tokens look at the cells of a grid. content: at cells of several sizes, small "
-        "where an image has detail; counts are rounded down to 4, 7, 10 …",
-        choices=PLACEMENTS,
-    )
+    placement: str = argument("grid", "Cells of focusing inherited: equal, or small at detail.", choices=PLACEMENTS)
     placement_rule: str = argument("detail", "With placement content, which cells are small.", choices=PLACEMENT_RULES)
-    num_tokens: list[int] | None = argument(
-        None,
-        "Latent tokens, of several counts each. Default: a quarter of the teacher's with [CLS], or the student's.",
-    )
+    num_tokens: list[int] | None = argument(None, "Latent tokens, one or several counts. Default: a quarter.")
     image_size: int | None = argument(None, "Pixels of the student's images. Default: the teacher's or student's.")
     config_overrides: str = argument("", "The student's configuration, for example stem_channels=32.")
-    upsampler_hidden_size: int | None = argument(
-        None, "Width of convolutions that refine the map of a backbone, for example 128; needs dense_loss_weight."
-    )
-    truncate: float | None = argument(
-        None, "Leading blocks left out, a share or a count. Default: by recipe, a third (paper), 1 (small) or none."
-    )
+    upsampler_hidden_size: int | None = argument(None, "Width of a backbone's upsampler; needs dense_loss_weight.")
+    truncate: float | None = argument(None, "Leading blocks left out, a share or a count. Default: by recipe.")
     break_ties: bool = argument(True, "Move equal initial RoIs apart, which the paper and its code leave.")
     trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
 
@@ -112,20 +95,16 @@ def build_student(
             recipe["truncate"] = options.truncate
         height, width = teacher_format.size
         counts = sorted({*(options.num_tokens or ())})
-        student = student_class.from_teacher(
-            teacher,
-            counts[-1] if counts else None,
-            **{
-                "elastic_token_counts": counts if len(counts) > 1 else None,
-                "image_size": height if height == width else [height, width],
-                "image_mean": teacher_format.mean,
-                "image_std": teacher_format.std,
-                "resample": teacher_format.resample,
-                "resize_size": teacher_format.resize,
-                **recipe,
-                **parse_overrides(student_class.config_class.model_type, options.config_overrides),
-            },
-        )
+        fields = {
+            "elastic_token_counts": counts if len(counts) > 1 else None,
+            "image_size": height if height == width else [height, width],
+            "image_mean": teacher_format.mean,
+            "image_std": teacher_format.std,
+            "resample": teacher_format.resample,
+            "resize_size": teacher_format.resize,
+        }
+        fields |= recipe | parse_overrides(student_class.config_class.model_type, options.config_overrides)
+        student = student_class.from_teacher(teacher, counts[-1] if counts else None, **fields)
     if options.image_size:
         set_image_size(student.config, options.image_size)
     return student
@@ -147,8 +126,8 @@ def continued_student(options: StudentArguments, teacher: Anatomy) -> PreTrained
     width = config.projection_dim if projects else config.pooled_size
     if width != teacher.embedding_size or projects != (teacher.projection is not None):
         raise ValueError(
-            f"student {options.student} has embeddings {width} wide and teacher {teacher.embedding_size}, before or "
-            "after a projection; expected the teacher that the student was bootstrapped from."
+            f"student {options.student} has embeddings {width} wide and teacher {teacher.embedding_size}; expected "
+            "the teacher that the student was bootstrapped from."
         )
     if options.placement == "content":
         if not config.embeds_patches:
@@ -174,26 +153,24 @@ def parse_overrides(model_type: str, text: str) -> dict:
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """The counts of tokens to train in a step: the largest, two of the others, chosen by the seed, and the smallest
-    (the sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*)."""
-    smallest, *between = config.trained_token_counts
-    if not between:
-        return [smallest]
-    *between, largest = between
+    """Choose the counts of tokens of a step: the largest, two others and the smallest (the sandwich rule of Yu and
+    Huang, *Universally Slimmable Networks and Improved Training Techniques*)."""
+    if len(config.trained_token_counts) == 1:
+        return list(config.trained_token_counts)
+    smallest, *between, largest = config.trained_token_counts
     return [largest, *random.Random(seed).sample(between, min(len(between), 2)), smallest]
 
 
 def format_of(config) -> ImageFormat:
-    """The format of images that a SparseFormer's configuration asks for."""
-    return ImageFormat(
-        pair(config.image_size), config.image_mean, config.image_std, config.resample, config.resize_size
-    )
+    """Return the image format of a SparseFormer's configuration."""
+    size = pair(config.image_size)
+    return ImageFormat(size, config.image_mean, config.image_std, config.resample, config.resize_size)
 
 
 def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]:
-    """Freeze a student, in place, but for its focusing stage and the blocks that `args` tunes, a count or a share of
-    the teacher's `num_blocks`. Without inherited blocks, only classifier, projection and pooling head are frozen.
-    Return the inherited parameters that are tuned."""
+    """Freeze a student, in place, but for its focusing stage and the blocks that `args` tunes, of the teacher's
+    `num_blocks`. Without inherited blocks, only classifier, projection and pooling head are frozen. Return the
+    inherited parameters that are tuned."""
     base = student.base_model
     for owner in (student, base):
         for name in ("classifier", "visual_projection", "pooling_head"):

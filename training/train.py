@@ -6,11 +6,11 @@ RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image cla
 package.
 """
 
-import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torchvision.transforms import InterpolationMode, v2
 from transformers import PreTrainedModel
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
@@ -19,10 +19,9 @@ from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
 from ..common.splits import load_splits
-from ..common.views import EvalView, ImageFormat
+from ..common.views import EvalView, ImageFormat, View
 from ..modeling.layers import divergence
-from .arguments import ArgumentParser, DataArguments, argument, run_as_program
-from .augmentation import SmallDataArguments, SmallDataView
+from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
 from .cards import name_images
 from .data import labeled_images, mixing
 from .models import build_model
@@ -41,9 +40,7 @@ class ModelArguments:
     model_type: str | None = argument(None, "Architecture to train from scratch, a model_type. Default: vit.")
     config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
     initialization: str = argument(
-        "default",
-        "default, the architecture's; of a ViT's attention; or reference, of a whole vit or agent_cnn.",
-        choices=["default", *INITIALIZATIONS, REFERENCE],
+        "default", "Of a ViT's attention, or all (reference).", choices=["default", *INITIALIZATIONS, REFERENCE]
     )
     initialization_options: str = argument("", "Arguments of initialize_attention_, for example kernel_size=5.")
     context_broadcast: str | None = argument(None, "Kind to insert into every block.", choices=[*CONTEXT_BROADCASTS])
@@ -58,6 +55,51 @@ class ModelArguments:
     def __post_init__(self):
         if not (self.model or self.model_type or self.config_overrides):
             raise ValueError("Give model, to go on from, or model_type and config_overrides, to train from scratch.")
+
+
+@dataclass
+class SmallDataArguments(ImageTrainingArguments):
+    """Training of classifiers from little data: the optimizer, crops and flips."""
+
+    metric_for_best_model: str = argument("accuracy", "Metric that chooses the best model.")
+    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
+    learning_rate: float = argument(1e-3, "Highest learning rate.")
+    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
+    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
+    attn_implementation: str | None = argument(None, "Attention in training. Default: eager on CPUs.")
+    crop: str = argument("padded", "Crop of the padded image, or a random part.", choices=["padded", "resized"])
+    crop_padding: int = argument(4, "Pixels of padding on each side for crop padded.")
+    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
+    crop_size: int | None = argument(None, "Pixels of the images for crop padded. Default: the model's.")
+    crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
+    flip: float = argument(0.5, "Probability of a horizontal flip.")
+
+
+class SmallDataView(View):
+    """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision."""
+
+    def __init__(self, image_format: ImageFormat, args, randaugment_layers=0, randaugment_magnitude=9, erasing=0.0):
+        self.formats = {"pixel_values": image_format}
+        size, interpolation, fill = list(image_format.size), image_format.interpolation, image_format.fill
+        before, padding = 2 * [args.crop_size] if args.crop_size else size, args.crop_padding
+        flip = v2.RandomHorizontalFlip(args.flip)
+        if args.crop == "resized":
+            steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
+        else:
+            if padding >= min(before):
+                raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")
+            crop = v2.RandomCrop(before, padding or None, padding_mode=args.padding_mode)
+            steps = [v2.Resize(before, interpolation), flip, crop, v2.Resize(size, interpolation)]
+        if randaugment_layers:
+            bilinear = InterpolationMode.BILINEAR
+            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, fill))
+        steps.append(v2.PILToTensor())
+        if erasing:
+            steps.append(v2.RandomErasing(erasing, value=fill))
+        self.transform = v2.Compose(steps)
+
+    def __call__(self, image):
+        return {"pixel_values": self.transform(image)}
 
 
 @dataclass
@@ -79,25 +121,17 @@ class ImageClassificationArguments(SmallDataArguments):
     distill_temperature: float = argument(1.0, "Temperature of both distributions in the divergence.")
     head_multiplier: float = argument(1.0, "Factor of the classifier's learning rate.")
     layer_decay: float = argument(1.0, "Factor of the learning rate from a block to the one before it.")
-    train_image_size: int | None = argument(None, "Pixels of training images, if other than the model's.")
     trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
 
 
 class ImageClassificationTrainer(ImageTrainer):
     """Transformers' `Trainer` with the recipe for little data: RandAugment, mixup, CutMix, label smoothing, learning
-    rates that fall from block to block, and distillation.
-
-    Args:
-        model (`PreTrainedModel`): An image classifier.
-        args (`ImageClassificationArguments`): Its arguments.
-        train_dataset, eval_dataset (*optional*): Images with labels, see `BootstrapTrainer`.
-        processing_class: The model's image processor.
-        kwargs (*optional*): `callbacks`, as in Transformers, and `base_model`, the name of the model to go on from.
-    """
+    rates that fall from block to block, and distillation. `train_dataset` and `eval_dataset` are images with labels,
+    see `BootstrapTrainer`; `processing_class` is the model's image processor."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model,
         args: ImageClassificationArguments,
         train_dataset,
         eval_dataset=None,
@@ -111,18 +145,13 @@ class ImageClassificationTrainer(ImageTrainer):
             )
         train, evaluation = labeled_images(train_dataset, eval_dataset)
         names, own = class_names(train), [config.id2label[label] for label in range(config.num_labels)]
-        image_format = self.view_format = ImageFormat.from_processor(processing_class)
-        self.interpolation = {}
-        if pixels := args.train_image_size:
-            if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
-                self.interpolation["interpolate_pos_encoding"] = True
-            self.view_format = replace(image_format, size=(pixels, pixels))
+        self.image_format = image_format = ImageFormat.from_processor(processing_class)
         super().__init__(
             model,
             args,
             train,
             evaluation,
-            SmallDataView(self.view_format, args, args.randaugment_layers, args.randaugment_magnitude, args.erasing),
+            SmallDataView(image_format, args, args.randaugment_layers, args.randaugment_magnitude, args.erasing),
             EvalView(image_format),
             mixing(config.num_labels, args.mixup, args.cutmix),
             classes=None if names == own else match_labels(names, config.id2label),
@@ -142,13 +171,12 @@ class ImageClassificationTrainer(ImageTrainer):
                 )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The recipe's loss; in evaluation, the cross-entropy alone."""
         pixel_values, labels, args = inputs["pixel_values"], inputs["labels"], self.args
         if not model.training:
             logits = model(pixel_values=pixel_values).logits
             loss = F.cross_entropy(logits.float(), labels)
             return (loss, {"logits": logits}) if return_outputs else loss
-        outputs = model(pixel_values=pixel_values, **self.interpolation)
+        outputs = model(pixel_values=pixel_values)
         # A distilled model has two classifiers: one learns from the labels, one from the teacher if there is one.
         of_labels, of_teacher = outputs.logits, outputs.logits
         if getattr(outputs, "cls_logits", None) is not None:
@@ -161,9 +189,9 @@ class ImageClassificationTrainer(ImageTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def teacher_loss(self, logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Return the divergence from the teacher's distribution, times temperature^2, or, with `distill_kind="hard"`,
-        the cross-entropy with the teacher's best class (DeiT)."""
-        pixel_values = self.teacher_format.convert(pixel_values, self.view_format)
+        """Return the divergence from the teacher's distribution, times temperature^2, or the cross-entropy with its
+        best class (DeiT)."""
+        pixel_values = self.teacher_format.convert(pixel_values, self.image_format)
         with torch.no_grad(), self.accelerator.autocast():
             expected = self.teacher(pixel_values=pixel_values).logits.float()
         if self.args.distill_kind == "hard":
@@ -178,7 +206,7 @@ class ImageClassificationTrainer(ImageTrainer):
         return with_rates(groups, rates, args.learning_rate)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch, or all images, to `accuracy` and `top5_accuracy`; return these with the last one."""
+        """Add a batch to `accuracy` and `top5_accuracy`; return these with the last one."""
         logits, labels = (torch.as_tensor(each).cpu() for each in (prediction.predictions, prediction.label_ids))
         self.accuracies.add_batch(predictions=logits.float().numpy(), references=labels.numpy())
         return self.accuracies.compute() if compute_result else {}
@@ -186,17 +214,13 @@ class ImageClassificationTrainer(ImageTrainer):
     def summary(self, metrics: dict[str, float]) -> str:
         config, measured = self.trained.config, ", not evaluated"
         if "accuracy" in metrics:
-            measured = f": accuracy {metrics['accuracy']:.2%}{self.of_images}"
+            measured = f": accuracy {metrics['accuracy']:.2%}"
         architecture = getattr(config, "architecture", config.model_type)
         return f"A {architecture} classifier trained on {name_images(self.data)}{measured}."
 
 
 def make_parser() -> ArgumentParser:
-    return ArgumentParser(
-        [ModelArguments, DataArguments, ImageClassificationArguments],
-        PROG,
-        "Train an image classifier from scratch or go on from a checkpoint: the standard recipe for little data.",
-    )
+    return ArgumentParser([ModelArguments, DataArguments, ImageClassificationArguments], PROG)
 
 
 def make_trainer(
@@ -212,7 +236,6 @@ def make_trainer(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as a command line says."""
     return run_command(make_parser(), make_trainer, argv)
 
 

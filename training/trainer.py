@@ -4,11 +4,11 @@ import copy
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,23 +23,22 @@ from ..common.files import permit_as_usual
 from ..common.labels import check_same_classes, class_names
 from ..common.views import View
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
-from .cards import command_line, write_card
+from .cards import write_card
 from .data import Collator, SetEpoch, Views, as_images, training_views
 from .optimizers import make_optimizer, parameter_groups
 
 
 class ImageTrainer(Trainer):
-    """Transformers' `Trainer` with what trainings here have in common. A subclass defines `compute_loss`,
-    `measure(prediction)`, the metrics of an evaluation, and `summary(metrics)`, the card's first sentence.
+    """Base class of the trainers. A subclass defines `compute_loss`, `measure(prediction)`, the metrics of an
+    evaluation, and `summary(metrics)`, the card's first sentence.
 
     Args:
-        model (`PreTrainedModel`), args (`ImageTrainingArguments`): The model that learns, and how.
+        model (`PreTrainedModel`), args (`ImageTrainingArguments`), callbacks, kwargs: As in Transformers.
         train_dataset, eval_dataset: Images of `as_images`; without an `eval_dataset`, nothing is evaluated.
         train_view, eval_view (`View`): Make their views.
         mix (`Callable`, *optional*): See `Collator`.
         classes (sequence of `int`, *optional*): See `Views`.
         base_model (`str`, *optional*): The model from which training starts, for the card.
-        callbacks, kwargs (*optional*): As in Transformers.
     """
 
     def __init__(
@@ -75,10 +74,10 @@ class ImageTrainer(Trainer):
         )
         # The loss is a mean over a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
-        # For the card: names of the images, and the command. Images to measure on the model that was chosen on others.
-        self.data, self.command, self.test_images = None, f"frugalvit.{type(self).__name__}", None
-        # Step and time from which images per second are counted.
-        self.since = None
+        # For the card: names of the images, and the command.
+        self.data, self.command = None, None
+        # Images to measure the model on that was chosen on others.
+        self.test_images = None
 
     def evaluation_views(self, images) -> Views:
         """Views of images to evaluate on, of any form that `as_images` takes."""
@@ -87,17 +86,12 @@ class ImageTrainer(Trainer):
         return Views(images, self.eval_view, None, self.skip_corrupt, self.classes)
 
     def take_images(self, images):
-        """Return images of any form in the one that views are made of."""
+        """Return images of any form as a data set with columns."""
         return as_images(images)
 
     @property
-    def of_images(self) -> str:
-        """The number of evaluated images, in words behind a number; not of test images."""
-        return "" if self.data and self.data.tested else f" of {len(self.eval_dataset):,} images"
-
-    @property
     def trained(self):
-        """The model that is written."""
+        """The model that is saved."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def get_eval_dataloader(self, eval_dataset=None):
@@ -107,7 +101,6 @@ class ImageTrainer(Trainer):
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
-        """As `get_eval_dataloader`."""
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -117,12 +110,10 @@ class ImageTrainer(Trainer):
         return self.optimizer
 
     def parameter_groups(self, model) -> list[dict]:
-        """Groups of a model's trainable parameters."""
         return parameter_groups(model, self.args.weight_decay)
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """As in Transformers; SAM computes a second gradient."""
-        self.since = self.since or (self.state.global_step, time.perf_counter())
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.sam_rho:
             if self.args.max_grad_norm:
@@ -132,37 +123,24 @@ class ImageTrainer(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        """As in Transformers, with images per second.
-
-        Raises:
-            ValueError: if the loss is not finite; the last checkpoint stays.
-        """
-        step = self.state.global_step
+        """As in Transformers; raise a ValueError if the loss is not finite. The last checkpoint stays."""
         if not math.isfinite(logs.get("loss", logs.get("train_loss", 0))):
             checkpoint = last_checkpoint(self.args.output_dir)
             raise ValueError(
-                f"The loss at step {step} is not finite, so training stopped. Lower learning_rate or warm up longer. "
-                f"{f'{checkpoint} is kept.' if checkpoint else 'There is no checkpoint yet.'}"
+                f"The loss at step {self.state.global_step} is not finite, so training stopped. Lower learning_rate "
+                f"or warm up longer. {f'{checkpoint} is kept.' if checkpoint else 'There is no checkpoint yet.'}"
             )
-        if "loss" in logs and self.since:
-            images = (step - self.since[0]) * self.get_total_train_batch_size(self.args)
-            logs["images_per_second"] = images / (time.perf_counter() - self.since[1])
-        self.since = None
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """As in Transformers; an error leaves no signal handler and no open progress bar behind."""
+        """As in Transformers; an error leaves no signal handler behind."""
         try:
             return super().train(*args, **kwargs)
         finally:
             self.interruption.restore()
-            for each in self.callback_handler.callbacks:
-                for name in ("prediction_bar", "training_bar"):
-                    if bar := getattr(each, name, None):
-                        bar.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """Write a complete repository: the trained model, its processor and its card; or a checkpoint's weights."""
+        """Write a complete repository: model, processor and card; or a checkpoint's weights."""
         if _internal_call and output_dir is not None:
             # FSDP's weights are written after `Trainer` has looked for the folder of the best checkpoint.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -186,20 +164,18 @@ class ImageTrainer(Trainer):
             self.push_to_hub(commit_message="Model save")
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights of `trained`, by their names in it."""
+        """Weights of `trained`, by name."""
         return self.accelerator.get_state_dict(self.model)
 
     def create_model_card(self, *args, **kwargs):
         """Nothing: `save_model` writes the card."""
 
     def write_card(self, folder: Path):
-        """Write the model's card into a folder."""
         write_card(folder, self)
 
     def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
-        """Train to the end, from the last checkpoint in `output_dir` on if there is one, measure the best model, on
-        `test_dataset` if given, and leave it in `output_dir` as a complete repository. `data` names the images for the
-        card. Return the metrics by name."""
+        """Train, from the last checkpoint on if there is one, measure the best model, on `test_dataset` if given, and
+        leave it in `output_dir` as a complete repository. `data` names the images for the card."""
         self.data = data
         checkpoint = self.args.resume_from_checkpoint or last_checkpoint(self.args.output_dir)
         result = self.train(resume_from_checkpoint=checkpoint)
@@ -218,13 +194,13 @@ class ImageTrainer(Trainer):
 
     @property
     def kept_step(self) -> int:
-        """The step whose weights are kept."""
+        """Step of the weights that are kept."""
         best = self.state.best_global_step if self.args.load_best_model_at_end else None
         return best or self.state.global_step
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The kept model's metrics without a prefix, those on test images where there are any."""
+        """Metrics of the kept model, on test images where there are any, without a prefix."""
         found = {}
         for record in self.state.log_history:
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
@@ -233,14 +209,14 @@ class ImageTrainer(Trainer):
 
 
 class SaveWhenInterrupted(TrainerCallback):
-    """Ends a run after Ctrl-C with a checkpoint of the step under way. A second Ctrl-C ends it at once."""
+    """Ends a run after Ctrl-C with a checkpoint of the step under way. A second Ctrl-C ends it at once, as does the
+    first where there are several processes."""
 
-    received = ends = False
-    before = None
+    received, before = False, None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.received = self.ends = False
-        if threading.current_thread() is threading.main_thread():
+        self.received = False
+        if args.world_size == 1 and threading.current_thread() is threading.main_thread():
             self.before = signal.signal(signal.SIGINT, self.note)
 
     def note(self, number: int, _):
@@ -254,14 +230,7 @@ class SaveWhenInterrupted(TrainerCallback):
             self.before = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        if args.world_size == 1:
-            self.ends = self.received
-        elif control.should_log:
-            # All processes end at one step. Reading makes an accelerator wait, as logging does.
-            received = torch.tensor(float(self.received), device=args.device)
-            torch.distributed.all_reduce(received)
-            self.ends = bool(received)
-        control.should_save |= self.ends
+        control.should_save |= self.received
         # A loss that is not finite ends the run before its weights are saved.
         control.should_log |= control.should_save
 
@@ -269,9 +238,8 @@ class SaveWhenInterrupted(TrainerCallback):
         control.should_log |= control.should_save
 
     def on_save(self, args, state, control, **kwargs):
-        if self.ends:
-            if state.is_world_process_zero:
-                print(f"Stopped at step {state.global_step}; the same command goes on from there.", file=sys.stderr)
+        if self.received:
+            print(f"Stopped at step {state.global_step}; the same command goes on from there.", file=sys.stderr)
             raise KeyboardInterrupt
 
 
@@ -295,13 +263,12 @@ def choose_attention(model, args):
         model.set_attn_implementation(attention)
 
 
-def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] | None = None) -> int:
+def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] | None) -> int:
     """Train as a command line says; `make_trainer` takes the dataclasses that the parser returns."""
     argv = sys.argv[1:] if argv is None else argv
-    groups = parser.parse(argv)
-    trainer = make_trainer(*groups)
-    trainer.command = command_line(parser.prog, argv)
-    data = next(each for each in groups if isinstance(each, DataArguments))
+    options, data, args = parser.parse(argv)
+    trainer = make_trainer(options, data, args)
+    trainer.command = shlex.join([*parser.prog.split(), *argv])
     trainer.run(data, trainer.test_images)
     trainer.accelerator.print(f"{trainer.summary(trainer.metrics)}\nIt is in {trainer.args.output_dir}.")
     return 0

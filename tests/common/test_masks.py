@@ -2,6 +2,7 @@
 
 import io
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from frugalvit.common.masks import (
     masked_split_names,
 )
 from frugalvit.common.views import ImageFormat, seeded
-from frugalvit.training.augmentation import SegmentationEvalView, SegmentationView
-from frugalvit.training.segment import MaskedDataArguments
+from frugalvit.training import segment
+from frugalvit.training.segment import MaskedDataArguments, SegmentationEvalView, SegmentationView
 
 
 def draw(path, size=(8, 6)):
@@ -186,7 +187,8 @@ class TestData:
 class TestViews:
     @given(seed=st.integers(0, 2**31), scale=st.sampled_from([(0.5, 2.0), (0.3, 0.4), (2.0, 3.0)]))
     def test_image_and_mask_move_together(self, seed, scale):
-        view = SegmentationView(NEAREST, MaskReader(4), scale, distort=0.0)
+        with mock.patch.object(segment, "DISTORTION", 0.0):
+            view = SegmentationView(NEAREST, MaskReader(4), scale)
         image, mask = scene(seed % 10)
         with seeded(seed):
             sample = view(Image.fromarray(image), torch.from_numpy(mask))
@@ -211,12 +213,13 @@ class TestViews:
         shift = (sample["pixel_values"][0].float() - sample["labels"].float()).mean().item() / 2
         assert abs(shift) <= 0.75
 
-    def test_crops_avoid_a_single_class(self):
+    def test_crops_avoid_a_single_class(self, monkeypatch):
         image, mask = np.zeros((200, 200, 3), np.uint8), np.zeros((200, 200), np.uint8)
         mask[:, 100:] = 1
         shares = {}
         for max_share in (0.75, 1.0):
-            view = SegmentationView(ImageFormat((32, 32)), MaskReader(4), (2.0, 2.0), max_share)
+            monkeypatch.setattr(segment, "MOST_OF_A_CLASS", max_share)
+            view = SegmentationView(ImageFormat((32, 32)), MaskReader(4), (2.0, 2.0))
             single = 0
             for seed in range(40):
                 with seeded(seed):

@@ -14,7 +14,7 @@ from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmW
 
 from frugalvit.common.masks import MaskReader
 from frugalvit.common.views import LONGEST, EvalView, ImageFormat, middle_of, prepare_images, random_seed, seeded
-from frugalvit.training.augmentation import SegmentationView, resize_pair
+from frugalvit.training.segment import SegmentationView, resize_pair
 
 
 SQUARE = {"height": 16, "width": 16}
@@ -88,8 +88,9 @@ def test_training_for_segmentation_takes_parts_of_strips(monkeypatch):
         sizes.append(image.size)
         return resize_pair(image, *arguments)
 
-    monkeypatch.setattr("frugalvit.training.augmentation.resize_pair", resize)
-    view, length = SegmentationView(ImageFormat((16, 16)), MaskReader(4), (1.0, 2.0), distort=0.0), 20_000
+    monkeypatch.setattr("frugalvit.training.segment.resize_pair", resize)
+    monkeypatch.setattr("frugalvit.training.segment.DISTORTION", 0.0)
+    view, length = SegmentationView(ImageFormat((16, 16)), MaskReader(4), (1.0, 2.0)), 20_000
     labels = np.arange(length) * 4 // length
     image = Image.fromarray(np.broadcast_to(60 * labels.astype(np.uint8), (4, length)).copy()).convert("RGB")
     mask, found = torch.from_numpy(labels.astype(np.uint8)).expand(4, -1), set()

@@ -4,7 +4,7 @@ import pytest
 from trainings import command_words
 
 from frugalvit import BootstrapArguments, bootstrap, cli
-from frugalvit.training.arguments import DataArguments, ImageTrainingArguments, read_values, reason
+from frugalvit.training.arguments import DataArguments, read_values, reason
 from frugalvit.training.bootstrap import StudentArguments, make_parser
 
 
@@ -51,14 +51,12 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
         "bootstrap --teacher t --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
         "bootstrap --teacher t --tune 1.5 | tune is 1.5, expected a share from 0 to below 1, or a count",
         "bootstrap --teacher t --placement content | placement is 'content', expected grid without focusing inherited",
-        "bootstrap | the following arguments are required: --teacher",
         "bootstrap --config siglip-base | siglip-base is no file and no recipe; did you mean siglip2-base",
         "bootstrap --config impulse-cifar10 | impulse-cifar10 is for another command than frugalvit bootstrap",
         "train | Give model, to go on from, or model_type and config_overrides, to train from scratch",
         "- a | --config file.yaml holds a list, expected names and values",
         "a: [ | --config file.yaml is no YAML",
         "learning_rats: 1 | no argument --learning_rats; did you mean --learning_rate?",
-        "max_steps: 1.5 | max_steps/--max-steps: invalid int value: '1.5'",
         "loss: l2 | invalid choice: 'l2'",
     ],
 )
@@ -79,28 +77,14 @@ def test_wrong_arguments_are_one_line(case, tmp_path, monkeypatch, capsys):
     assert error.startswith(f"frugalvit {words[0]}: error: ") and message in error
 
 
-def test_wrong_arguments_in_python_name_the_field(tmp_path):
-    for options, message in (
-        ({"crop_scale": [2, 1]}, "^crop_scale is .* expected two positive numbers"),
-        ({"loss": "l2"}, "^loss is 'l2', expected one of cosine, kl"),
-        ({"train_epochs": 3}, "not used by the HfArgumentParser: .*train_epochs"),
-    ):
+def test_python_names_the_field_and_texts_hold_values(tmp_path):
+    for options, message in (({"loss": "l2"}, "^loss is 'l2', expected one of"), ({"epochs": 3}, "HfArgumentParser")):
         with pytest.raises(ValueError, match=message):
             bootstrap("t", "images", output=tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_texts_of_values():
     values = {"hidden_act": "gelu", "out": [0, 1], "depths": "2,3", "name": "a=b", "flag": True}
     assert read_values("overrides", "hidden_act=gelu,out=[0,1],depths=2,3,name=a=b,flag=true") == values
     with pytest.raises(ValueError, match="overrides is 'a', expected name=value pairs with commas between"):
         read_values("overrides", "a")
-
-
-def test_several_devices_take_several_processes(monkeypatch):
-    """`Trainer` would split batches of one model."""
-    monkeypatch.setattr(ImageTrainingArguments, "n_gpu", 4)
-    assert ImageTrainingArguments("out", use_cpu=True)._n_gpu == 1
 
 
 def test_errors_that_a_user_can_mend_are_one_line():

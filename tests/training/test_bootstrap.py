@@ -68,15 +68,6 @@ def test_student_and_teacher_are_aligned(first):
     assert right.item() == pytest.approx(own.metrics["accuracy"], abs=1e-6)
 
 
-def test_it_is_a_complete_repository(first, class_names, tmp_path):
-    """Which loads, and computes the same, where frugalvit is not installed."""
-    student = AutoModelForImageClassification.from_pretrained(first[1]).eval()
-    assert student.config.id2label == dict(enumerate(class_names)) and student.config.num_latent_tokens == 3
-    inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
-    for found in compute_without_frugalvit(tmp_path, first[1], "AutoModelForImageClassification", inputs):
-        torch.testing.assert_close(found, student(**inputs).logits.detach())
-
-
 def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
     """Block 0 is left out, block 1 tuned, block 2 frozen."""
     before, after = weights(teacher), weights(first[1])
@@ -266,18 +257,6 @@ def test_folders_are_held_back_from_and_the_last_epoch_is_kept_without_evaluatio
     card = card_in(tmp_path / "last")
     assert "step 4 of 4, not evaluated" in card and "model-index" not in card
     assert_equal(weights(tmp_path / "last"), own.student.state_dict())
-
-
-def test_distils_with_labels_at_another_size(teacher, tmp_path):
-    """Class distributions in the place of embeddings, and more pixels."""
-    options, losses = PAPER | {"loss": "kl", "temperature": 5, "image_size": 48, "num_train_epochs": 1}, []
-    for weight in ("0", "0.5"):
-        losses.append(logged(run(tmp_path / weight, teacher=teacher, label_loss_weight=weight, **options), "loss")[0])
-    # A new student guesses.
-    assert losses[1] - losses[0] == pytest.approx(0.5 * 2.3, rel=0.2)
-    student = AutoModelForImageClassification.from_pretrained(tmp_path / "0.5")
-    assert student.config.image_size == 48 and "without labels" not in card_in(tmp_path / "0.5")
-    assert AutoImageProcessor.from_pretrained(tmp_path / "0.5").size == {"height": 48, "width": 48}
 
 
 def test_continues_with_more_tokens_at_a_lower_rate(first, teacher, tmp_path):

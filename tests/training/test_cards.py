@@ -72,19 +72,3 @@ def test_ids_and_licenses_of_what_is_on_the_hub(tmp_path, monkeypatch):
     assert license_of(str(tmp_path)) is None and license_of(str(tmp_path / "model")) == "mit"
     (tmp_path / "README.md").write_text("---\n: [\n---\n", encoding="utf-8")
     assert license_of(str(tmp_path)) is None
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ({"evaluated": "train, held back"}, "step 4 of 6, chosen and measured on train, held back (60 images)"),
-        ({"evaluated": "val", "tested": "test"}, "step 4 of 6, chosen on val (60 images), measured on test"),
-        (None, "step 4 of 6, chosen and measured on eval_dataset (60 images)"),
-    ],
-)
-def test_the_step_is_named_and_the_images_on_which_it_was_chosen(names, said):
-    data = names and SimpleNamespace(**{"tested": None} | names)
-    trainer = SimpleNamespace(state=TrainerState(max_steps=6), data=data, eval_dataset=range(60), kept_step=4)
-    assert chosen(trainer) == said
-    trainer.eval_dataset = None
-    assert chosen(trainer) == "step 4 of 6, not evaluated"

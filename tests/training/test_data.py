@@ -86,15 +86,6 @@ def test_what_does_not_fit_is_refused(images, pictures):
             make()
 
 
-def test_a_tenth_is_held_back(images, pictures):
-    """The same each time, and with the labels of a dataset of PyTorch."""
-    given = as_images(of_pytorch(pictures))
-    parts = *split_off(given), split_off(given)[1]
-    train, evaluation, again = ([part[index]["image"].tobytes() for index in range(len(part))] for part in parts)
-    assert evaluation == again and len({*train, *evaluation}) == len(train) + len(evaluation) == 32
-    assert [class_names(part) for part in parts] == [["cat", "dog"]] * 3 and len(split_off(images)[1]) < 4
-
-
 def loaded(views, **options) -> list[dict]:
     return list(DataLoader(views, collate_fn=Collator({"pixel_values": FORMAT}), **{"batch_size": 4} | options))
 

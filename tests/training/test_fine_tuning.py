@@ -157,15 +157,6 @@ def test_a_backbone_of_dinov2_gets_a_classifier(image_size, tmp_path, class_name
     assert model.dinov2.embeddings.position_embeddings.shape[1] == 1 + ((image_size or 56) // 8) ** 2
 
 
-def test_models_without_positions_take_another_size(tmp_path):
-    model = ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]))
-    model.save_pretrained(tmp_path / "resnet")
-    ConvNextImageProcessor(size={"shortest_edge": 64}).save_pretrained(tmp_path / "resnet")
-    model, processor = saved(tmp_path / "out", model=tmp_path / "resnet", image_size=48)
-    inputs = processor(Image.new("RGB", (60, 50)), return_tensors="pt")
-    assert inputs["pixel_values"].shape[2:] == (48, 48) and model(**inputs).logits.shape == (1, 10)
-
-
 def test_a_model_of_timm_at_another_size(timm_vit, tmp_path):
     folder = timm_vit()
     model, processor = saved(tmp_path / "out", model=folder, image_size=48, drop_path=0.3)
@@ -178,41 +169,6 @@ def test_a_model_of_timm_at_another_size(timm_vit, tmp_path):
     assert model.timm_model.blocks[2].drop_path1.drop_prob == pytest.approx(0.3)
 
 
-def test_factors_of_learning_rates_end_in_the_optimizer(vit, tmp_path):
-    """The same for equal models of both libraries."""
-    own = make(tmp_path / "out", model=vit(), learning_rate=1e-3, layer_decay=0.5, head_multiplier=4)
-    groups = own.create_optimizer().param_groups
-    rates = {weight: group["lr"] for group in groups for weight in group["params"]}
-    assert {*rates.values()} == {1.25e-4, 2.5e-4, 5e-4, 1e-3, 4e-3}
-    # The last norm and the classifier.
-    assert [rates[weight] for weight in [*own.model.parameters()][-4:]] == [1e-3, 1e-3, 4e-3, 4e-3]
-
-
-@pytest.mark.parametrize("distill", [False, True], ids=["labels", "distilled"])
-def test_trains_on_smaller_images_and_evaluates_on_whole_ones(vit, distill, tmp_path, monkeypatch):
-    folder, seen, forward = vit(), {True: set(), False: set()}, nn.Conv2d.forward
-    if distill:
-        saved(tmp_path / "teacher", model=folder)
-    teacher = tmp_path / "teacher" if distill else None
-    own = make(tmp_path / "out", model=folder, train_image_size=16, num_train_epochs=1, distill_from=teacher)
-
-    def note(module, images):
-        seen[torch.is_grad_enabled()].add(tuple(images.shape[1:]))
-        return forward(module, images)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nn.Conv2d, "forward", note)
-        own.run()
-    # A teacher sees whole images, too.
-    assert seen == {True: {(3, 16, 16)}, False: {(3, 32, 32)}}
-    # The model is for its own size, as it was.
-    model, processor = load(tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
-    assert "dynamic_img_size" not in config.get("model_args", {})
-    assert processor(Image.new("RGB", (60, 60)), return_tensors="pt")["pixel_values"].shape[2:] == (32, 32)
-    assert measured(model, processor) == pytest.approx(own.metrics["accuracy"])
-
-
 @pytest.mark.parametrize("blocks", [2, 4], ids=["more", "fewer"])
 def test_a_backbone_that_is_not_whole_is_refused(vit, blocks, tmp_path, capsys):
     folder = vit()
@@ -221,10 +177,3 @@ def test_a_backbone_that_is_not_whole_is_refused(vit, blocks, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     said = error_of("train", tmp_path / "out", capsys, model=folder)
     assert "does not fit a " in said and any(f"{count} weights in all" in said for count in (12, 16))
-
-
-def test_training_goes_on_from_a_revision(cached, tmp_path):
-    own = run(tmp_path / "out", model="someone/model@v1", num_train_epochs=1)
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "base_model: someone/model\n" in card and "--model someone/model@v1" in card
-    assert own.processing_class.image_mean == pytest.approx([0.2] * 3)

@@ -92,14 +92,6 @@ def test_a_run_that_was_stopped_goes_on(watched, tmp_path):
     assert [share for share, _ in watched[True][-2:]] == [1 - step / 8 for step in (6, 7)]
 
 
-def test_hints_fade_in_any_trainer_of_a_pair(watched, tmp_path):
-    examples = [{"pixel_values": torch.zeros(3, 32, 32), "labels": 1}] * 4
-    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, num_train_epochs=2, use_cpu=True)
-    pair = twins()
-    Trainer(pair, arguments, train_dataset=examples, callbacks=[HintDecayCallback()]).train()
-    assert [share for share, _ in watched[True]] == [1, 0.75, 0.5, 0.25] and pair.hint_share == 1
-
-
 @pytest.mark.parametrize(
     ("options", "hinted"),
     [

@@ -55,17 +55,6 @@ def log(folder: Path, name: str) -> list[float]:
     return [record[name] for record in records if name in record]
 
 
-@pytest.mark.parametrize(("name", "whole"), [("again", "one"), ("two-again", "two")])
-def test_ctrl_c_saves_the_step_and_the_run_goes_on_bit_by_bit(name, whole, finished):
-    """In a process with a worker, and in one of two."""
-    said = (finished / f"{name}.log.0").read_text()
-    assert "Stopped at step 6; the same command goes on from there." in said and "Traceback" not in said
-    assert "frugalvit bootstrap: interrupted" in said
-    trainings.assert_equal(*(load_file(finished / each / "model.safetensors") for each in (name, whole)))
-    for value in ("loss", "eval_alignment"):
-        assert log(finished / name, value) == log(finished / whole, value)
-
-
 def test_two_processes_have_the_losses_of_one(finished):
     """The images that are evaluated have no even shares."""
     for name in ("loss", "grad_norm", "eval_alignment", "eval_accuracy"):

@@ -244,13 +244,3 @@ def test_multiplications(name):
     assert counts(name)[1] == f"{found:.3f}"
     if name in BOOTSTRAP and (printed := re.search(r"([\d.]+)G FLOPs", read(name)[1])):
         assert float(printed[1]) == pytest.approx(found, rel=0.01)
-
-
-def test_a_file_goes_before_a_recipe_of_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    # A run's folder has the recipe's name.
-    (tmp_path / "dinov2-base").mkdir()
-    (tmp_path / "dinov2-small").write_text("output_dir: mine")
-    for size, folder in (("base", "dinov2-base"), ("small", "mine")):
-        *_, args = bootstrap.make_parser().parse(["--teacher", "t", "--use_cpu", "--config", f"dinov2-{size}"])
-        assert args.output_dir == folder

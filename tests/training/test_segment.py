@@ -116,22 +116,6 @@ def test_the_papers_steps_unless_told(options, steps, epochs, tmp_path):
     assert args.get_warmup_steps(80_000) == 1_500
 
 
-def test_each_rate_ends_in_the_optimizer(options, tmp_path):
-    own = make(tmp_path / "out", **options | {"layer_decay": 0.5})
-    groups = own.create_optimizer().param_groups
-    rates = {weight: group["lr"] for group in groups for weight in group["params"]}
-    expected = {
-        "decode_head.query.weight": 2e-3,
-        "sparseformer.layernorm.weight": 1e-3,
-        "sparseformer.layers.1.mlp.fc1.weight": 1e-3,
-        "sparseformer.layers.0.mlp.fc1.weight": 5e-4,
-        "sparseformer.stem.convolution.weight": 2.5e-4,
-    }
-    weights = dict(own.model.named_parameters())
-    assert {name: rates[weights[name]] for name in expected} == pytest.approx(expected)
-    assert {*rates} == {*weights.values()} and {group["weight_decay"] for group in groups} == {0.01, 0.0}
-
-
 def test_ade20k_does_not_count_0(options, tmp_path):
     for seed in range(6):
         part = "training" if seed < 4 else "validation"

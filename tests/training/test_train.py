@@ -129,18 +129,6 @@ def test_learns_from_a_teacher(kind, token, taught, tmp_path):
     torch.testing.assert_close(own.compute_loss(own.model, inputs), (of_labels + both) / 2)
 
 
-def test_teachers_know_the_classes(taught, tmp_path, capsys):
-    ResNetForImageClassification(ResNetConfig(**RESNET)).save_pretrained(taught[0]["distill_from"])
-    assert "has 2 classes, the data set 10." in error_of("train", tmp_path / "wrong", capsys, **taught[0], **VIT)
-
-
-def test_models_of_several_labels_are_refused(images, tmp_path):
-    model = make_vit(num_labels=10, problem_type="multi_label_classification")
-    args = ImageClassificationArguments(str(tmp_path), use_cpu=True)
-    with pytest.raises(ValueError, match="problem_type is 'multi_label_classification', expected None or 'single"):
-        ImageClassificationTrainer(model, args, images, processing_class=ViTImageProcessor())
-
-
 @pytest.mark.parametrize("options", [SWIN, {"model_type": "vit", "config_overrides": TINY_VIT}], ids=["swin", "vit"])
 def test_context_broadcasting_is_inserted_learns_and_is_saved(options, tmp_path):
     broadcast = {"context_broadcast": "cb_s", "context_broadcast_position": ["mlp_end", "attention_end"]}
@@ -150,13 +138,6 @@ def test_context_broadcasting_is_inserted_learns_and_is_saved(options, tmp_path)
     assert has_context_broadcast(model) and len(scales) == 4 and all(scale.any() for scale in scales)
     pixel_values = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(model(pixel_values).logits, own.model.eval()(pixel_values).logits)
-
-
-def test_other_architectures_and_stochastic_depth(tmp_path):
-    own = make(tmp_path / "out", model_type="resnet", config_overrides=OVERRIDES, image_size=24, crop="resized")
-    assert next(iter(own.get_train_dataloader()))["pixel_values"].shape == (16, 3, 24, 24)
-    assert dict(own.processing_class.size) == {"height": 24, "width": 24}
-    assert make(tmp_path / "out", **SWIN, drop_path=0.2).model.config.drop_path_rate == 0.2
 
 
 @pytest.mark.parametrize(

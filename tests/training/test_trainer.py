@@ -236,20 +236,6 @@ def test_it_is_a_trainer(make, images, pictures, tmp_path, hub, monkeypatch):
     assert not any(name.startswith("checkpoint") for name in files)
 
 
-def test_images_a_second_are_those_of_training(make, monkeypatch):
-    """Neither of evaluation nor, in a run that goes on, of the steps before."""
-    clock = []
-    monkeypatch.setattr("frugalvit.training.trainer.time.perf_counter", lambda: sum(clock))
-    monkeypatch.setattr(Learner, "measure", lambda self, _: clock.append(100) or {"accuracy": 0.5})
-    options = {"logging_steps": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 4}
-    each_step = At(lambda _: clock.append(0.5))
-    make(callbacks=[each_step, Stop(2)], **options).run()
-    own = make(callbacks=[each_step], **options)
-    own.run()
-    # Two steps of 16 images, and half a second between their beginnings.
-    assert logged(own, "images_per_second")[1:] == [2 * 16 / 0.5] * 3
-
-
 def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
     """The second one where the first has led, from where the weights then move."""
     seen, compute_loss = [], Learner.compute_loss
