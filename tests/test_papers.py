@@ -53,11 +53,7 @@ def read_tables() -> dict[str, list[dict[str, str]]]:
 
 
 TABLES = read_tables()
-LINES = [
-    pytest.param(line, id=f"{title.split()[0]} {title.split()[1]}-{line['item']}")
-    for title, lines in TABLES.items()
-    for line in lines
-]
+LINES = [line for lines in TABLES.values() for line in lines]
 
 
 def named(cell: str) -> list[str]:
@@ -128,16 +124,14 @@ def test_every_item_has_its_line(title):
     assert {*TABLES} == {*NUMBERED}
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_places_exist(line):
-    for place in named(line["place"]):
+def test_places_exist():
+    for place in {place for line in LINES for place in named(line["place"])}:
         file, _, symbol = place.partition(":")
         assert symbol in symbols(ROOT / file), place
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_commands_know_what_they_are_given(line, explain):
-    for command in named(line["command"]):
+def test_commands_know_what_they_are_given(explain):
+    for command in {command for line in LINES for command in named(line["command"])}:
         program, *words = shlex.split(command)
         if program == "pytest":
             file, option, name = words
@@ -155,13 +149,13 @@ def test_commands_know_what_they_are_given(line, explain):
             assert (ROOT / "training" / "recipes" / f"{words[words.index('--config') + 1]}.yaml").is_file(), command
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_results_exist_and_none_is_left_out(line):
-    files, commands = named(line["results"]), named(line["command"])
-    assert all((ROOT / file).is_file() for file in files), files
-    if not files:
-        fitting = "asserted" if any(command.startswith("pytest ") for command in commands) else "not measured"
-        assert line["results"] == fitting or (line["results"] == "nothing to measure" and not commands)
-    for command in commands:
-        made = MADE_BY.get(command, [])
-        assert not made or {*made} & {*files}, (command, made)
+def test_results_exist_and_none_is_left_out():
+    for line in LINES:
+        files, commands = named(line["results"]), named(line["command"])
+        assert all((ROOT / file).is_file() for file in files), files
+        if not files:
+            fitting = "asserted" if any(command.startswith("pytest ") for command in commands) else "not measured"
+            assert line["results"] == fitting or (line["results"] == "nothing to measure" and not commands), line
+        for command in commands:
+            made = MADE_BY.get(command, [])
+            assert not made or {*made} & {*files}, (command, made)
