@@ -139,15 +139,22 @@ def compare(
     `describe_score`, `cosine`, the mean with the teacher's embedding, and `images_per_second` by precision and batch
     size. `reading` are options of `image_batches`.
     """
+    # Classes are matched by name before anything is computed.
+    classes = [
+        torch.tensor(match_labels(class_names(test), contender.id2label))
+        if "label" in test.features and contender.classifier is not None
+        else None
+        for contender in contenders
+    ]
     embeddings, indices = embed_all(contenders, test, **reading)
-    labels = torch.from_numpy(label_numbers(test))[indices] if "label" in test.features else None
     rows, of_teacher, teacher = [], None, embeddings[0].mean(0)
     for number, contender in enumerate(contenders):
         macs = count_macs(contender.model, contender.image_size).macs_with_attention
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
         row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": macs}
-        if labels is not None and contender.classifier is not None:
-            right = classifies(contender, embeddings[number], labels, class_names(test))
+        if classes[number] is not None:
+            labels = classes[number][label_numbers(test)[indices]]
+            right = classifies(contender, embeddings[number], labels)
             row |= describe_score("accuracy", right, of_teacher)
             of_teacher = right if number == 0 else of_teacher
         alike = embeddings[number].shape[-1] == teacher.shape[-1]
@@ -186,13 +193,10 @@ def embed_all(
 
 
 @torch.inference_mode()
-def classifies(
-    contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor, names: Sequence[str]
-) -> torch.Tensor:
-    """Whether a contender's classifier is right, `(images,)`, the mean over draws; classes are matched by name."""
-    expected = torch.tensor(match_labels(names, contender.id2label))[labels]
+def classifies(contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Whether a contender's classifier is right, `(images,)`, the mean over draws."""
     best = torch.stack([contender.classifier(draw.to(contender.device)).argmax(-1).cpu() for draw in embeddings])
-    return (best == expected).double().mean(0)
+    return (best == labels).double().mean(0)
 
 
 def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
