@@ -43,8 +43,6 @@ BATCH_SIZES = (1, 32)
 # Scores for the picture, the first choice first, and their titles.
 SCORES = {
     "accuracy": "accuracy, %",
-    "linear_accuracy": "accuracy of a linear probe, %",
-    "neighbor_accuracy": "accuracy of nearest neighbors, %",
     "mean_iou": "mean intersection over union, %",
     "cosine": "cosine with the teacher's embedding",
 }
@@ -212,28 +210,19 @@ def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None)
 
 def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Format the rows of `compare` for people, accuracies in percent with their standard errors."""
-    scores = [name for name in SCORES if name != "cosine" and any(name in row for row in rows)]
     table = []
     for row in rows:
         cells = {"model": row["model"], "method": row["method"]}
-        for name in scores:
-            title = name.replace("_", " ")
-            cells[f"{title}, %"] = _percent(row, name)
-            cells[f"{title} - teacher's"] = _percent(row, f"{name}_difference", "+")
+        for title, name, sign in (("accuracy, %", "accuracy", ""), ("- teacher's", "accuracy_difference", "+")):
+            if row.get(name) is not None:
+                error = row[f"{name}_error"] or 0
+                cells[title] = f"{100 * row[name]:{sign}.1f} ± {100 * error:.1f}"
         cells |= {"cosine": row["cosine"], "pixels": " x ".join(map(str, row["image_size"])), "tokens": row["tokens"]}
         cells |= {"MACs, G": row["macs"] / 1e9, "parameters, M": row["parameters"] / 1e6}
         for precision, speeds in row["images_per_second"].items():
-            suffix = "" if precision == "float32" else f", {precision}"
-            cells |= {f"images/s, {size}{suffix}": speed for size, speed in speeds.items()}
+            cells |= {f"images/s, {size}, {precision}": speed for size, speed in speeds.items()}
         table.append(cells)
     return table
-
-
-def _percent(row: Mapping[str, object], name: str, sign: str = "") -> str:
-    value, error = row.get(name), row.get(f"{name}_error")
-    if value is None:
-        return "-"
-    return f"{100 * value:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
 
 
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:

@@ -35,15 +35,15 @@ def called(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@torch.inference_mode()
 def test_products_are_the_same(bias, inputs, called):
     linear = nn.Linear(24, 40, bias=bias)
     packed = PackedLinear(linear)
-    for given in (inputs, inputs[0], inputs[0, 0], inputs.mT.contiguous().mT):
-        torch.testing.assert_close(packed(given), linear(given), rtol=1e-5, atol=1e-6)
-    assert len(called) == 4
-    # Nothing is multiplied of nothing.
-    assert packed(inputs[:0]).shape == (0, 5, 40)
+    with torch.inference_mode():
+        for given in (inputs, inputs[0], inputs[0, 0], inputs.mT.contiguous().mT):
+            torch.testing.assert_close(packed(given), linear(given), rtol=1e-5, atol=1e-6)
+        assert len(called) == 4
+        # Nothing is multiplied of nothing.
+        assert packed(inputs[:0]).shape == (0, 5, 40)
 
 
 def test_gradients_and_autocast_are_those_of_the_layer(linear, inputs, called):
