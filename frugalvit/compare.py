@@ -213,10 +213,13 @@ def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     table = []
     for row in rows:
         cells = {"model": row["model"], "method": row["method"]}
-        for title, name, sign in (("accuracy, %", "accuracy", ""), ("- teacher's", "accuracy_difference", "+")):
+        for title, name, sign in (
+            ("accuracy, %", "accuracy", ""),
+            ("accuracy - teacher's", "accuracy_difference", "+"),
+        ):
             if row.get(name) is not None:
-                error = row[f"{name}_error"] or 0
-                cells[title] = f"{100 * row[name]:{sign}.1f} ± {100 * error:.1f}"
+                error = row[f"{name}_error"]
+                cells[title] = f"{100 * row[name]:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
         cells |= {"cosine": row["cosine"], "pixels": " x ".join(map(str, row["image_size"])), "tokens": row["tokens"]}
         cells |= {"MACs, G": row["macs"] / 1e9, "parameters, M": row["parameters"] / 1e6}
         for precision, speeds in row["images_per_second"].items():

@@ -9,15 +9,12 @@ import torch
 import torch.nn.functional as F
 from frugalvit_cli import main
 from PIL import Image
-from torch import nn
-from transformers import ViTForImageClassification, ViTImageProcessor
+from transformers import ViTForImageClassification
 from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, count_macs, read_anatomy
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images
-from frugalvit.compare import compare, describe_score, draw_comparison
-from frugalvit.contenders import LOWER_RESOLUTION, Contender, as_teacher, at_lower_resolution, load_students
+from frugalvit.compare import describe_score, draw_comparison
+from frugalvit.contenders import LOWER_RESOLUTION, as_teacher, at_lower_resolution
 from frugalvit.modeling.hosts.transformers import resize_positions_
 
 
@@ -104,32 +101,6 @@ def test_errors_are_paired():
     assert found["accuracy"] == 0.625 and found["accuracy_difference"] == -0.125
     assert found["accuracy_error"] == pytest.approx(right.numpy().std(ddof=1) / 8**0.5)
     assert found["accuracy_difference_error"] == pytest.approx((right - teacher).numpy().std(ddof=1) / 8**0.5)
-
-
-class Constant(nn.Module):
-    """A classifier that always gives the same answer."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 8)
-
-    def forward(self, pixel_values):
-        return self.linear(pixel_values.mean((2, 3)))
-
-    def classify(self, embedding):
-        return F.one_hot(torch.full((len(embedding),), 3), 10).float()
-
-
-def test_another_contender():
-    """Any model can be described; its images are resized, and its classes matched by name."""
-    images, model = load_images(SUBSET, "test[:20]"), Constant()
-    names = images.features["label"].names
-    own = [*names[2:], *names[:2]]
-    processor = ViTImageProcessor(size={"height": 32, "width": 32})
-    mine = Contender("mine", "method", model, (8, 8), model, processor, model.classify, dict(enumerate(own)), draws=2)
-    student, row = compare([*load_students(STUDENT, device="cpu"), mine], images, rounds=1)
-    assert row["accuracy"] == images["label"].count(names.index(own[3])) / 20 and row["accuracy_difference"] < 0
-    assert (row["method"], row["parameters"], row["macs"], row["cosine"]) == ("method", 32, 24, None)
 
 
 def test_images_without_labels(tmp_path):
