@@ -170,12 +170,6 @@ def test_a_tokenizer_that_knows_no_words_is_refused(tmp_path):
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 30), st.integers(0, 1000))
 def test_recall_is_that_of_sorting_everything(num_images, captions, chunk, seed):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retrieval, "CHUNK", chunk)
-        check_recall(num_images, captions, seed)
-
-
-def check_recall(num_images, captions, seed):
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(1, captions + 1, (num_images,), generator=generator)
     owners = torch.repeat_interleave(torch.arange(num_images), counts)
@@ -190,7 +184,9 @@ def check_recall(num_images, captions, seed):
     for k in (1, 5, 10):
         found = [owners[text] in order[text, :k] for text in range(len(owners))]
         expected[f"text_to_image@{k}"] = 100 * sum(found) / len(owners)
-    assert retrieval.retrieval_recall(images, texts, owners) == pytest.approx(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "CHUNK", chunk)
+        assert retrieval.retrieval_recall(images, texts, owners) == pytest.approx(expected)
 
 
 CAPTIONS = [["a cat .", "the cat"], ["a dog"], ["a bird .", "the bird", "a photo of a bird ."], ["the airplane"]]
@@ -226,32 +222,25 @@ def test_questions_are_written_and_answers_read():
     assert {text: read_answer(text, 3) for text in answers} == answers
 
 
-@pytest.fixture(scope="module")
-def llava_folder(save):
+def test_scienceqa_counts_questions_with_and_without_images(save, tmp_path):
     vision = CLIPVisionConfig(image_size=32, patch_size=16, **TOWER)
     text = LlamaConfig(vocab_size=len(WORDS), **TOWER, pad_token_id=0, eos_token_id=WORDS.index("[EOS]"))
-    image = WORDS.index("<image>")
-    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=image))
+    llava = LlavaConfig(vision_config=vision, text_config=text, image_token_index=WORDS.index("<image>"))
     words = word_tokenizer(WORDS, extra_special_tokens={"image_token": "<image>"})
     sizes = {"patch_size": 16, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-    return save("llava", model, LlavaProcessor(CLIPImageProcessor(**IMAGES), words, **sizes))
-
-
-def test_scienceqa_counts_questions_with_and_without_images(llava_folder, tmp_path):
-    generator = np.random.default_rng(0)
+    processor = LlavaProcessor(CLIPImageProcessor(**IMAGES), words, **sizes)
+    folder = save("llava", LlavaForConditionalGeneration(llava), processor)
     rows = {
         "image": [{"bytes": encoded(seed), "path": None} if seed % 3 else None for seed in range(11)],
         "question": [f"{NAMES[seed % 4]} is ?" for seed in range(11)],
         "choices": [NAMES[: 2 + seed % 2] for seed in range(11)],
-        "answer": generator.integers(0, 2, 11).tolist(),
+        "answer": np.random.default_rng(0).integers(0, 2, 11).tolist(),
         "hint": ["" if seed % 2 else "a photo" for seed in range(11)],
     }
     path = tmp_path / "scienceqa.parquet"
     datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).to_parquet(path)
-    results = evaluate(tmp_path, "scienceqa", "--model", llava_folder, "--dataset", path, "--batch-size", "3")
-    model = LlavaForConditionalGeneration.from_pretrained(llava_folder)
-    processor = LlavaProcessor.from_pretrained(llava_folder)
-    right, unanswered = {True: [], False: []}, 0
+    results = evaluate(tmp_path, "scienceqa", "--model", folder, "--dataset", path, "--batch-size", "3")
+    model, right, unanswered = LlavaForConditionalGeneration.from_pretrained(folder), {True: [], False: []}, 0
     for seed in range(11):
         has_image = seed % 3 != 0
         question = format_question(rows["question"][seed], rows["choices"][seed], rows["hint"][seed])
