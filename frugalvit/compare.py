@@ -60,13 +60,6 @@ def make_parser() -> CommandParser:
     parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
     parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
     parser.add_argument("--output", required=True, metavar="DIR", help="new folder for table and picture")
-    parser.add_argument(
-        "--resolutions",
-        nargs="*",
-        type=positive,
-        metavar="PIXELS",
-        help="shorter sides of smaller images for the teacher (default: with about 1/4, 2/5 and 9/16 of the patches)",
-    )
     add_dataset_arguments(parser)
     parser.add_argument("--limit", type=positive, help="number of test images, chosen at random")
     parser.add_argument("--rounds", type=positive, default=10, help="timed passes per model (default: %(default)s)")
@@ -84,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
     device = choose_device(arguments.device)
     options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
-    contenders = load_teachers(arguments.teacher, resolutions=arguments.resolutions, **options)
+    contenders = load_teachers(arguments.teacher, **options)
     for folder in arguments.students:
         contenders += load_students(folder, **options)
     test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
