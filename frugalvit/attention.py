@@ -62,16 +62,12 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
     if not count:
         raise ValueError("Got no images, expected at least one.")
     means, grid = {key: value.cpu() / count for key, value in sums.items()}, patch_grid(model.config)
-    return [
-        LayerStatistics(
-            layer + 1,
-            means["rank", layer].item(),
-            means["entropy", layer].tolist(),
-            means["maps", layer],
-            *favorite_neighbors(means["maps", layer], grid),
-        )
-        for layer in range(len(means) // 3)
-    ]
+    statistics = []
+    for layer in range(len(means) // 3):
+        rank, entropy, maps = (means[name, layer] for name in ("rank", "entropy", "maps"))
+        offset, mass = favorite_neighbors(maps, grid)
+        statistics.append(LayerStatistics(layer + 1, rank.item(), entropy.tolist(), maps, offset, mass))
+    return statistics
 
 
 def patch_grid(config) -> tuple[int, int] | None:

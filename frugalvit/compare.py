@@ -42,8 +42,6 @@ BATCH_SIZES = (1, 32)
 # Scores for the picture, the first choice first, and their titles.
 SCORES = {
     "accuracy": "accuracy, %",
-    "linear_accuracy": "accuracy of a linear probe, %",
-    "neighbor_accuracy": "accuracy of nearest neighbors, %",
     "mean_iou": "mean intersection over union, %",
     "cosine": "cosine with the teacher's embedding",
 }
@@ -61,13 +59,6 @@ def make_parser() -> CommandParser:
     parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
     parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
     parser.add_argument("--output", required=True, metavar="DIR", help="new folder for table and picture")
-    parser.add_argument(
-        "--resolutions",
-        nargs="*",
-        type=positive,
-        metavar="PIXELS",
-        help="shorter sides of smaller images for the teacher (default: with about 1/4, 2/5 and 9/16 of the patches)",
-    )
     add_dataset_arguments(parser)
     parser.add_argument("--limit", type=positive, help="number of test images, chosen at random")
     parser.add_argument("--rounds", type=positive, default=10, help="timed passes per model (default: %(default)s)")
@@ -85,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
     device = choose_device(arguments.device)
     options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
-    contenders = load_teachers(arguments.teacher, resolutions=arguments.resolutions, **options)
+    contenders = load_teachers(arguments.teacher, **options)
     for folder in arguments.students:
         contenders += load_students(folder, **options)
     test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
@@ -138,15 +129,22 @@ def compare(
     `describe_score`, `cosine`, the mean with the teacher's embedding, and `images_per_second` by precision and batch
     size. `reading` are options of `image_batches`.
     """
+    # Classes are matched by name before anything is computed.
+    classes = [
+        torch.tensor(match_labels(class_names(test), contender.id2label))
+        if "label" in test.features and contender.classifier is not None
+        else None
+        for contender in contenders
+    ]
     embeddings, indices = embed_all(contenders, test, **reading)
-    labels = torch.from_numpy(label_numbers(test))[indices] if "label" in test.features else None
     rows, of_teacher, teacher = [], None, embeddings[0].mean(0)
     for number, contender in enumerate(contenders):
         macs = count_macs(contender.model, contender.image_size).macs_with_attention
         row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
         row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": macs}
-        if labels is not None and contender.classifier is not None:
-            right = classifies(contender, embeddings[number], labels, class_names(test))
+        if classes[number] is not None:
+            labels = classes[number][label_numbers(test)[indices]]
+            right = classifies(contender, embeddings[number], labels)
             row |= describe_score("accuracy", right, of_teacher)
             of_teacher = right if number == 0 else of_teacher
         alike = embeddings[number].shape[-1] == teacher.shape[-1]
@@ -185,13 +183,10 @@ def embed_all(
 
 
 @torch.inference_mode()
-def classifies(
-    contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor, names: Sequence[str]
-) -> torch.Tensor:
-    """Whether a contender's classifier is right, `(images,)`, the mean over draws; classes are matched by name."""
-    expected = torch.tensor(match_labels(names, contender.id2label))[labels]
+def classifies(contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Whether a contender's classifier is right, `(images,)`, the mean over draws."""
     best = torch.stack([contender.classifier(draw.to(contender.device)).argmax(-1).cpu() for draw in embeddings])
-    return (best == expected).double().mean(0)
+    return (best == labels).double().mean(0)
 
 
 def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
@@ -207,28 +202,22 @@ def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None)
 
 def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Format the rows of `compare` for people, accuracies in percent with their standard errors."""
-    scores = [name for name in SCORES if name != "cosine" and any(name in row for row in rows)]
     table = []
     for row in rows:
         cells = {"model": row["model"], "method": row["method"]}
-        for name in scores:
-            title = name.replace("_", " ")
-            cells[f"{title}, %"] = _percent(row, name)
-            cells[f"{title} - teacher's"] = _percent(row, f"{name}_difference", "+")
+        for title, name, sign in (
+            ("accuracy, %", "accuracy", ""),
+            ("accuracy - teacher's", "accuracy_difference", "+"),
+        ):
+            if row.get(name) is not None:
+                error = row[f"{name}_error"]
+                cells[title] = f"{100 * row[name]:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
         cells |= {"cosine": row["cosine"], "pixels": " x ".join(map(str, row["image_size"])), "tokens": row["tokens"]}
         cells |= {"MACs, G": row["macs"] / 1e9, "parameters, M": row["parameters"] / 1e6}
         for precision, speeds in row["images_per_second"].items():
-            suffix = "" if precision == "float32" else f", {precision}"
-            cells |= {f"images/s, {size}{suffix}": speed for size, speed in speeds.items()}
+            cells |= {f"images/s, {size}, {precision}": speed for size, speed in speeds.items()}
         table.append(cells)
     return table
-
-
-def _percent(row: Mapping[str, object], name: str, sign: str = "") -> str:
-    value, error = row.get(name), row.get(f"{name}_error")
-    if value is None:
-        return "-"
-    return f"{100 * value:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
 
 
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:

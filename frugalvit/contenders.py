@@ -112,22 +112,20 @@ def load_teachers(
     folder: str, name: str | None = None, resolutions: Sequence[int] | None = None, **options
 ) -> list[Contender]:
     """Load a teacher, and the same weights with smaller images and resampled positions. `resolutions` are the shorter
-    sides of these images in pixels, by default those with about `SHARES` of the patches."""
+    sides of these images in pixels, by default those with about `SHARES` of the patches, or none if the teacher's
+    positions cannot be read."""
     anatomy, image_processor = load_teacher(folder, **options)
     contenders = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
     shorter, patch = min(anatomy.image_size), min(anatomy.patch_size)
-    if resolutions is None:
+    if resolutions is None and anatomy.patch_obstacle:
+        resolutions = []
+    elif resolutions is None:
         sides = {max(round(shorter / patch * share**0.5), 1) * patch for share in SHARES}
         resolutions = sorted(sides - {shorter})
-    if resolutions and anatomy.patch_obstacle:
-        raise ValueError(
-            f"{anatomy.name} cannot take smaller images: {anatomy.patch_obstacle}. To compare with the teacher alone: "
-            "--resolutions without numbers."
-        )
     for pixels in resolutions:
         if not 0 < pixels < shorter or pixels % patch:
             raise ValueError(
-                f"--resolutions {pixels}: expected less than the teacher's {shorter} pixels and a multiple of {patch}."
+                f"Got {pixels} pixels, expected a multiple of {patch}, less than the teacher's {shorter}."
             )
         sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
         size = tuple(round(side * pixels / shorter / patch) * patch for side, patch in sides)

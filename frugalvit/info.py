@@ -56,13 +56,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def describe(name: str) -> dict[str, object]:
-    """Count the tokens, parameters and multiply-accumulates of a model: one of `variants()`, one that ships, a model
-    folder or a hub id.
-
-    Returns:
-        `dict`: `name`; `tokens`, with [CLS], `None` for a feature map; `image_size` in pixels, an `int`, or height and
-        width if they differ; `parameters`; `macs` and `macs_with_attention`, see `count_macs`.
-    """
+    """Count the tokens (with [CLS], `None` for a feature map), parameters and multiply-accumulates (`count_macs`) of a
+    model: one of `variants()`, one that ships, a model folder or a hub id."""
     architecture, config = architecture_of(name)
     folder = Path(split_revision(name)[0])
     if folder.is_dir():

@@ -21,18 +21,10 @@ class Macs(NamedTuple):
 def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> Macs:
     """Count the multiply-accumulates of convolutions, linear layers and matrix products for one image.
 
-    The model runs where its weights are; on the meta device nothing is computed.
-
-    Args:
-        model (`nn.Module`): A Transformers, timm or open_clip vision model that takes `(1, channels, height, width)`.
-        image_size (`int` or pair of `int`): Side, or height and width, in pixels.
-        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
-
-    Returns:
-        `Macs`: The count for all tokens through all blocks, as in the papers; a classifier that reads [CLS] alone may
-        compute less (`output_tokens` of `SparseFormerModel`). `macs` leaves out attention's two products (queries with
-        keys, weights with values), as many counters do; `macs_with_attention` counts everything. SparseFormer's mixing
-        products are in both.
+    The model, of Transformers, timm or open_clip, runs where its weights are; on the meta device nothing is computed.
+    All tokens go through all blocks, as in the papers; a classifier that reads [CLS] alone may compute less
+    (`output_tokens` of `SparseFormerModel`). `macs` leaves out attention's two products (queries with keys, weights
+    with values), as many counters do. SparseFormer's mixing products are in both counts.
     """
     # Fused attention of some devices is not counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -19,15 +19,10 @@ EMBEDDINGS = ["image_embeds", "pooler_output"]
 def image_embedder(
     model: nn.Module, image_size: tuple[int, int] | None = None, num_tokens: int | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that maps pixel values `(batch, channels, height, width)` to a model's embedding
-    `(batch, embedding_size)`: what its classifier reads or would read, a transformer's pooled tokens or a
-    convolutional network's pooled feature map; of a CLIP, or a SparseFormer in its place, projected, not normalized.
-
-    Args:
-        model (`nn.Module`): A model of `load_vision_model` or `load_exported`.
-        image_size (pair of `int`, *optional*): Height and width of the images, see `read_anatomy`.
-        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer; its own number by default.
-    """
+    """Return a function that maps pixel values `(batch, channels, height, width)` to the embedding of a model of
+    `load_vision_model` or `load_exported`, `(batch, embedding_size)`: what its classifier reads or would read, a
+    transformer's pooled tokens or a convolutional network's pooled feature map; of a CLIP, or a SparseFormer in its
+    place, projected, not normalized. `num_tokens` are the latent tokens of a SparseFormer."""
     chosen = {} if num_tokens is None else {"num_tokens": num_tokens}
     if isinstance(model, ExportedModule):
         name = next(name for name in EMBEDDINGS if name in model.outputs)

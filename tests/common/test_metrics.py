@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frugalvit.common.metrics import SegmentationScores, TopKAccuracy
-from frugalvit.common.scores import check_scores
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -22,55 +21,50 @@ def test_accuracy_against_brute_force(k):
     assert metric.compute() == {name: right / 60}
 
 
-def count_right(scores):
-    TopKAccuracy(1).add_batch(predictions=scores, references=np.zeros(4, dtype=np.int64))
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("check", [check_scores, count_right])
-def test_scores_that_are_not_finite_are_no_scores(value, check):
+def test_scores_that_are_not_finite_are_no_scores(value):
     scores = np.zeros((4, 3), dtype=np.float32)
-    check(scores)
     scores[1, 2] = scores[3] = value
     with pytest.raises(ValueError, match="2 in a batch of 4 are not finite"):
-        check(scores)
+        TopKAccuracy(1).add_batch(predictions=scores, references=np.zeros(4, dtype=np.int64))
 
 
-class TestSegmentation:
-    @given(seed=st.integers(0, 2**31), num_labels=st.integers(2, 6), batches=st.integers(1, 3))
-    def test_against_brute_force(self, seed, num_labels, batches):
-        generator = np.random.default_rng(seed)
-        scores, everything = SegmentationScores(num_labels), []
-        for _ in range(batches):
-            references = generator.choice([*range(num_labels), 255], (2, 4, 5))
-            predictions = generator.integers(0, num_labels, (2, 4, 5))
-            scores.add_batch(predictions=predictions, references=references)
-            everything += zip(predictions.ravel(), references.ravel(), strict=True)
-        pairs = [(guess, truth) for guess, truth in everything if truth != 255]
-        iou, accuracy = {}, {}
-        for label in range(num_labels):
-            both = sum(guess == truth == label for guess, truth in pairs)
-            either = sum(label in pair for pair in pairs)
-            truths = sum(truth == label for _, truth in pairs)
-            iou[label] = both / either if either else None
-            accuracy[label] = both / truths if truths else None
-        results = scores.compute()
-        assert results["iou"] == pytest.approx(list(iou.values()))
-        known = [value for value in iou.values() if value is not None]
-        assert results["mean_iou"] == (pytest.approx(np.mean(known)) if known else None)
-        known = [value for value in accuracy.values() if value is not None]
-        assert results["mean_accuracy"] == (pytest.approx(np.mean(known)) if known else None)
-        right = [guess == truth for guess, truth in pairs]
-        assert results["pixel_accuracy"] == (pytest.approx(np.mean(right)) if right else None)
+@given(seed=st.integers(0, 2**31), num_labels=st.integers(2, 6), batches=st.integers(1, 3))
+def test_segmentation_against_brute_force(seed, num_labels, batches):
+    generator = np.random.default_rng(seed)
+    scores, everything = SegmentationScores(num_labels), []
+    for _ in range(batches):
+        references = generator.choice([*range(num_labels), 255], (2, 4, 5))
+        predictions = generator.integers(0, num_labels, (2, 4, 5))
+        scores.add_batch(predictions=predictions, references=references)
+        everything += zip(predictions.ravel(), references.ravel(), strict=True)
+    pairs = [(guess, truth) for guess, truth in everything if truth != 255]
+    iou, accuracy = {}, {}
+    for label in range(num_labels):
+        both = sum(guess == truth == label for guess, truth in pairs)
+        either = sum(label in pair for pair in pairs)
+        truths = sum(truth == label for _, truth in pairs)
+        iou[label] = both / either if either else None
+        accuracy[label] = both / truths if truths else None
+    results = scores.compute()
+    assert results["iou"] == pytest.approx(list(iou.values()))
+    known = [value for value in iou.values() if value is not None]
+    assert results["mean_iou"] == (pytest.approx(np.mean(known)) if known else None)
+    known = [value for value in accuracy.values() if value is not None]
+    assert results["mean_accuracy"] == (pytest.approx(np.mean(known)) if known else None)
+    right = [guess == truth for guess, truth in pairs]
+    assert results["pixel_accuracy"] == (pytest.approx(np.mean(right)) if right else None)
 
-    def test_counts_anew_after_computing(self):
-        scores = SegmentationScores(2)
-        scores.add_batch(predictions=np.array([[0, 1]]), references=np.array([[0, 1]]))
-        assert scores.compute()["mean_iou"] == 1
-        assert scores.compute(predictions=np.array([1, 1]), references=np.array([0, 0]))["mean_iou"] == 0
-        assert scores.compute(predictions=np.array([1]), references=np.array([255]))["mean_iou"] is None
 
-    @pytest.mark.parametrize(("predictions", "references"), [([2], [0]), ([-1], [0]), ([0], [7])])
-    def test_numbers_that_are_no_classes(self, predictions, references):
-        with pytest.raises(ValueError, match="expected 0 to 1"):
-            SegmentationScores(2).add_batch(predictions=predictions, references=references)
+def test_segmentation_counts_anew_after_computing():
+    scores = SegmentationScores(2)
+    scores.add_batch(predictions=np.array([[0, 1]]), references=np.array([[0, 1]]))
+    assert scores.compute()["mean_iou"] == 1
+    assert scores.compute(predictions=np.array([1, 1]), references=np.array([0, 0]))["mean_iou"] == 0
+    assert scores.compute(predictions=np.array([1]), references=np.array([255]))["mean_iou"] is None
+
+
+@pytest.mark.parametrize(("predictions", "references"), [([2], [0]), ([-1], [0]), ([0], [7])])
+def test_numbers_that_are_no_classes(predictions, references):
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        SegmentationScores(2).add_batch(predictions=predictions, references=references)

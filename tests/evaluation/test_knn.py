@@ -84,17 +84,6 @@ def write_pictures(folder, count: int):
         Image.new("RGB", (40, 30), "red").save(folder / f"{number}.png")
 
 
-@pytest.mark.parametrize(("parts", "expected"), [({"train": 6, "test": 3}, (12, 6)), ({"": 10}, (18, 2))])
-def test_layouts(parts, expected, tmp_path):
-    """Folders a class, and images of one part, of which some are held back."""
-    for part, count in parts.items():
-        for label in ("red", "blue"):
-            write_pictures(tmp_path / "images" / part / label, count)
-    arguments = ["--model", checkpoint_path("cifar10-sparseformer"), "--dataset", tmp_path / "images"]
-    results = evaluate(*arguments, "--neighbors", 3, tmp_path=tmp_path)
-    assert (results["train_images"], results["images"]) == expected and results["classes"] == 2
-
-
 def test_extract_features():
     """Features of any number of images are computed in batches."""
     model, processor = load_vision_model(VIT, "cpu")
