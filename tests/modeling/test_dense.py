@@ -64,12 +64,6 @@ class TestShares:
         expected = torch.tensor([1, 1, 0.5, 0, 0]).expand(2, -1)
         torch.testing.assert_close(shares[0], torch.stack([expected, 1 - expected]), atol=1e-5, rtol=0)
 
-    def test_what_nobody_covers_is_the_nearests(self):
-        rois = torch.tensor([[[0.0, 0.0, 0.25, 0.25], [0.75, 0.0, 1.0, 0.25]]])
-        shares = shares_of_tokens(rois, 8, 8)[0]
-        assert shares[0, 7, 0] > 0.99 and shares[1, 7, 7] > 0.99
-        torch.testing.assert_close(shares.sum(0), torch.ones(8, 8))
-
     def test_degenerate_rois_are_finite(self):
         for roi in ([0.3, 0.6, 0.3, 0.6], [0.7, 0.8, 0.2, 0.1], [-1e6, -1e6, -1e6, -1e6], [1e8, 0, 1e8, 1]):
             rois = torch.tensor([[roi, [0.0, 0.0, 0.5, 1.0]]])
@@ -136,16 +130,6 @@ class TestMaps:
         expected = tokens.mT.unflatten(-1, (4, 4)).repeat_interleave(2, -1).repeat_interleave(2, -2)
         torch.testing.assert_close(outputs.feature_maps[0], expected, atol=1e-5, rtol=1e-4)
 
-    @torch.no_grad()
-    def test_scales_give_several_strides(self):
-        model = make(feature_scales=[4, 2, 1, 0.5])
-        assert model.out_features == ["stage1", "stage2", "stage3", "stage4"]
-        maps = model(images(64, 32)).feature_maps
-        assert [tuple(each.shape[-2:]) for each in maps] == [(32, 16), (16, 8), (8, 4), (4, 2)]
-        coarse = nn.functional.avg_pool2d(maps[0], 4)
-        same = make(out_indices=[1])(images(64, 32)).feature_maps[0]
-        torch.testing.assert_close(coarse, same, atol=1e-5, rtol=1e-4)
-
     def test_gradients_reach_every_block_but_not_the_rois(self):
         model = make(SparseFormerBackbone, upsampler_hidden_size=4).train()
         model(images()).feature_maps[0].sum().backward()
@@ -209,15 +193,6 @@ class TestLoading:
         decoded = segmenter.decode_head(expected)
         torch.testing.assert_close(segmenter(images()).logits, decoded)
         assert decoded.shape == (2, 3, 8, 8)
-
-    @pytest.mark.nightly
-    @torch.no_grad()
-    def test_is_exported_for_any_size(self):
-        model = make(upsampler_hidden_size=4, out_indices=[1, 2])
-        shapes = {"pixel_values": dict.fromkeys((2, 3), torch.export.Dim.DYNAMIC)}
-        program = torch.export.export(model, (images(),), dynamic_shapes=shapes).module()
-        found, expected = (each(images(80, 48)).feature_maps for each in (program, model))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_linear_decoder_reads_the_maps():

@@ -92,20 +92,10 @@ class TestTrainer:
         assert before == pytest.approx(math.log(10), abs=0.3)
         assert trainer.evaluate()["eval_loss"] < 0.75 * before
 
-    @nightly_but("bootstrapped", "patches")
-    def test_predictions_are_logits_alone(self, kind, make_model, cifar10, tmp_path):
-        model = make_model("classifier", kind, num_labels=10)
-        prediction = Trainer(model, training_arguments(tmp_path)).predict(cifar10)
-        assert prediction.predictions.shape == (len(cifar10), 10)
-        images = torch.stack([example["pixel_values"] for example in cifar10])
-        with torch.no_grad():
-            np.testing.assert_allclose(prediction.predictions, model(images).logits.numpy(), atol=1e-5)
-        assert list(prediction.label_ids) == [example["labels"] for example in cifar10]
-
     # A BatchNorm sees the difference; TestLoss compares other types of problems.
     @nightly_but("bootstrapped", of=TRANSFORMERS)
     def test_accumulated_steps_equal_the_large_batch(self, kind, make_config, cifar10, tmp_path):
-        losses, weights, examples = [], [], cifar10[:8]
+        losses, examples = [], cifar10[:8]
         # 4 steps of 2 images, one of 8, and 3 steps that do not divide the images evenly.
         for batch_size, accumulation in ((2, 4), (8, 1), (3, 3)):
             torch.manual_seed(0)
@@ -115,29 +105,11 @@ class TestTrainer:
             trainer = Trainer(model, training_arguments(tmp_path, **options, **batches), train_dataset=examples)
             trainer.train()
             losses.append(trainer.state.log_history[0]["loss"])
-            weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
         torch.manual_seed(0)
         model = KINDS[kind].classifier(make_config(kind, num_labels=10))
         images = torch.stack([example["pixel_values"] for example in examples])
         labels = torch.tensor([example["labels"] for example in examples])
         assert losses == pytest.approx([model(images, labels=labels).loss.item()] * 3, rel=1e-4)
-        for other in weights[1:]:
-            torch.testing.assert_close(weights[0], other, atol=1e-6, rtol=0)
-
-    # Stochastic depth draws the same numbers when a checkpointed layer runs again.
-    @OLD_NAME
-    @nightly_but("bootstrapped", "patches", of=TRANSFORMERS)
-    def test_checkpointed_layers_learn_the_same(self, kind, make_config, cifar10, tmp_path):
-        losses = []
-        for checkpointing in (False, True):
-            torch.manual_seed(0)
-            model = KINDS[kind].classifier(make_config(kind, num_labels=10, drop_path_rate=0.3))
-            options = {"max_steps": 3, "logging_steps": 1, "learning_rate": 3e-3}
-            arguments = training_arguments(tmp_path, gradient_checkpointing=checkpointing, **options)
-            trainer = Trainer(model, arguments, train_dataset=cifar10)
-            trainer.train()
-            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-        assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses[0]) == 3
 
     @OLD_NAME
     @nightly_but("patches", of=TRANSFORMERS)
@@ -184,19 +156,6 @@ class TestLoss:
             ]
             torch.testing.assert_close(sum(parts), outputs.loss)
 
-    def test_half_precision_loss_is_float32(self, classifier, pixel_values):
-        outputs = classifier.to(torch.bfloat16)(pixel_values, labels=torch.tensor([0, 1]))
-        assert outputs.loss.dtype == torch.float32 and outputs.logits.dtype == torch.bfloat16
-
-
-class TestOutputs:
-    @pytest.mark.parametrize("kind", TRANSFORMERS)
-    def test_stochastic_depth_acts_in_training_alone(self, kind, make_model, pixel_values):
-        model = make_model("classifier", kind, drop_path_rate=0.9)
-        assert torch.equal(model(pixel_values).logits, model(pixel_values).logits)
-        model.train()
-        assert not torch.equal(model(pixel_values).logits, model(pixel_values).logits)
-
 
 class TestCompilationAndExport:
     @pytest.fixture
@@ -221,7 +180,7 @@ class TestCompilationAndExport:
             for own, other in zip(outputs.get(name, ()), expected.get(name, ()), strict=True):
                 assert torch.equal(own, other)
 
-    @nightly_but("bootstrapped", "patches")
+    @nightly_but("patches")
     def test_compile_for_training(self, classifier, pixel_values):
         labels = torch.tensor([0, 1])
         classifier.train()
@@ -233,7 +192,7 @@ class TestCompilationAndExport:
             torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
 
     @torch.no_grad()
-    @nightly_but("bootstrapped", "content")
+    @nightly_but("patches")
     def test_export_and_onnx(self, kind, classifier, pixel_values, tmp_path):
         dynamic = torch.export.Dim.DYNAMIC
         flexible = KINDS[kind].any_size and KINDS[kind].one_program
@@ -263,7 +222,7 @@ class TestLoading:
         expected = classifier(pixel_values).logits
         prefix, base = classifier.base_model_prefix, classifier.base_model
         disk = {f"{prefix}.{name}": "disk" for name, _ in base.named_children()}
-        for device_map in ("cpu", "auto", {"": "cpu"}, {**disk, "classifier": "cpu"}):
+        for device_map in ("auto", {**disk, "classifier": "cpu"}):
             model = KINDS[kind].classifier.from_pretrained(
                 tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
             )

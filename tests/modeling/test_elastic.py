@@ -70,14 +70,6 @@ class TestPrefixes:
                 assert ((points >= low) & (points <= high)).all(-1).any(0).all()
             assert torch.equal(rois[: counts[0]], initial_rois(counts[0]))
 
-    def test_cutting_keeps_smaller_counts(self, make_model):
-        model = make_model("base", "bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 6, 9])
-        model.set_num_tokens(4)
-        model.resize_tokens(6)
-        assert (model.config.elastic_token_counts, model.config.num_tokens) == ([4, 6], None)
-        model.resize_tokens(3)
-        assert model.config.elastic_token_counts is None
-
 
 def test_cutting_a_grid_leaves_one_count(make_model):
     """Smaller grids would be interpolated from another one than was trained."""
@@ -163,10 +155,3 @@ class TestAdaptive:
         assert set(model.classify_adaptively(images, 1.0).num_tokens.tolist()) == {low}
         with pytest.raises(ValueError, match="`confidence` is 90, expected a probability"):
             model.classify_adaptively(images, 90)
-
-    def test_the_stem_runs_once(self, make_model, images):
-        model = make_model("classifier", "bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 9])
-        seen = []
-        model.base_model.stem.register_forward_hook(lambda *_: seen.append(1))
-        model.classify_adaptively(images, 1.0)
-        assert len(seen) == 1

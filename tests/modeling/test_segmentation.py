@@ -147,18 +147,3 @@ class TestLoss:
             for column in range(32)
         ) / (2 * 23 * 32)
         torch.testing.assert_close(outputs.loss, expected)
-
-    def test_all_ignored_is_finite(self, model, pixel_values):
-        outputs = model.train()(pixel_values, labels=torch.full((2, 32, 32), 255))
-        outputs.loss.backward()
-        assert outputs.loss == 0
-        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-    def test_one_class(self, make_model, pixel_values):
-        model = make_model(SparseFormerForSemanticSegmentation, "bootstrapped", num_labels=1)
-        labels = torch.randint(0, 2, (2, 32, 32), generator=torch.Generator().manual_seed(0))
-        labels[0, 0] = 255
-        outputs = model(pixel_values, labels=labels)
-        logits, counts = F.interpolate(outputs.logits, (32, 32), mode="bilinear")[:, 0], labels != 255
-        expected = F.binary_cross_entropy_with_logits(logits[counts], labels[counts].float())
-        torch.testing.assert_close(outputs.loss, expected)

@@ -51,17 +51,6 @@ class TestAttention:
         shapes = [first, *[focusing] * 3, cortex, cortex, last]
         assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in shapes]
 
-    def test_narrow_heads_refuse_flex_and_flash(self, make_model, tmp_path):
-        model = make_model(SparseFormerModel, "v1")
-        model.save_pretrained(tmp_path)
-        for attention in ("flex_attention", "flash_attention_2"):
-            for refuse in (
-                lambda attention=attention: model.set_attn_implementation(attention),
-                lambda attention=attention: SparseFormerModel.from_pretrained(tmp_path, attn_implementation=attention),
-            ):
-                with pytest.raises(ValueError, match="needs attention heads of 16 or more channels"):
-                    refuse()
-
 
 class TestOutputs:
     @torch.no_grad()
@@ -93,22 +82,6 @@ class TestOutputs:
             assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, heads, tokens, tokens)] * 3
             for weights in outputs.attentions:
                 torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
-
-    @torch.no_grad()
-    def test_hidden_states_are_those_of_the_blocks(self, generation, make_model, pixel_values):
-        model = make_model(SparseFormerModel, generation)
-        inputs, results = [], []
-        for layer in model.layers:
-            layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-            # v1's first block is a focusing layer, which returns RoIs, too.
-            layer.register_forward_hook(
-                lambda _, arguments, output: results.append(output[0] if isinstance(output, tuple) else output)
-            )
-        outputs = model(pixel_values, output_hidden_states=True)
-        expected = [inputs[0], *results]
-        for states, own in zip(outputs.hidden_states, expected, strict=True):
-            assert torch.equal(states, own)
-        assert torch.equal(model.layernorm(outputs.hidden_states[-1]), outputs.last_hidden_state)
 
     @torch.no_grad()
     def test_selected_hidden_states(self, generation, make_model, pixel_values):
@@ -154,13 +127,6 @@ class TestClsAlone:
         model = make_model("classifier", "bootstrapped")
         frugalvit.insert_context_broadcast(model)
         assert self.run(model, pixel_values)[0] == 6
-
-    def test_a_base_model_gives_all_tokens(self, make_model, pixel_values):
-        model = make_model("base", "bootstrapped")
-        whole, alone = model(pixel_values), model(pixel_values, output_tokens=False)
-        assert whole.last_hidden_state.shape[1] == 6 and alone.last_hidden_state.shape[1] == 1
-        torch.testing.assert_close(alone.last_hidden_state, whole.last_hidden_state[:, :1], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(alone.pooler_output, whole.pooler_output, atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, pixel_values):
