@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from frugalvit import AgentCNNConfig, AgentCNNForImageClassification, AgentCNNModel, GeneralizedConv2d
+from frugalvit import AgentCNNConfig, AgentCNNModel, GeneralizedConv2d
 from frugalvit.modeling.generalized_convolution import generalized_conv2d, window_size
 
 
@@ -112,12 +112,3 @@ class TestAgentCNN:
             expected = x + layer.norm1(layer.convolution(x))
             expected = expected + layer.norm2(mlp(expected))
         torch.testing.assert_close(layer(x), expected)
-
-    def test_dropout_is_in_the_mlps(self):
-        sizes = {"hidden_size": 8, "num_hidden_layers": 2, "patch_size": 4, "image_size": 16}
-        for fields, expected in (({}, [0.3] * 4), ({"branch_dropout": 0}, [0.3, 0, 0.3, 0])):
-            model = AgentCNNForImageClassification(AgentCNNConfig(**sizes, dropout=0.3, **fields))
-            assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == expected
-        for variant in AgentCNNConfig.variants():
-            config = AgentCNNConfig.from_variant(variant)
-            assert (config.dropout, config.branch_dropout) == (0.1, 0)

@@ -156,14 +156,15 @@ class TestSharing:
         assert {"mlp.fc1.weight", "mlp.fc2.bias"} <= names and "attention.q_proj.weight" not in names
 
 
-class TestHub:
-    def test_loads_without_the_package(self, make_model, images, tmp_path):
-        model = make_model("weights")
-        model.save_pretrained(tmp_path / "model")
-        given = (tmp_path / "model", "AutoModelForImageClassification", {"pixel_values": images})
-        expected = model(images).logits
-        for found in compute_without_frugalvit(tmp_path, *given):
-            assert torch.equal(found, expected)
+def test_loads_with_and_without_the_package(make_model, images, tmp_path):
+    model = make_model("weights")
+    model.save_pretrained(tmp_path / "model")
+    expected = model(images, labels=LABELS)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
+    assert torch.equal(loaded(images, labels=LABELS).loss, expected.loss)
+    given = (tmp_path / "model", "AutoModelForImageClassification", {"pixel_values": images})
+    for found in compute_without_frugalvit(tmp_path, *given):
+        assert torch.equal(found, expected.logits)
 
 
 @torch.no_grad()

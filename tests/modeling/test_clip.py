@@ -149,19 +149,6 @@ def test_loads_with_and_without_the_package(towers, tmp_path):
 
 
 @torch.no_grad()
-def test_precision_is_the_teachers_but_for_rois(towers):
-    dtype = torch.bfloat16
-    for model in (
-        towers.put_into(make_teacher(towers.name).to(dtype)),
-        towers.model_class.from_pretrained(towers.folder, dtype=dtype),
-    ):
-        rois = model.vision_model.latents.initial_rois
-        assert rois.dtype == torch.float32
-        assert {parameter.dtype for parameter in model.parameters() if parameter is not rois} == {dtype}
-        assert model(**towers.inputs, return_loss=True).loss.isfinite()
-
-
-@torch.no_grad()
 def test_the_image_side_computes_with_the_tokens_that_are_chosen(towers, tmp_path):
     model, inputs = copy.deepcopy(towers.model), towers.inputs
     outputs, all_tokens = model(**inputs, num_tokens=4), model(**inputs)

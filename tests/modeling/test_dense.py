@@ -59,11 +59,6 @@ class TestShares:
         expected = nn.functional.one_hot(owner.repeat_interleave(cells[1], 1)).permute(2, 0, 1).float()
         torch.testing.assert_close(shares[0], expected, atol=1e-5, rtol=0)
 
-    def test_cells_on_an_edge_are_shared_by_what_lies_in_them(self):
-        shares = shares_of_tokens(grid_rois((1, 2)).unsqueeze(0), 2, 5)
-        expected = torch.tensor([1, 1, 0.5, 0, 0]).expand(2, -1)
-        torch.testing.assert_close(shares[0], torch.stack([expected, 1 - expected]), atol=1e-5, rtol=0)
-
     def test_degenerate_rois_are_finite(self):
         for roi in ([0.3, 0.6, 0.3, 0.6], [0.7, 0.8, 0.2, 0.1], [-1e6, -1e6, -1e6, -1e6], [1e8, 0, 1e8, 1]):
             rois = torch.tensor([[roi, [0.0, 0.0, 0.5, 1.0]]])

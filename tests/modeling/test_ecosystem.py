@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
 from kinds import KINDS
@@ -227,26 +226,3 @@ class TestLoading:
                 tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
             )
             assert torch.equal(model(pixel_values).logits, expected)
-
-    @nightly_but("patches")
-    @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # sampling points are views
-    def test_fully_sharded(self, kind, make_model, pixel_values):
-        model = make_model("classifier", kind)
-        labels = torch.tensor([0, 1])
-        loss = model(pixel_values, labels=labels).loss
-        gradients = torch.autograd.grad(loss, [each for each in model.parameters() if each.requires_grad])
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        try:
-            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-            for module in model.modules():
-                if type(module).__name__ in model._no_split_modules:
-                    fully_shard(module, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            sharded = model(pixel_values, labels=labels).loss
-            sharded.backward()
-            assert torch.equal(sharded, loss)
-            trained = [each for each in model.parameters() if each.requires_grad]
-            for parameter, gradient in zip(trained, gradients, strict=True):
-                assert torch.equal(parameter.grad.full_tensor(), gradient)
-        finally:
-            torch.distributed.destroy_process_group()

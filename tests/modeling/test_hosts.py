@@ -203,15 +203,6 @@ class TestInheritedStarts:
             resized = F.interpolate(images, anatomy.image_size, mode="bilinear", antialias=True)
             assert difference_from(anatomy, student(images, num_tokens=math.prod(grid)), resized) < TOLERANCE
 
-    @torch.no_grad()
-    @pytest.mark.parametrize("name", FEW)
-    def test_with_a_token_for_each_patch_maps_are_the_teachers(self, name):
-        anatomy = read_anatomy(make(name))
-        images, layers = anatomy.example(), [0, 1, len(anatomy.blocks)]
-        student = frugalvit.PatchSparseFormerBackbone.from_teacher(anatomy, anatomy.num_patches, out_indices=layers)
-        for found, expected in zip(student(images).feature_maps, anatomy.feature_maps(images, layers), strict=True):
-            assert difference(found, expected) < TOLERANCE
-
 
 class TestStudents:
     @pytest.mark.parametrize("name", ["dinov3-gated", "radio", "timm-query-key-norm"])

@@ -15,7 +15,7 @@ from processes import run_without_frugalvit
 from safetensors.torch import load_file, save, save_file
 
 import frugalvit
-from frugalvit.modeling.hub import HubModel, source_files
+from frugalvit.modeling.hub import source_files
 from kinds import KINDS
 
 
@@ -215,17 +215,6 @@ class TestFolder:
         loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
         assert torch.equal(main_output(model, pixel_values), main_output(loaded, pixel_values))
 
-    def test_image_processor_is_written_once(self, make_model, tmp_path):
-        model = make_model("base", "bootstrapped", resize_size=40)
-        model.save_pretrained(tmp_path)
-        file = tmp_path / "preprocessor_config.json"
-        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
-        assert processor.size["shortest_edge"] == 40 and dict(processor.crop_size) == {"height": 32, "width": 32}
-        assert tuple(processor.image_mean) == model.config.image_mean
-        file.write_text(file.read_text().replace("40", "48"))
-        model.save_pretrained(tmp_path)
-        assert transformers.AutoImageProcessor.from_pretrained(tmp_path).size["shortest_edge"] == 48
-
     def test_card_says_how_to_load(self, kind, saved, pixel_values):
         for model_class in KINDS[kind].classes:
             folder = saved[0] / folder_name(kind, model_class)
@@ -239,41 +228,25 @@ class TestFolder:
             assert type(names["model"]).__name__ == (KINDS[kind].base if as_base else model_class).__name__
             assert_same(main_output(names["model"], pixel_values), saved[1][folder.name], folder.name)
 
-    @pytest.mark.parametrize("kind", ["bootstrapped", "content", "agent_cnn"])
-    def test_half_precision(self, kind, make_model, pixel_values, tmp_path):
-        model, dtype = make_model("classifier", kind), torch.bfloat16
-        expected = main_output(model, pixel_values)
-        model.to(dtype).save_pretrained(tmp_path)
-        half = KINDS[kind].classifier.from_pretrained(tmp_path)
-        assert half.dtype == dtype
-        if kind == "bootstrapped":
-            assert half.base_model.latents.initial_rois.dtype == torch.float32
-        assert torch.equal(main_output(half, pixel_values), main_output(model, pixel_values))
-        full = KINDS[kind].classifier.from_pretrained(tmp_path, dtype=torch.float32)
-        torch.testing.assert_close(main_output(full, pixel_values), expected, atol=0.05, rtol=0.05)
+    def test_only_the_main_process_writes(self, make_model, tmp_path):
+        make_model("base", "bootstrapped").save_pretrained(tmp_path, is_main_process=False)
+        assert "hub.py" not in os.listdir(tmp_path)
 
 
-class TestUpload:
-    def test_push_to_hub(self, make_model, hub):
-        model = make_model("classifier", "bootstrapped")
-        info = model.push_to_hub("someone/model", commit_message="Mine", private=True, revision="dev")
-        assert info.oid == "0" and hub.created[0]["name"] == "model" and hub.branches == ["dev"]
-        # Newer versions of huggingface_hub ask for a visibility.
-        assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
-        [(path, commit, files)] = hub.commits
-        assert path == "/api/models/someone/model/commit/dev" and commit["summary"] == "Mine"
-        assert {*files} == KINDS["bootstrapped"].complete()
-        assert f"# {KINDS['bootstrapped'].classifier.__name__}" in ModelCard(files["README.md"].decode()).text
-        assert files["model.safetensors"] == save(model.state_dict(), {"format": "pt"})
-
-    def test_save_pretrained_uploads_the_model_alone(self, make_model, hub, tmp_path):
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "notes.txt").write_text("private")
-        model = make_model("base", "bootstrapped")
-        assert isinstance(model, HubModel)
-        model.save_pretrained(tmp_path / "kept")
-        assert not hub.created and not hub.commits
-        model.save_pretrained(tmp_path / "model", push_to_hub=True, commit_message="Mine", repo_id="someone/other")
-        [(path, commit, files)] = hub.commits
-        assert path == "/api/models/someone/other/commit/main" and commit["summary"] == "Mine"
-        assert {*files} == KINDS["bootstrapped"].complete()
+def test_uploads(make_model, hub, tmp_path):
+    """The complete repository and nothing else; a card that is there stays."""
+    kind, model = KINDS["bootstrapped"], make_model("classifier", "bootstrapped")
+    assert model.push_to_hub("someone/model", commit_message="Mine", private=True, revision="dev").oid == "0"
+    assert hub.created[0]["name"] == "model" and hub.branches == ["dev"]
+    # Newer versions of huggingface_hub ask for a visibility.
+    assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
+    hub.files.append("README.md")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("private")
+    model.save_pretrained(tmp_path / "model", push_to_hub=True, repo_id="someone/other")
+    (path, commit, files), (other_path, _, other_files) = hub.commits
+    assert path == "/api/models/someone/model/commit/dev" and commit["summary"] == "Mine"
+    assert {*files} == kind.complete() and {*other_files} == kind.complete() - {"README.md"}
+    assert f"# {kind.classifier.__name__}" in ModelCard(files["README.md"].decode()).text
+    assert files["model.safetensors"] == save(model.state_dict(), {"format": "pt"})
+    assert other_path == "/api/models/someone/other/commit/main"

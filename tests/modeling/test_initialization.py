@@ -117,17 +117,6 @@ def test_closed_form_peaks_at_the_offset_from_everywhere_inside(height, width, h
         assert query.norm().item() == pytest.approx(key.norm().item(), rel=1e-3) and query.norm() < 8
 
 
-@pytest.mark.parametrize(("side", "head_dim", "expected"), [(14, 16, 1.0), (14, 8, 0.23), (8, 8, 0.92)])
-def test_closed_form_blurs_in_narrow_heads(side, head_dim, expected):
-    inputs, rates = encoding(side, side, 192), []
-    for offset in kernel_offsets(3):
-        target = impulse_matrix(side, side, offset)
-        attention = attention_map(inputs, *solve_closed_form(inputs, target, head_dim, mass=0.2))
-        rates.append((attention.argmax(1) == target.argmax(1))[target.sum(1) > 0].float().mean().item())
-    # Which of equally good directions a narrow head keeps differs from machine to machine.
-    assert sum(rates) / 9 == pytest.approx(expected, abs=0.04)
-
-
 def test_adam_does_what_the_algorithm_says():
     inputs, offsets = encoding(3, 4, 16), [(0, 1), (1, 0)]
     targets = torch.stack([impulse_matrix(3, 4, offset) for offset in offsets])
@@ -224,23 +213,6 @@ def test_every_head_of_every_host_attends_to_its_offset(name):
         assert interior_mass(attention, target).item() == pytest.approx(head.mass, abs=5e-3)
         assert ((attention.argmax(1) == target.argmax(1)) | (target.sum(1) == 0)).all() and head.peak_rate == 1
         assert 0.7 < head.mass < 0.82 and head.query_norm > 0.5
-
-
-def test_values_are_left_alone_or_mimetic():
-    model = timm_vit()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    impulse_init_(model, value_init="default", generator=seeded())
-    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == {"pos_embed", "blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight"}
-    assert torch.equal(model.blocks[0].attn.qkv.weight[2 * 96 :], before["blocks.0.attn.qkv.weight"][2 * 96 :])
-    impulse_init_(model, generator=seeded())
-    assert value_diagonal(model) == pytest.approx(-0.4, abs=0.05)
-
-
-@torch.no_grad()
-def value_diagonal(model) -> float:
-    attention = model.blocks[0].attn
-    return (attention.qkv.weight[2 * 96 :].T @ attention.proj.weight.T).diagonal().mean().item()
 
 
 @torch.no_grad()

@@ -6,17 +6,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frugalvit import PatchSparseFormerConfig, PatchSparseFormerModel
 from frugalvit.configuration.configuration_patch_sparseformer import choose_grid
 from frugalvit.modeling.placement import cut_patches, grid_rois
 
 
 sides = st.integers(1, 7)
 grids = st.tuples(sides, sides)
-TINY = {
-    **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "num_labels": 3},
-}
 
 
 @settings(deadline=None)
@@ -42,19 +37,3 @@ def test_counts_become_grids_of_nearly_square_cells():
     assert choose_grid(18, (224, 448)) == (3, 6)
     with pytest.raises(ValueError, match="17 tokens make no grid .* 15, 16, 18 do"):
         choose_grid(17, (224, 224))
-
-
-def test_tokens_are_resized_with_their_grid():
-    torch.manual_seed(0)
-    model = PatchSparseFormerModel(PatchSparseFormerConfig(**TINY)).eval()
-    torch.nn.init.normal_(model.embeddings.position_embeddings)
-    images = torch.randn(2, 3, 32, 32)
-    before = model(images).pooler_output
-    model.resize_tokens(6)
-    assert model.config.token_grid == (2, 3)
-    assert model(images).last_hidden_state.shape == (2, 7, 32)
-    assert PatchSparseFormerModel(model.config)(images).last_hidden_state.shape == (2, 7, 32)
-    model.resize_tokens(16)
-    assert model.config.num_latent_tokens == 16 and not torch.allclose(model(images).pooler_output, before)
-    with pytest.raises(ValueError, match="17 tokens make no grid"):
-        model.resize_tokens(17)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
+from transformers import AutoModelForSemanticSegmentation
 
 from frugalvit import (
     SparseFormerConfig,
@@ -117,20 +117,6 @@ class TestStart:
             kept = own[name][: len(weight)] if "latents" in name else own[name]
             assert torch.equal(kept, weight), name
         assert model(torch.randn(1, 3, 40, 60)).logits.shape == (1, 7, 10, 15)
-
-    def test_auto_class_and_image_processor(self, model, tmp_path):
-        model.save_pretrained(tmp_path)
-        processor = AutoImageProcessor.from_pretrained(tmp_path)
-        loaded = AutoModelForSemanticSegmentation.from_pretrained(tmp_path)
-        image = torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
-        mask = torch.randint(0, 3, (50, 70), dtype=torch.uint8)
-        inputs = processor(image, mask, return_tensors="pt")
-        assert inputs["pixel_values"].shape == (1, 3, 32, 32) and inputs["labels"].shape == (1, 32, 32)
-        with torch.no_grad():
-            outputs = loaded(**inputs)
-        assert outputs.loss.isfinite()
-        [segmented] = processor.post_process_semantic_segmentation(outputs, [(50, 70)])
-        assert segmented.shape == (50, 70) and set(segmented.unique().tolist()) <= {0, 1, 2}
 
 
 class TestLoss:

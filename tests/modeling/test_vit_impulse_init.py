@@ -43,18 +43,6 @@ class TestModel:
         pooled = tokens[:, 0] if config.pooling == "cls" else tokens.mean(1)
         torch.testing.assert_close(model(pixel_values).logits, vit.classifier(pooled), atol=1e-5, rtol=1e-5)
 
-    @torch.no_grad()
-    @pytest.mark.parametrize("fields", CHOICES[1:3], ids=str)
-    def test_images_of_another_size(self, fields, make_model, pixel_values):
-        model = make_model("classifier", "vit_impulse_init", **fields)
-        same = model(pixel_values, interpolate_pos_encoding=True).logits
-        torch.testing.assert_close(same, model(pixel_values).logits, atol=1e-4, rtol=1e-4)
-        wide = torch.randn(1, 3, 40, 48)
-        states = model.vit(wide, interpolate_pos_encoding=True).last_hidden_state
-        assert states.shape == (1, 10 * 12 + (fields["pooling"] == "cls"), 64)
-        with pytest.raises(ValueError, match="40 x 48 pixels, expected 32 x 32"):
-            model(wide)
-
 
 @pytest.fixture
 def solved(monkeypatch) -> list[str]:
