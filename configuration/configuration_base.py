@@ -226,10 +226,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
         resize_size (`int`, *optional*):
             Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
         resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
-
-    Raises:
-        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
-            if a name looks like a misspelled field; the message says what was given and what would fit.
     """
 
     # Of a CLIP or a LLaVA with a SparseFormer, the configuration of that.

@@ -88,11 +88,6 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             takes until the smallest cells have no more pixels than a patch.
         placement_random_share (`float`, *optional*, defaults to 0.0):
             Share of images that have a random tree while training.
-
-    Raises:
-        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
-            if a name looks like a misspelled field; the message says what was given and what would fit.
-        ValueError: if tokens make no grid, or fewer than a tree has.
     """
 
     model_type = "patch_sparseformer"

@@ -47,10 +47,6 @@ class SparseFormerConfig(SparseFormerBaseConfig):
             `"paper"`, as the supplement prints them, see `encode_rois`.
         feature_stride (`int` or pair of `int`, *optional*, defaults to 16):
             Height and width in pixels of a cell of feature maps: a patch of the teacher.
-
-    Raises:
-        huggingface_hub.errors.StrictDataclassError: if a value has the wrong type, if values contradict each other, or
-            if a name looks like a misspelled field; the message says what was given and what would fit.
     """
 
     model_type = "sparseformer"

@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import compute_without_frugalvit
 from transformers import (
-    AutoModel,
     AutoModelForImageClassification,
 )
 
-import frugalvit
 from frugalvit import (
     BootstrappedViTConfig,
     BootstrappedViTForImageClassification,
@@ -165,15 +163,3 @@ def test_loads_with_and_without_the_package(make_model, images, tmp_path):
     given = (tmp_path / "model", "AutoModelForImageClassification", {"pixel_values": images})
     for found in compute_without_frugalvit(tmp_path, *given):
         assert torch.equal(found, expected.logits)
-
-
-@torch.no_grad()
-def test_the_one_that_ships_loads_by_both_auto_classes():
-    folder = frugalvit.checkpoint_path("cifar10-vit-bootstrapped")
-    models = [kind.from_pretrained(folder) for kind in (AutoModel, AutoModelForImageClassification)]
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    logits = [model(images).logits for model in models]
-    assert torch.equal(*logits)
-    # What classifies is the transformer; without a classifier it gives features.
-    assert torch.equal(models[0].vit(images).logits, logits[0])
-    assert models[0].vit.base_model(images).last_hidden_state.shape == (2, 65, models[0].config.vit_config.hidden_size)

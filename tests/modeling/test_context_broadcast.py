@@ -215,10 +215,6 @@ def test_a_family_builds_what_was_inserted(tmp_path):
     assert loaded.config.context_broadcast is None
 
 
-def test_of_a_clip_only_the_image_side():
-    assert all(name.startswith("vision_model.") for name in insert_context_broadcast(make("CLIP")))
-
-
 def test_bad_input_leaves_the_model_alone():
     for host, arguments, message in (
         ("ViT", {"position": ["mlp_end", "mlp_end"]}, "several different ones"),

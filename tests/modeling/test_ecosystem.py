@@ -91,25 +91,6 @@ class TestTrainer:
         assert before == pytest.approx(math.log(10), abs=0.3)
         assert trainer.evaluate()["eval_loss"] < 0.75 * before
 
-    # A BatchNorm sees the difference; TestLoss compares other types of problems.
-    @nightly_but("bootstrapped", of=TRANSFORMERS)
-    def test_accumulated_steps_equal_the_large_batch(self, kind, make_config, cifar10, tmp_path):
-        losses, examples = [], cifar10[:8]
-        # 4 steps of 2 images, one of 8, and 3 steps that do not divide the images evenly.
-        for batch_size, accumulation in ((2, 4), (8, 1), (3, 3)):
-            torch.manual_seed(0)
-            model = KINDS[kind].classifier(make_config(kind, num_labels=10))
-            options = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "logging_steps": 1, "max_grad_norm": 0.0}
-            batches = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
-            trainer = Trainer(model, training_arguments(tmp_path, **options, **batches), train_dataset=examples)
-            trainer.train()
-            losses.append(trainer.state.log_history[0]["loss"])
-        torch.manual_seed(0)
-        model = KINDS[kind].classifier(make_config(kind, num_labels=10))
-        images = torch.stack([example["pixel_values"] for example in examples])
-        labels = torch.tensor([example["labels"] for example in examples])
-        assert losses == pytest.approx([model(images, labels=labels).loss.item()] * 3, rel=1e-4)
-
     @OLD_NAME
     @nightly_but("patches", of=TRANSFORMERS)
     def test_lora(self, kind, make_model, cifar10, pixel_values, tmp_path):
@@ -178,17 +159,6 @@ class TestCompilationAndExport:
         for name in ("hidden_states", "rois"):
             for own, other in zip(outputs.get(name, ()), expected.get(name, ()), strict=True):
                 assert torch.equal(own, other)
-
-    @nightly_but("patches")
-    def test_compile_for_training(self, classifier, pixel_values):
-        labels = torch.tensor([0, 1])
-        classifier.train()
-        trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
-        expected = torch.autograd.grad(classifier(pixel_values, labels=labels).loss, trained)
-        compiled = torch.compile(classifier, fullgraph=True, backend="aot_eager")
-        gradients = torch.autograd.grad(compiled(pixel_values, labels=labels).loss, trained)
-        for gradient, other in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
 
     @torch.no_grad()
     @nightly_but("patches")

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers.utils import logging
 
 import frugalvit
 from frugalvit.modeling.focusing import initial_rois
@@ -87,18 +86,6 @@ class TestCounts:
                     choose(count)
         with pytest.raises(ValueError, match="7 tokens make no grid"):
             make_model("classifier", "patches", num_latent_tokens=16)(pixel_values, num_tokens=7)
-
-    @torch.no_grad()
-    def test_what_was_not_trained_warns_once(self, elastic, pixel_values, caplog):
-        logging.enable_propagation()
-        model = elastic("ForImageClassification")
-        type(logging.get_logger("x")).warning_once.cache_clear()
-        for _ in range(2):
-            assert model(pixel_values, num_tokens=2).logits.shape == (2, 3)
-        logging.disable_propagation()
-        (record,) = caplog.records
-        counts = ", ".join(map(str, model.config.elastic_token_counts))
-        assert f"trained with {counts} latent tokens and is asked for 2" in record.message
 
 
 # Of what is traced: each further layer or iteration takes as long as the first.

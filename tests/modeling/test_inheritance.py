@@ -85,16 +85,6 @@ def test_layer_scale_stays_a_parameter(model_class):
     assert "layers.0.mlp_scale" in student.no_weight_decay()
 
 
-def test_tokens_that_start_on_one_roi_are_moved_apart():
-    """The tokens have one embedding. On one RoI, they would get equal gradients and stay copies of each other."""
-    student = SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=15)
-    rois = student.sparseformer.latents.initial_rois
-    assert len(rois.unique(dim=0)) == 15
-    pixel_values = torch.randn(1, 3, 32, 32)
-    tokens = student.sparseformer(pixel_values).last_hidden_state[0]
-    assert len(tokens.unique(dim=0)) == 16
-
-
 class Block(timm.models.vision_transformer.Block):
     """Has the parameters of a plain block and computes something else."""
 

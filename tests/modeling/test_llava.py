@@ -6,9 +6,8 @@ import pytest
 import torch
 from processes import compute_without_frugalvit, run_without_frugalvit
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
-import frugalvit
 from drawn import noise
 from frugalvit import (
     SparseFormerLlavaForConditionalGeneration,
@@ -68,19 +67,6 @@ def test_layers_are_counted_from_the_end_of_the_tower(layers, ours, strategy, tm
         assert model(**inputs).logits.shape == (1, inputs["input_ids"].shape[1], len(WORDS))
 
 
-@torch.no_grad()
-def test_batches_several_images_and_left_padding():
-    model, processor = swapped()
-    prompts = ["<image> what is this ?", "what is <image> and <image> ?"]
-    images = [[noise(seed=0)], [noise(seed=1), noise(seed=2)]]
-    batch = processor(images=images, text=prompts, padding=True, return_tensors="pt")
-    assert batch["attention_mask"][0, 0] == 0
-    logits = model(**batch).logits
-    for index, (prompt, pictures) in enumerate(zip(prompts, images, strict=True)):
-        alone = model(**processor(images=pictures, text=prompt, return_tensors="pt")).logits
-        torch.testing.assert_close(logits[index, -alone.shape[1] :], alone[0], rtol=1e-4, atol=1e-4)
-
-
 def test_generates():
     model, processor = swapped()
     inputs = processor(images=[noise(), noise(seed=1)], text=["<image> what ?"] * 2, return_tensors="pt")
@@ -137,16 +123,6 @@ def test_each_image_of_a_prompt_has_tokens_of_its_own(strategy):
     assert "num_image_tokens" not in processor(**prompt, padding=True)
     with pytest.raises(ValueError, match="has 1 numbers, .* each of the 3 images"):
         processor(**prompt, num_image_tokens=[4])
-
-
-@torch.no_grad()
-def test_the_model_that_ships_has_a_processor_that_fits():
-    folder = frugalvit.checkpoint_path("cifar10-sparseformer-llava")
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    prompt = {"images": noise(), "text": "<image>", "return_tensors": "pt"}
-    inputs = processor(**prompt)
-    assert torch.equal(LlavaProcessor.from_pretrained(folder)(**prompt)["input_ids"], inputs["input_ids"])
-    assert model(**inputs).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("feature", ["patch", "cls_patch"])

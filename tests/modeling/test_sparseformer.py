@@ -8,7 +8,6 @@ from torch import nn
 import frugalvit
 from frugalvit import (
     SparseFormerForImageClassification,
-    SparseFormerModel,
     SparseFormerVisionModelWithProjection,
 )
 from frugalvit.modeling.focusing import sample_features
@@ -21,14 +20,6 @@ def classifier(generation, make_model) -> SparseFormerForImageClassification:
 
 
 class TestAttention:
-    @pytest.mark.nightly
-    @torch.no_grad()
-    def test_flex(self, make_model, pixel_values):
-        model = make_model(SparseFormerForImageClassification, "bootstrapped")
-        expected = model(pixel_values).logits
-        model.set_attn_implementation("flex_attention")
-        torch.testing.assert_close(model(pixel_values).logits, expected, atol=1e-5, rtol=1e-5)
-
     @torch.no_grad()
     def test_interface(self, classifier, pixel_values):
         calls = []
@@ -83,15 +74,6 @@ class TestOutputs:
             for weights in outputs.attentions:
                 torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
-    @torch.no_grad()
-    def test_selected_hidden_states(self, generation, make_model, pixel_values):
-        model = make_model(SparseFormerModel, generation)
-        everything = model(pixel_values, output_hidden_states=True).hidden_states
-        for index, asked in ((-2, {2}), ([1, -1], {1, 3})):
-            selected = model(pixel_values, output_hidden_states=index).hidden_states
-            for i, states in enumerate(selected):
-                assert (states is None) if i not in asked else torch.equal(states, everything[i])
-
 
 class TestClsAlone:
     """A classifier that reads [CLS] has its last block compute nothing else, unless something else is read."""
@@ -127,24 +109,6 @@ class TestClsAlone:
         model = make_model("classifier", "bootstrapped")
         frugalvit.insert_context_broadcast(model)
         assert self.run(model, pixel_values)[0] == 6
-
-
-def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, pixel_values):
-    """Also where the images share a computation; v1 clamps the gradients of each."""
-    model = make_model(SparseFormerModel, generation, drop_path_rate=0.0).train()
-
-    def gradients(images):
-        model.zero_grad()
-        # Steep, so that there is something to clamp.
-        (1e3 * model(images).pooler_output[:, :8]).square().sum().backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    together, first, second = (gradients(images) for images in (pixel_values, pixel_values[:1], pixel_values[1:]))
-    for name, gradient in together.items():
-        # Biases of keys change nothing: their gradients are rounding alone.
-        if not name.endswith("k_proj.bias"):
-            tolerance = 1e-3 * gradient.abs().max().item()
-            torch.testing.assert_close(gradient, first[name] + second[name], atol=tolerance, rtol=0, msg=name)
 
 
 def test_counts_and_widths_that_do_not_fit(make_config, classifier):
