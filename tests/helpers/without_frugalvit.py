@@ -2,10 +2,9 @@
 
 `load JOBS RESULTS` loads models and computes outputs; `fine_tune OUT START…` fine-tunes models with `Trainer`, saves
 them, and does so again with what it saved; `compute FOLDER LOADER INPUTS OUTPUTS` loads one model, computes what it
-gives for a file of inputs, saves it beside and computes again with what it saved; `process FOLDER
-OUTPUTS` prepares a prompt with an image: by the processor's own class, its call choosing 4 tokens, and by
-`LlavaProcessor`. `serve` does what is asked for
-on standard input, each request in a fork, as imports take longer than most of what they are for.
+gives for a file of inputs, saves it beside and computes again with what it saved; `process FOLDER OUTPUTS` prepares a
+prompt with an image: by the processor's own class, its call choosing 4 tokens, and by `LlavaProcessor`. `serve` does
+what is asked for on standard input, each request in a fork, as imports take longer than most of what they are for.
 """
 
 import gc

@@ -202,10 +202,7 @@ def test_a_linear_decoder_reads_the_maps():
     assert model.decode_head.classifier.weight.grad.any() and model.sparseformer.layers[0].mlp.fc1.weight.grad.any()
 
 
-BOX = [{"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.3, 0.3]])}] * 2
 PYRAMID = {"feature_scales": [4, 2, 1, 0.5], "upsampler_hidden_size": 4}
-LEVELS = {"feature_scales": [2, 1, 0.5], "patch_size": 16}
-DETR = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "num_queries": 8, "num_labels": 3}
 # Class, its configuration, the backbone's, what it is trained on, and what it returns.
 HEADS = {
     "UperNetForSemanticSegmentation": (
@@ -219,13 +216,6 @@ HEADS = {
         {"out_indices": [1, 2, 3, 4], "reshape_hidden_states": False},
         {},
         "predicted_depth",
-    ),
-    "DeformableDetrForObjectDetection": (
-        {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-        | DETR,
-        LEVELS,
-        {"labels": BOX},
-        "pred_boxes",
     ),
 }
 
@@ -299,3 +289,17 @@ def test_layers_and_sizes_that_do_not_exist():
     ):
         with pytest.raises((StrictDataclassError, ValueError), match=message):
             PatchSparseFormerConfig(**PATCHES | fields)
+
+
+def test_the_smaller_of_two_says_more():
+    rois = torch.tensor([[[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.5, 0.5]]])
+    shares = shares_of_tokens(rois, 4, 4)[0]
+    torch.testing.assert_close(shares[:, 0, 0], torch.tensor([0.2, 0.8]))
+    torch.testing.assert_close(shares[:, 3, 3], torch.tensor([1.0, 0.0]))
+
+
+def test_what_nobody_covers_is_the_nearests():
+    rois = torch.tensor([[[0.0, 0.0, 0.25, 0.25], [0.75, 0.0, 1.0, 0.25]]])
+    shares = shares_of_tokens(rois, 8, 8)[0]
+    assert shares[0, 7, 0] > 0.99 and shares[1, 7, 7] > 0.99
+    torch.testing.assert_close(shares.sum(0), torch.ones(8, 8))

@@ -21,8 +21,6 @@ def nightly_but(*kinds: str, of=tuple(KINDS)):
 
 
 TRANSFORMERS = ("bootstrapped", "patches", "v1", "vit_impulse_init", "vit_context_broadcast")
-# The name that every supported version of Transformers knows.
-OLD_NAME = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 
 
 @pytest.fixture
@@ -32,18 +30,9 @@ def classifier(kind, make_model) -> transformers.PreTrainedModel:
 
 def training_arguments(folder, **fields) -> TrainingArguments:
     """Arguments of short, silent runs on CPU."""
-    return TrainingArguments(
-        output_dir=str(folder),
-        **{
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-            "remove_unused_columns": False,
-            "save_strategy": "no",
-            **fields,
-        },
-    )
+    silent = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    options = {"use_cpu": True, "dataloader_pin_memory": False, "remove_unused_columns": False}
+    return TrainingArguments(output_dir=str(folder), **silent | options | fields)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +80,7 @@ class TestTrainer:
         assert before == pytest.approx(math.log(10), abs=0.3)
         assert trainer.evaluate()["eval_loss"] < 0.75 * before
 
-    @OLD_NAME
+    @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
     @nightly_but("patches", of=TRANSFORMERS)
     def test_lora(self, kind, make_model, cifar10, pixel_values, tmp_path):
         model = make_model("classifier", kind, num_labels=10)
@@ -115,18 +104,14 @@ class TestTrainer:
 
 class TestLoss:
     def test_problem_types(self, kind, make_model, pixel_values):
+        several = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
         cases = (
-            ({"num_labels": 3}, torch.tensor([0, 2]), "single_label_classification", nn.functional.cross_entropy),
-            (
-                {"num_labels": 3},
-                torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]),
-                "multi_label_classification",
-                nn.functional.binary_cross_entropy_with_logits,
-            ),
-            ({"num_labels": 1}, torch.tensor([0.5, -1.0]), "regression", nn.functional.mse_loss),
+            (3, torch.tensor([0, 2]), "single_label_classification", nn.functional.cross_entropy),
+            (3, several, "multi_label_classification", nn.functional.binary_cross_entropy_with_logits),
+            (1, torch.tensor([0.5, -1.0]), "regression", nn.functional.mse_loss),
         )
-        for fields, labels, problem_type, loss_function in cases:
-            model = make_model("classifier", kind, **fields)
+        for count, labels, problem_type, loss_function in cases:
+            model = make_model("classifier", kind, num_labels=count)
             outputs = model(pixel_values, labels=labels)
             assert model.config.problem_type == problem_type
             assert torch.equal(outputs.loss, loss_function(outputs.logits.squeeze(1), labels))

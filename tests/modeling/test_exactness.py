@@ -335,6 +335,7 @@ class TestInitialization:
 
     def test_embeddings(self, new_model):
         latents, config = new_model.base_model.latents, new_model.config
+        assert "sparseformer.latents.initial_rois" in new_model.no_weight_decay()
         count = config.num_latent_tokens if config.is_v1 else 1
         assert latents.token_embedding.shape == (count, 128)
         assert latents.token_embedding.abs().max() <= 2
@@ -344,3 +345,20 @@ class TestInitialization:
             assert latents.cls_token.std().item() == pytest.approx(1, abs=0.2)
         if not config.is_v1:
             assert new_model.base_model.focusing_layer.stage_embedding.std().item() == pytest.approx(1, abs=0.2)
+
+
+@properties
+@given(boxes(2), st.sampled_from([16, 64]))
+def test_position_encoding_as_printed(rois, hidden_size):
+    count = hidden_size // 8
+    expected = [
+        [
+            function(coordinate * math.pi * 128 ** (k / (count - 1)))
+            for coordinate in roi
+            for k in range(count)
+            for function in (math.sin, math.cos)
+        ]
+        for roi in rois[0].tolist()
+    ]
+    encoded = encode_rois(rois, hidden_size, "paper")
+    torch.testing.assert_close(encoded, torch.tensor([expected]), atol=5e-4, rtol=0)

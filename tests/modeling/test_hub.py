@@ -250,3 +250,16 @@ def test_uploads(make_model, hub, tmp_path):
     assert f"# {kind.classifier.__name__}" in ModelCard(files["README.md"].decode()).text
     assert files["model.safetensors"] == save(model.state_dict(), {"format": "pt"})
     assert other_path == "/api/models/someone/other/commit/main"
+
+
+def test_image_processor_is_written_once(make_model, tmp_path):
+    model = make_model("base", "bootstrapped", resize_size=40)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    assert processor.size["shortest_edge"] == 40
+    assert dict(processor.crop_size) == {"height": 32, "width": 32}
+    assert tuple(processor.image_mean) == model.config.image_mean
+    file.write_text(file.read_text().replace("40", "48"))
+    model.save_pretrained(tmp_path)
+    assert transformers.AutoImageProcessor.from_pretrained(tmp_path).size["shortest_edge"] == 48

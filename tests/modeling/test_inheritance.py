@@ -132,3 +132,13 @@ def test_registers_start_as_the_teachers_are_in_a_blank_image():
     torch.testing.assert_close(student.latents.register_tokens, held[0, 1:4])
     tokens = student(torch.randn(2, 3, 32, 32)).last_hidden_state
     assert tokens.shape[1] == 1 + 3 + student.config.num_latent_tokens
+
+
+def test_tokens_that_start_on_one_roi_are_moved_apart():
+    """The tokens have one embedding. On one RoI, they would get equal gradients and stay copies of each other."""
+    student = SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=15)
+    rois = student.sparseformer.latents.initial_rois
+    assert len(rois.unique(dim=0)) == 15
+    pixel_values = torch.randn(1, 3, 32, 32)
+    tokens = student.sparseformer(pixel_values).last_hidden_state[0]
+    assert len(tokens.unique(dim=0)) == 16

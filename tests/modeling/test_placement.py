@@ -187,3 +187,20 @@ def test_a_grids_student_is_placed_by_content():
         torch.testing.assert_close(model(pixels, num_tokens=count).logits, logits, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="placed by content already"):
         model.place_by_content()
+
+
+def test_a_forecast_is_even_before_training_and_moves_small_cells():
+    torch.manual_seed(0)
+    model = PatchSparseFormerModel(PatchSparseFormerConfig(**TREE, placement_rule="learned")).eval()
+    pixels = image(2)
+    outputs = model(pixels, output_attention_forecast=True, output_rois=True)
+    assert outputs.attention_forecast.shape == (2, 8, 8) and not outputs.attention_forecast.any()
+    assert model(pixels).attention_forecast is None
+
+    def weigh(logits):
+        return logits.index_fill(1, torch.tensor([6, 7]), 20.0)
+
+    model.embeddings.placement.forecast.register_forward_hook(lambda module, args, logits: weigh(logits))
+    rois = model(pixels, output_rois=True).rois[-1]
+    smallest = rois[(rois[..., 3] - rois[..., 1]) < 0.2]
+    assert len(smallest) and (smallest[:, 1] >= 0.75).all()

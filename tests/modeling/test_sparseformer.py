@@ -8,6 +8,7 @@ from torch import nn
 import frugalvit
 from frugalvit import (
     SparseFormerForImageClassification,
+    SparseFormerModel,
     SparseFormerVisionModelWithProjection,
 )
 from frugalvit.modeling.focusing import sample_features
@@ -128,3 +129,21 @@ def test_points_that_are_no_numbers():
         sampled = sample_features(features, points.requires_grad_(), padding_mode)
         sampled.sum().backward()
         assert sampled.isnan().all(-1).nonzero().tolist() == [[0, 1, 2], [1, 4, 3]]
+
+
+def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, pixel_values):
+    """Also where the images share a computation; v1 clamps the gradients of each."""
+    model = make_model(SparseFormerModel, generation, drop_path_rate=0.0).train()
+
+    def gradients(images):
+        model.zero_grad()
+        # Steep, so that there is something to clamp.
+        (1e3 * model(images).pooler_output[:, :8]).square().sum().backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    together, first, second = (gradients(images) for images in (pixel_values, pixel_values[:1], pixel_values[1:]))
+    for name, gradient in together.items():
+        # Biases of keys change nothing: their gradients are rounding alone.
+        if not name.endswith("k_proj.bias"):
+            tolerance = 1e-3 * gradient.abs().max().item()
+            torch.testing.assert_close(gradient, first[name] + second[name], atol=tolerance, rtol=0, msg=name)
