@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frugalvit import PatchSparseFormerConfig, PatchSparseFormerModel
 from frugalvit.configuration.configuration_patch_sparseformer import choose_grid
 from frugalvit.modeling.placement import cut_patches, grid_rois
 
@@ -37,3 +38,16 @@ def test_counts_become_grids_of_nearly_square_cells():
     assert choose_grid(18, (224, 448)) == (3, 6)
     with pytest.raises(ValueError, match="17 tokens make no grid .* 15, 16, 18 do"):
         choose_grid(17, (224, 224))
+
+
+@torch.no_grad()
+def test_positions_follow_their_grid():
+    sizes = {"image_size": 32, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = PatchSparseFormerModel(PatchSparseFormerConfig(**sizes, num_latent_tokens=16)).eval()
+    table = torch.nn.init.normal_(model.embeddings.position_embeddings).mT.reshape(1, 32, 4, 4)
+    expected = F.interpolate(table, (2, 3), mode="bicubic", antialias=True).flatten(2).squeeze(0).mT
+    images = torch.randn(2, 3, 32, 32)
+    few = model(images, num_tokens=6).last_hidden_state
+    model.resize_tokens(6)
+    assert model.config.token_grid == (2, 3) and torch.equal(model(images).last_hidden_state, few)
+    torch.testing.assert_close(model.embeddings.position_embeddings.data, expected)

@@ -11,7 +11,7 @@ from frugalvit import (
     SparseFormerModel,
     SparseFormerVisionModelWithProjection,
 )
-from frugalvit.modeling.focusing import sample_features
+from frugalvit.modeling.focusing import locate_sampling_points, sample_features
 from kinds import SPARSEFORMERS
 
 
@@ -147,3 +147,20 @@ def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, 
         if not name.endswith("k_proj.bias"):
             tolerance = 1e-3 * gradient.abs().max().item()
             torch.testing.assert_close(gradient, first[name] + second[name], atol=tolerance, rtol=0, msg=name)
+
+
+def test_v1_clips_the_gradient_of_points(make_model, pixel_values, monkeypatch):
+    """At one over the rows of the map, where the loss is steep."""
+    seen = []
+
+    def locate(rois, offsets):
+        seen.append(locate_sampling_points(rois, offsets).detach().requires_grad_())
+        return seen[-1]
+
+    monkeypatch.setattr("frugalvit.modeling.focusing.locate_sampling_points", locate)
+    for generation in ("v1", "bootstrapped"):
+        model = make_model(SparseFormerModel, generation).train()
+        (1e4 * model(pixel_values[:1]).pooler_output[:, :8]).square().sum().backward()
+        largest = max(points.grad.abs().max().item() for points in seen)
+        assert largest == 1 / 8 if generation == "v1" else largest > 1
+        seen.clear()
