@@ -38,15 +38,12 @@ MAKE = {
 BAD_FIELDS = {
     "sparseformer": [
         ({"hidden_size": 96, "num_attention_heads": 5}, "`hidden_size`=96 .* `num_attention_heads`=5"),
-        ({"hidden_size": 100, "num_attention_heads": 1}, "`hidden_size`=100 is not a multiple of 8"),
         ({"num_latent_tokens": 0}, "`num_latent_tokens` is 0, expected at least 1"),
         ({"num_sampling_points": 1}, "`num_sampling_points` is 1, expected at least 2"),
-        ({"image_size": 3}, "`image_size` is 3, expected .* at least 4"),
         ({"generation": "v2"}, r"`generation` is 'v2', expected one of \['bootstrapped', 'v1'\]"),
         ({"generation": "v1"}, "set `num_class_tokens=0`"),
         ({"num_class_tokens": 0}, "`pooling='cls'` needs `num_class_tokens`"),
         ({"pooling": "max"}, r"`pooling` is 'max', expected one of \['cls', 'class_mean', 'mean',"),
-        ({"drop_path_rate": 1.0}, "`drop_path_rate` is 1.0, expected 0 <= rate < 1"),
     ],
     "patches": [
         ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
@@ -58,7 +55,6 @@ BAD_FIELDS = {
         ({"placement_rule": "random"}, "`placement_rule` is 'random'"),
         ({"num_latent_tokens": 3}, "3 tokens are fewer than the 4 cells"),
         ({"num_placement_levels": 1}, "`num_placement_levels` is 1, expected at least 2"),
-        ({"placement_random_share": 2.0}, "`placement_random_share` is 2.0"),
     ],
     "elastic": [
         ({"elastic_token_counts": [4, 4, 9]}, "expected increasing counts"),
@@ -67,7 +63,6 @@ BAD_FIELDS = {
     ],
     "vit_impulse_init": [
         ({"num_attention_heads": 3}, "`hidden_size`=64 is not divisible by `num_attention_heads`=3"),
-        ({"hidden_size": 66}, "`hidden_size`=66 is not a multiple of 4"),
         ({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32"),
         ({"position_embedding": "rotary"}, "`position_embedding` is 'rotary', expected one of"),
         ({"initialization": "xavier"}, r"`initialization` is 'xavier', expected one of \['impulse'"),
@@ -87,7 +82,6 @@ BAD_FIELDS = {
     ],
     "bootstrapped_vit": [
         ({"sharing": "all"}, "`sharing` is 'all', expected one of"),
-        ({"mlp_dropout": 1}, "`mlp_dropout` is 1, expected 0 <= rate < 1"),
         ({"vit": {"num_hidden_layers": 2}}, "`num_hidden_layers`=2, `agent_config` `num_hidden_layers`=3"),
         ({"sharing": "weights", "agent": {"num_positions": 9}}, "`num_attention_heads`=6.*`num_positions`=9"),
         ({"hint_layers": [0, 3]}, r"`hint_layers` is \[0, 3\], expected blocks from 0 to 2"),
@@ -96,7 +90,6 @@ BAD_FIELDS = {
 OF_ANY_FAMILY = [
     ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0, expected at least 1"),
     ({"image_size": [8, 8, 8]}, "expected one size or a height and a width"),
-    ({"image_mean": [0.5]}, "`image_mean` has 1 values, expected one number or one for each of the"),
     ({"image_std": 0.0}, "`image_std` is 0.0, expected numbers to divide by"),
     ({"problem_type": "segmentation"}, "problem_type.*'segmentation'.* expected one of"),
     ({"resample": 9}, "`resample` is 9, expected one of"),

@@ -2,10 +2,9 @@
 
 `load JOBS RESULTS` loads models and computes outputs; `fine_tune OUT START…` fine-tunes models with `Trainer`, saves
 them, and does so again with what it saved; `compute FOLDER LOADER INPUTS OUTPUTS` loads one model, computes what it
-gives for a file of inputs, saves it beside and computes again with what it saved; `process FOLDER
-OUTPUTS` prepares a prompt with an image: by the processor's own class, its call choosing 4 tokens, and by
-`LlavaProcessor`; `embed FOLDER IMAGE OUTPUTS` embeds an image by sentence-transformers. `serve` does what is asked for
-on standard input, each request in a fork, as imports take longer than most of what they are for.
+gives for a file of inputs, saves it beside and computes again with what it saved; `process FOLDER OUTPUTS` prepares a
+prompt with an image: by the processor's own class, its call choosing 4 tokens, and by `LlavaProcessor`. `serve` does
+what is asked for on standard input, each request in a fork, as imports take longer than most of what they are for.
 """
 
 import gc
@@ -196,13 +195,6 @@ def process(folder: str, outputs: str):
     )
 
 
-def embed(folder: str, image: str, outputs: str):
-    from sentence_transformers import SentenceTransformer
-
-    searcher = SentenceTransformer(folder, device="cpu", trust_remote_code=True)
-    save_file({"embedding": torch.tensor(searcher.encode([Image.open(image)]))}, outputs)
-
-
 def run_source(source: str, *arguments: str):
     """A program as `python -c` runs it, but for what is imported already."""
     warnings.simplefilter("default")
@@ -238,7 +230,7 @@ def serve():
 
 def main(action: str, *arguments: str):
     actions = {"load": load, "fine_tune": fine_tune, "compute": compute, "process": process, "serve": serve}
-    actions |= {"embed": embed, "run_source": run_source}
+    actions |= {"run_source": run_source}
     actions[action](*arguments)
     if any(module and name.partition(".")[0] == "frugalvit" for name, module in sys.modules.items()):
         sys.exit("frugalvit was imported")

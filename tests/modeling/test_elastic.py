@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers.utils import logging
 
 import frugalvit
 from frugalvit.modeling.focusing import initial_rois
@@ -70,14 +69,6 @@ class TestPrefixes:
                 assert ((points >= low) & (points <= high)).all(-1).any(0).all()
             assert torch.equal(rois[: counts[0]], initial_rois(counts[0]))
 
-    def test_cutting_keeps_smaller_counts(self, make_model):
-        model = make_model("base", "bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 6, 9])
-        model.set_num_tokens(4)
-        model.resize_tokens(6)
-        assert (model.config.elastic_token_counts, model.config.num_tokens) == ([4, 6], None)
-        model.resize_tokens(3)
-        assert model.config.elastic_token_counts is None
-
 
 def test_cutting_a_grid_leaves_one_count(make_model):
     """Smaller grids would be interpolated from another one than was trained."""
@@ -95,18 +86,6 @@ class TestCounts:
                     choose(count)
         with pytest.raises(ValueError, match="7 tokens make no grid"):
             make_model("classifier", "patches", num_latent_tokens=16)(pixel_values, num_tokens=7)
-
-    @torch.no_grad()
-    def test_what_was_not_trained_warns_once(self, elastic, pixel_values, caplog):
-        logging.enable_propagation()
-        model = elastic("ForImageClassification")
-        type(logging.get_logger("x")).warning_once.cache_clear()
-        for _ in range(2):
-            assert model(pixel_values, num_tokens=2).logits.shape == (2, 3)
-        logging.disable_propagation()
-        (record,) = caplog.records
-        counts = ", ".join(map(str, model.config.elastic_token_counts))
-        assert f"trained with {counts} latent tokens and is asked for 2" in record.message
 
 
 # Of what is traced: each further layer or iteration takes as long as the first.
@@ -163,10 +142,3 @@ class TestAdaptive:
         assert set(model.classify_adaptively(images, 1.0).num_tokens.tolist()) == {low}
         with pytest.raises(ValueError, match="`confidence` is 90, expected a probability"):
             model.classify_adaptively(images, 90)
-
-    def test_the_stem_runs_once(self, make_model, images):
-        model = make_model("classifier", "bootstrapped", num_latent_tokens=9, elastic_token_counts=[4, 9])
-        seen = []
-        model.base_model.stem.register_forward_hook(lambda *_: seen.append(1))
-        model.classify_adaptively(images, 1.0)
-        assert len(seen) == 1

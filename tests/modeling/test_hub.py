@@ -6,19 +6,16 @@ import shutil
 import sys
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
-from packaging import version
 from PIL import Image
 from processes import run_without_frugalvit
 from safetensors.torch import load_file, save, save_file
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import frugalvit
-from frugalvit.modeling.hub import HubModel, source_files
+from frugalvit.modeling.hub import source_files
 from kinds import KINDS
 
 
@@ -218,26 +215,6 @@ class TestFolder:
         loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
         assert torch.equal(main_output(model, pixel_values), main_output(loaded, pixel_values))
 
-    def test_image_processor_is_written_once(self, make_model, tmp_path):
-        model = make_model("base", "bootstrapped", resize_size=40)
-        model.save_pretrained(tmp_path)
-        file = tmp_path / "preprocessor_config.json"
-        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
-        assert processor.size["shortest_edge"] == 40 and dict(processor.crop_size) == {"height": 32, "width": 32}
-        assert tuple(processor.image_mean) == model.config.image_mean
-        file.write_text(file.read_text().replace("40", "48"))
-        model.save_pretrained(tmp_path)
-        assert transformers.AutoImageProcessor.from_pretrained(tmp_path).size["shortest_edge"] == 48
-
-    def test_image_processor_of_rectangular_images_and_one_mean(self, make_model, tmp_path):
-        model = make_model("base", "patches", image_size=[32, 48], image_mean=0.5, image_std=0.25)
-        model.save_pretrained(tmp_path)
-        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
-        for mode, white in (("RGB", (255, 255, 255)), ("L", 255), ("RGBA", (255, 255, 255, 255)), ("1", 1)):
-            pixel_values = processor(Image.new(mode, (10, 12), white), return_tensors="pt")["pixel_values"]
-            assert pixel_values.shape == (1, 3, 32, 48) and pixel_values.unique().tolist() == [2.0]
-        assert type(model).from_pretrained(tmp_path).config.image_std == 0.25
-
     def test_card_says_how_to_load(self, kind, saved, pixel_values):
         for model_class in KINDS[kind].classes:
             folder = saved[0] / folder_name(kind, model_class)
@@ -251,72 +228,38 @@ class TestFolder:
             assert type(names["model"]).__name__ == (KINDS[kind].base if as_base else model_class).__name__
             assert_same(main_output(names["model"], pixel_values), saved[1][folder.name], folder.name)
 
-    @pytest.mark.parametrize("is_main_process", [True, False])
-    def test_only_the_main_process_writes_and_keeps_a_card(self, is_main_process, make_model, tmp_path):
-        (tmp_path / "README.md").write_text("# Mine\n")
-        make_model("base", "bootstrapped").save_pretrained(tmp_path, is_main_process=is_main_process)
-        assert ("hub.py" in os.listdir(tmp_path)) == is_main_process
-        assert (tmp_path / "README.md").read_text() == "# Mine\n"
-
-    @pytest.mark.parametrize("kind", ["bootstrapped", "content", "agent_cnn"])
-    def test_half_precision(self, kind, make_model, pixel_values, tmp_path):
-        model, dtype = make_model("classifier", kind), torch.bfloat16
-        expected = main_output(model, pixel_values)
-        model.to(dtype).save_pretrained(tmp_path)
-        half = KINDS[kind].classifier.from_pretrained(tmp_path)
-        assert half.dtype == dtype
-        if kind == "bootstrapped":
-            assert half.base_model.latents.initial_rois.dtype == torch.float32
-        assert torch.equal(main_output(half, pixel_values), main_output(model, pixel_values))
-        full = KINDS[kind].classifier.from_pretrained(tmp_path, dtype=torch.float32)
-        torch.testing.assert_close(main_output(full, pixel_values), expected, atol=0.05, rtol=0.05)
+    def test_only_the_main_process_writes(self, make_model, tmp_path):
+        make_model("base", "bootstrapped").save_pretrained(tmp_path, is_main_process=False)
+        assert "hub.py" not in os.listdir(tmp_path)
 
 
-# Transformers may ask for a version of peft that is not out yet.
-@pytest.mark.skipif(
-    version.parse(peft.__version__) < version.parse(MIN_PEFT_VERSION),
-    reason=f"Transformers' own adapters need peft {MIN_PEFT_VERSION}",
-)
-def test_an_adapter_is_saved_without_the_code(saved, pixel_values, tmp_path):
-    folder = saved[0] / folder_name("bootstrapped")
-    model = KINDS["bootstrapped"].classifier.from_pretrained(folder)
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+def test_uploads(make_model, hub, tmp_path):
+    """The complete repository and nothing else; a card that is there stays."""
+    kind, model = KINDS["bootstrapped"], make_model("classifier", "bootstrapped")
+    assert model.push_to_hub("someone/model", commit_message="Mine", private=True, revision="dev").oid == "0"
+    assert hub.created[0]["name"] == "model" and hub.branches == ["dev"]
+    # Newer versions of huggingface_hub ask for a visibility.
+    assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
+    hub.files.append("README.md")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("private")
+    model.save_pretrained(tmp_path / "model", push_to_hub=True, repo_id="someone/other")
+    (path, commit, files), (other_path, _, other_files) = hub.commits
+    assert path == "/api/models/someone/model/commit/dev" and commit["summary"] == "Mine"
+    assert {*files} == kind.complete() and {*other_files} == kind.complete() - {"README.md"}
+    assert f"# {kind.classifier.__name__}" in ModelCard(files["README.md"].decode()).text
+    assert files["model.safetensors"] == save(model.state_dict(), {"format": "pt"})
+    assert other_path == "/api/models/someone/other/commit/main"
+
+
+def test_image_processor_is_written_once(make_model, tmp_path):
+    model = make_model("base", "bootstrapped", resize_size=40)
     model.save_pretrained(tmp_path)
-    assert "adapter_model.safetensors" in os.listdir(tmp_path) and not code_of(tmp_path)
-    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
-    output = main_output(model, pixel_values)
-    assert not torch.allclose(output, saved[1][folder.name])
-    # Sums of weights that lie elsewhere in memory differ by a rounding.
-    torch.testing.assert_close(main_output(loaded, pixel_values), output, rtol=0, atol=1e-6)
-
-
-class TestUpload:
-    def test_push_to_hub(self, make_model, hub):
-        model = make_model("classifier", "bootstrapped")
-        info = model.push_to_hub("someone/model", commit_message="Mine", private=True, revision="dev")
-        assert info.oid == "0" and hub.created[0]["name"] == "model" and hub.branches == ["dev"]
-        # Newer versions of huggingface_hub ask for a visibility.
-        assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
-        [(path, commit, files)] = hub.commits
-        assert path == "/api/models/someone/model/commit/dev" and commit["summary"] == "Mine"
-        assert {*files} == KINDS["bootstrapped"].complete()
-        assert f"# {KINDS['bootstrapped'].classifier.__name__}" in ModelCard(files["README.md"].decode()).text
-        assert files["model.safetensors"] == save(model.state_dict(), {"format": "pt"})
-
-    def test_push_to_hub_keeps_a_card_that_is_there(self, make_model, hub):
-        hub.files.append("README.md")
-        make_model("base", "bootstrapped").push_to_hub("someone/model")
-        [(_, _, files)] = hub.commits
-        assert {*files} == KINDS["bootstrapped"].complete() - {"README.md"}
-
-    def test_save_pretrained_uploads_the_model_alone(self, make_model, hub, tmp_path):
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "notes.txt").write_text("private")
-        model = make_model("base", "bootstrapped")
-        assert isinstance(model, HubModel)
-        model.save_pretrained(tmp_path / "kept")
-        assert not hub.created and not hub.commits
-        model.save_pretrained(tmp_path / "model", push_to_hub=True, commit_message="Mine", repo_id="someone/other")
-        [(path, commit, files)] = hub.commits
-        assert path == "/api/models/someone/other/commit/main" and commit["summary"] == "Mine"
-        assert {*files} == KINDS["bootstrapped"].complete()
+    file = tmp_path / "preprocessor_config.json"
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    assert processor.size["shortest_edge"] == 40
+    assert dict(processor.crop_size) == {"height": 32, "width": 32}
+    assert tuple(processor.image_mean) == model.config.image_mean
+    file.write_text(file.read_text().replace("40", "48"))
+    model.save_pretrained(tmp_path)
+    assert transformers.AutoImageProcessor.from_pretrained(tmp_path).size["shortest_edge"] == 48

@@ -1,8 +1,7 @@
 """SparseFormers whose tokens embed patches are a family of their own."""
 
 import pytest
-import torch
-from transformers import AutoModel, AutoModelForImageClassification
+from transformers import AutoModel
 
 import frugalvit
 
@@ -26,20 +25,3 @@ def test_auto_model_makes_the_class_of_the_configuration(make_config, tmp_path):
         )
         model.save_pretrained(tmp_path / kind)
         assert type(AutoModel.from_pretrained(tmp_path / kind)) is projection
-
-
-def test_classes_that_were_derived_elsewhere(make_config, pixel_values, tmp_path):
-    class Doubled(frugalvit.PatchSparseFormerForImageClassification):
-        def forward(self, *args, **kwargs):
-            outputs = super().forward(*args, **kwargs)
-            outputs.logits = 2 * outputs.logits
-            return outputs
-
-    torch.manual_seed(0)
-    model = Doubled(make_config("patches")).eval()
-    assert isinstance(model, Doubled) and type(model).__name__ == "Doubled"
-    model.save_pretrained(tmp_path)
-    plain = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
-    assert type(plain) is frugalvit.PatchSparseFormerForImageClassification
-    with torch.no_grad():
-        assert torch.equal(2 * plain(pixel_values).logits, model(pixel_values).logits)

@@ -80,12 +80,6 @@ def test_cells_that_are_left_are_a_tree_of_the_worthiest(grid, num_levels, split
             assert least >= most * (1 - 1e-3)
 
 
-def test_ties_are_decided_by_place():
-    worths = [torch.zeros(1, 2, 2), torch.zeros(1, 4, 4)]
-    assert choose_cells(worths, 7).tolist() == [[1, 2, 3, 4, 5, 8, 9]]
-    assert choose_cells(worths, 4).tolist() == [[0, 1, 2, 3]]
-
-
 def test_lost_detail_is_the_difference_from_the_image():
     pixels = image()
     losses = lost_detail(pixels, (4, 4), 4)
@@ -125,23 +119,6 @@ def test_the_rules_differ():
     even = (torch.arange(4.0).repeat(256).view(1, 1, 32, 32) - 1.5) * 0.7
     for worth in worth_of("entropy", even.expand(1, 3, -1, -1), (4, 4), 3):
         torch.testing.assert_close(worth, torch.full_like(worth, 2.0), atol=1e-4, rtol=0)
-
-
-def test_a_forecast_is_even_before_training_and_moves_small_cells():
-    torch.manual_seed(0)
-    model = PatchSparseFormerModel(PatchSparseFormerConfig(**TREE, placement_rule="learned")).eval()
-    pixels = image(2)
-    outputs = model(pixels, output_attention_forecast=True, output_rois=True)
-    assert outputs.attention_forecast.shape == (2, 8, 8) and not outputs.attention_forecast.any()
-    assert model(pixels).attention_forecast is None
-
-    def weigh(logits):
-        return logits.index_fill(1, torch.tensor([6, 7]), 20.0)
-
-    model.embeddings.placement.forecast.register_forward_hook(lambda module, args, logits: weigh(logits))
-    rois = model(pixels, output_rois=True).rois[-1]
-    smallest = rois[(rois[..., 3] - rois[..., 1]) < 0.2]
-    assert len(smallest) and (smallest[:, 1] >= 0.75).all()
 
 
 def test_patches_are_those_of_their_cells():
@@ -210,3 +187,20 @@ def test_a_grids_student_is_placed_by_content():
         torch.testing.assert_close(model(pixels, num_tokens=count).logits, logits, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="placed by content already"):
         model.place_by_content()
+
+
+def test_a_forecast_is_even_before_training_and_moves_small_cells():
+    torch.manual_seed(0)
+    model = PatchSparseFormerModel(PatchSparseFormerConfig(**TREE, placement_rule="learned")).eval()
+    pixels = image(2)
+    outputs = model(pixels, output_attention_forecast=True, output_rois=True)
+    assert outputs.attention_forecast.shape == (2, 8, 8) and not outputs.attention_forecast.any()
+    assert model(pixels).attention_forecast is None
+
+    def weigh(logits):
+        return logits.index_fill(1, torch.tensor([6, 7]), 20.0)
+
+    model.embeddings.placement.forecast.register_forward_hook(lambda module, args, logits: weigh(logits))
+    rois = model(pixels, output_rois=True).rois[-1]
+    smallest = rois[(rois[..., 3] - rois[..., 1]) < 0.2]
+    assert len(smallest) and (smallest[:, 1] >= 0.75).all()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
+from transformers import AutoModelForSemanticSegmentation
 
 from frugalvit import (
     SparseFormerConfig,
@@ -42,11 +42,9 @@ class TestGeometricBias:
             expected = -0.5 * ((dx / (width / 2)) ** 2 + (dy / (height / 2)) ** 2)
             assert bias[0, 0, row, column].item() == pytest.approx(expected, abs=1e-3)
 
-    @pytest.mark.parametrize(
-        "roi", [[0.3, 0.6, 0.3, 0.6], [0.7, 0.8, 0.2, 0.1], [-1e6, -1e6, -1e6, -1e6], [1e8, 0, 1e8, 1]]
-    )
-    def test_degenerate_rois_are_finite(self, roi):
-        roi = torch.tensor([[roi]], requires_grad=True)
+    def test_degenerate_rois_are_finite(self):
+        rois = [[0.3, 0.6, 0.3, 0.6], [0.7, 0.8, 0.2, 0.1], [-1e6, -1e6, -1e6, -1e6], [1e8, 0, 1e8, 1]]
+        roi = torch.tensor([rois], requires_grad=True)
         bias = geometric_bias(roi, 6, 9)
         bias.sum().backward()
         assert bias.isfinite().all() and roi.grad.isfinite().all()
@@ -118,20 +116,6 @@ class TestStart:
             assert torch.equal(kept, weight), name
         assert model(torch.randn(1, 3, 40, 60)).logits.shape == (1, 7, 10, 15)
 
-    def test_auto_class_and_image_processor(self, model, tmp_path):
-        model.save_pretrained(tmp_path)
-        processor = AutoImageProcessor.from_pretrained(tmp_path)
-        loaded = AutoModelForSemanticSegmentation.from_pretrained(tmp_path)
-        image = torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
-        mask = torch.randint(0, 3, (50, 70), dtype=torch.uint8)
-        inputs = processor(image, mask, return_tensors="pt")
-        assert inputs["pixel_values"].shape == (1, 3, 32, 32) and inputs["labels"].shape == (1, 32, 32)
-        with torch.no_grad():
-            outputs = loaded(**inputs)
-        assert outputs.loss.isfinite()
-        [segmented] = processor.post_process_semantic_segmentation(outputs, [(50, 70)])
-        assert segmented.shape == (50, 70) and set(segmented.unique().tolist()) <= {0, 1, 2}
-
 
 class TestLoss:
     def test_is_the_mean_over_pixels_that_count(self, model, pixel_values):
@@ -146,19 +130,4 @@ class TestLoss:
             for row in range(9, 32)
             for column in range(32)
         ) / (2 * 23 * 32)
-        torch.testing.assert_close(outputs.loss, expected)
-
-    def test_all_ignored_is_finite(self, model, pixel_values):
-        outputs = model.train()(pixel_values, labels=torch.full((2, 32, 32), 255))
-        outputs.loss.backward()
-        assert outputs.loss == 0
-        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-    def test_one_class(self, make_model, pixel_values):
-        model = make_model(SparseFormerForSemanticSegmentation, "bootstrapped", num_labels=1)
-        labels = torch.randint(0, 2, (2, 32, 32), generator=torch.Generator().manual_seed(0))
-        labels[0, 0] = 255
-        outputs = model(pixel_values, labels=labels)
-        logits, counts = F.interpolate(outputs.logits, (32, 32), mode="bilinear")[:, 0], labels != 255
-        expected = F.binary_cross_entropy_with_logits(logits[counts], labels[counts].float())
         torch.testing.assert_close(outputs.loss, expected)

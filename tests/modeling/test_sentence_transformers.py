@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from processes import run_without_frugalvit
-from safetensors.torch import load_file
 from transformers import AutoImageProcessor
 
 import frugalvit
@@ -49,11 +47,3 @@ def test_a_clip_embeds_images_and_texts_side_by_side(photographs):
     cosines = searcher.similarity(searcher.encode(images), searcher.encode(texts))
     torch.testing.assert_close(cosines[:, :1], expected, rtol=1e-4, atol=1e-5)
     assert not np.allclose(searcher.encode(images, num_tokens=4), searcher.encode(images), atol=1e-3)
-
-
-def test_where_frugalvit_is_not_installed(make_model, photographs, tmp_path):
-    make_model("classifier", "bootstrapped").save_pretrained(tmp_path / "model")
-    photographs[0][0].save(tmp_path / "image.png")
-    run_without_frugalvit(tmp_path, "embed", tmp_path / "model", tmp_path / "image.png", tmp_path / "embedding")
-    [found] = load_file(tmp_path / "embedding")["embedding"]
-    np.testing.assert_allclose(found, load(tmp_path / "model").encode(photographs[0][0]), rtol=1e-4, atol=1e-5)

@@ -8,11 +8,10 @@ import sys
 import time
 
 import pytest
-import torch
-from PIL import Image
 from processes import environment
 from transformers import AutoProcessor, LlavaProcessor
 
+from drawn import noise
 from frugalvit import SparseFormerLlavaForConditionalGeneration, matching_processor, swap_vision_tower
 from tiny import make_llava, make_processor, make_tower
 
@@ -67,15 +66,10 @@ def client(folder, tmp_path_factory):
             process.wait()
 
 
-def picture() -> Image.Image:
-    pixels = torch.randint(256, (40, 48, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    return Image.fromarray(pixels.numpy())
-
-
 @pytest.mark.nightly
 def test_answers_as_transformers_does(client, folder):
     encoded = io.BytesIO()
-    picture().save(encoded, "PNG")
+    noise().save(encoded, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is this ?"}]
     answer = client.chat.completions.create(
@@ -84,7 +78,7 @@ def test_answers_as_transformers_does(client, folder):
     model = SparseFormerLlavaForConditionalGeneration.from_pretrained(folder)
     processor = AutoProcessor.from_pretrained(folder)
     assert isinstance(processor, LlavaProcessor)
-    inputs = processor(images=picture(), text="<image> what is this ? ", return_tensors="pt")
+    inputs = processor(images=noise(), text="<image> what is this ? ", return_tensors="pt")
     expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert answer.choices[0].message.content == processor.decode(expected, skip_special_tokens=True)
     assert answer.usage.prompt_tokens == inputs["input_ids"].shape[1]
