@@ -217,7 +217,7 @@ class SegmentationTrainer(ImageTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits = model(pixel_values=inputs["pixel_values"]).logits
-        loss = semantic_segmentation_loss(logits, inputs["labels"], self.num_labels)
+        loss = semantic_segmentation_loss(logits, inputs["labels"])
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def parameter_groups(self, model) -> list[dict]:
@@ -254,7 +254,8 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
     height, width = options.image_size[0], options.image_size[-1]
     preprocessing = {}
     if options.model:
-        config = read_config(options.model, KIND, options.trust_remote_code, **labels)
+        trust = options.trust_remote_code
+        config = read_config(options.model, KIND, trust, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
                 f"model {options.model} is no segmentation model, which has classes; give num_labels or class_names."
@@ -262,11 +263,12 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
         set_drop_path(config, options.drop_path)
         if is_sparseformer(config):
             config.image_size, config.resize_size = [height, width], None
-        values = {"trust_remote_code": options.trust_remote_code}
+        elif options.num_latent_tokens:
+            raise ValueError(f"num_latent_tokens is {options.num_latent_tokens}, and {options.model} no SparseFormer.")
+        model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, trust_remote_code=trust)
         if options.num_latent_tokens:
-            values["num_latent_tokens"] = options.num_latent_tokens
-        model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, **values)
-        given = load_image_processor(options.model, options.trust_remote_code, KIND)
+            model.resize_tokens(options.num_latent_tokens)
+        given = load_image_processor(options.model, trust, KIND)
         for name in ("image_mean", "image_std", "resample", "do_normalize"):
             preprocessing[name] = getattr(given, name, None)
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])

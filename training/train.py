@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torchvision.transforms import InterpolationMode, v2
-from transformers import PreTrainedModel
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
 from ..common.labels import class_names, match_labels

@@ -133,11 +133,14 @@ class ImageTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """As in Transformers; an error leaves no signal handler behind."""
+        """As in Transformers; an error leaves no signal handler and no open progress bar behind."""
         try:
             return super().train(*args, **kwargs)
         finally:
             self.interruption.restore()
+            for each in self.callback_handler.callbacks:
+                if bar := getattr(each, "training_bar", None):
+                    bar.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         """Write a complete repository: model, processor and card; or a checkpoint's weights."""

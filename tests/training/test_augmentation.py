@@ -10,7 +10,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from frugalvit.common.views import ImageFormat, seeded
-from frugalvit.training.augmentation import BootstrapView, PairedEvalView, SmallDataView
+from frugalvit.training.augmentation import BootstrapView, PairedEvalView
+from frugalvit.training.train import SmallDataView
 
 
 ARGUMENTS = {"crop": "padded", "crop_padding": 4, "padding_mode": "reflect", "crop_size": None, "flip": 0.0}

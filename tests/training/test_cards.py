@@ -1,17 +1,14 @@
 """Cards of trainings: the fields that the hub reads, and the names of this machine that it must not."""
 
 import shutil
-from types import SimpleNamespace
 
-import pytest
 from huggingface_hub import ModelCard, ModelCardData
 from trainings import TINY_STUDENT, logged, run_command
-from transformers import TrainerState
 
 from drawn import draw_classes
 from frugalvit import publish
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.cards import chosen, license_of, name_images, named
+from frugalvit.training.cards import license_of, name_images, named
 
 
 def save_card(folder, **data):

@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from trainings import STUDENT
 from vision_transformers import KINDS, of_transformers
 
-from frugalvit import BootstrapArguments, SparseFormerBackbone, SparseFormerForImageClassification, SparseFormerModel
+from frugalvit import (
+    BootstrapArguments,
+    PatchSparseFormerBackbone,
+    PatchSparseFormerModel,
+    SparseFormerForImageClassification,
+)
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import losses
 from frugalvit.training.losses import MapAlignment, MapAlignmentLoss, TokenAlignment
@@ -47,7 +52,7 @@ def patches():
 @pytest.mark.parametrize("placement", ["grid", "content"])
 def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement, patches):
     images, found = maps(2, 3, 32, 32), []
-    student = SparseFormerModel.from_teacher(patches, 16, focusing="inherited", placement=placement)
+    student = PatchSparseFormerModel.from_teacher(patches, 16, placement=placement)
     with torch.no_grad():
         states = patches.states(images)
         for count, layers in ((16, [-1, -2]), (4, [-1, -2]), (4, [-1])):
@@ -61,8 +66,8 @@ def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement,
 
 
 def test_maps_of_a_backbone_are_the_teachers_where_tokens_are_its_patches(patches):
-    images, fields = maps(2, 3, 32, 32), {"focusing": "inherited", "out_indices": [1, 3]}
-    student = SparseFormerBackbone.from_teacher(patches, 16, upsampler_hidden_size=8, **fields)
+    images, fields = maps(2, 3, 32, 32), {"out_indices": [1, 3]}
+    student = PatchSparseFormerBackbone.from_teacher(patches, 16, upsampler_hidden_size=8, **fields)
     align = MapAlignment(student, patches)
     with torch.no_grad():
         targets = align.of_teacher(patches.states(images))
@@ -71,7 +76,7 @@ def test_maps_of_a_backbone_are_the_teachers_where_tokens_are_its_patches(patche
         MapAlignment(student, patches, [-1])
     for name in ("apply_layernorm", "reshape_hidden_states"):
         with pytest.raises(ValueError, match=name):
-            MapAlignment(SparseFormerBackbone.from_teacher(patches, 16, **fields, **{name: False}), patches)
+            MapAlignment(PatchSparseFormerBackbone.from_teacher(patches, 16, **fields, **{name: False}), patches)
 
 
 def transformers_vit():

@@ -18,9 +18,9 @@ from transformers import AutoModelForImageClassification, TrainerCallback
 from frugalvit.common.data import load_images
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.training.arguments import ImageTrainingArguments
-from frugalvit.training.augmentation import SmallDataView
 from frugalvit.training.data import mixing
 from frugalvit.training.optimizers import learning_rate_factors, make_optimizer, parameter_groups, with_rates
+from frugalvit.training.train import SmallDataView
 from frugalvit.training.trainer import ImageTrainer, last_checkpoint, start
 from tiny import make_vit
 
