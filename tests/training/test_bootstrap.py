@@ -23,7 +23,7 @@ from frugalvit.common.views import EvalView
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training.bootstrap import make_parser, make_trainer
 from frugalvit.training.data import as_images
-from frugalvit.training.students import format_of, freeze, token_counts_to_train
+from frugalvit.training.students import format_of, token_counts_to_train
 from tiny import make_vit
 
 
@@ -80,23 +80,6 @@ def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
         is_tuned = name == block.format(0)
         assert torch.equal(after[f"sparseformer.{name}"], before[f"vit.{theirs}"]) != is_tuned
     assert torch.equal(after["classifier.weight"], before["classifier.weight"])
-
-
-@pytest.mark.parametrize("case", ["tune=0", "", "tune=2", "tune_all=1", "inherit_blocks=0"])
-def test_ablations_choose_what_is_trained(case, teacher):
-    name, _, value = case.partition("=")
-    options = {name: float(value) if name == "tune" else value == "1"} if case else {}
-    trained = {"tune=0": [], "": [0]}.get(case, [0, 1])
-    model = AutoModelForImageClassification.from_pretrained(teacher)
-    student = SparseFormerForImageClassification.from_teacher(model, 4, truncate=1, **STUDENT)
-    args = BootstrapArguments("out", use_cpu=True, **options)
-    tuned, base = freeze(student, args, 3), student.sparseformer
-    learns = [all(weight.requires_grad for weight in layer.parameters()) for layer in base.layers]
-    assert [number for number, learned in enumerate(learns) if learned] == trained
-    expected = [weight for number in trained for weight in base.layers[number].parameters()]
-    assert tuned == ({*expected} if args.inherit_blocks else set())
-    assert base.latents.initial_rois.requires_grad and base.layernorm.weight.requires_grad != args.inherit_blocks
-    assert not any(weight.requires_grad for weight in student.classifier.parameters())
 
 
 @pytest.fixture

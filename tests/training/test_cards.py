@@ -8,7 +8,7 @@ from trainings import TINY_STUDENT, logged, run_command
 from drawn import draw_classes
 from frugalvit import publish
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.cards import license_of, name_images, named
+from frugalvit.training.cards import hub_ids, license_of, name_images
 
 
 def save_card(folder, **data):
@@ -62,7 +62,7 @@ def test_ids_and_licenses_of_what_is_on_the_hub(tmp_path, monkeypatch):
     (tmp_path / "photographs" / "train.parquet").touch()
     given = ["owner/name@main", "cifar10-subset", "photographs/train.parquet", "/data/photographs"]
     data = DataArguments(dataset=given)
-    assert named(data, "dataset") == ["owner/name", "uoft-cs/cifar10"] and named(None, "dataset") == []
+    assert hub_ids(given) == ["owner/name", "uoft-cs/cifar10"] and hub_ids(None) == []
     assert (name_images(data), name_images(None)) == ("owner/name uoft-cs/cifar10", "images that are on no hub")
     assert license_of(None) is license_of("owner/never-loaded") is license_of("open_clip:ViT-B-16:openai") is None
     save_card(tmp_path / "model", license="mit")

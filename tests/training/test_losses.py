@@ -154,15 +154,6 @@ def test_attention_to_patches_is_what_the_model_computes(name):
         torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-3)
 
 
-def test_cells_are_attended_in_the_last_third_of_the_blocks():
-    anatomy = read_anatomy(of_transformers("ViT", num_hidden_layers=6)())
-    with torch.no_grad():
-        states = anatomy.states(anatomy.example())
-        each = [losses.attention_to_patches(anatomy, anatomy.blocks[index], states[index]) for index in (4, 5)]
-    found = losses.attended_cells(anatomy, states)
-    torch.testing.assert_close(found.flatten(1), torch.stack(each).mean(0))
-
-
 def test_a_forecast_is_compared_with_attention_by_area():
     attention, logits = torch.tensor([[[0.5, 0.1], [0.25, 0.15]]]), maps(1, 2, 2)
     expected = (attention * (attention.log() - logits.flatten(1).log_softmax(1).view(1, 2, 2))).sum()

@@ -130,17 +130,6 @@ def test_ctrl_c_saves_the_step_under_way(again, make, tmp_path, capsys):
     assert last_checkpoint(tmp_path / "out").endswith("checkpoint-4" if again else "checkpoint-6")
 
 
-def test_an_incomplete_checkpoint_is_passed_over(make, tmp_path):
-    """A user's own files beside are left alone."""
-    make(callbacks=[Stop(2)]).run()
-    for name in ("checkpoint-100", "checkpoint-200", "checkpoint-2-copy"):
-        (tmp_path / "out" / name).mkdir()
-    (tmp_path / "out" / "checkpoint-100" / "trainer_state.json").write_text('{"global_step": 6')
-    assert last_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
-    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-2-copy"}
-    assert last_checkpoint(tmp_path / "nowhere") is None
-
-
 @pytest.mark.parametrize(("step", "factor", "logging_steps"), [(0, math.inf, 1), (5, math.nan, 1), (6, math.nan, 50)])
 def test_a_loss_that_is_not_finite_ends_the_run(step, factor, logging_steps, make, tmp_path):
     """Before its weights are saved, whenever they are."""
@@ -167,6 +156,7 @@ def test_folders_of_others_are_refused(make, tmp_path, monkeypatch):
     for name, message in (("file", "is a file; expected a folder"), ("out", "is not empty .* overwrite_output_dir")):
         with pytest.raises(ValueError, match=f"output_dir .*{name} {message}"):
             begin(name)
+    assert last_checkpoint(tmp_path / "broken") is last_checkpoint(tmp_path / "nowhere") is None
     begin("out", overwrite_output_dir=True)
     assert (tmp_path / "out" / "config.json").read_text() == "mine"
     make("run", callbacks=[Stop(2)]).run()
