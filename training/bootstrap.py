@@ -183,7 +183,7 @@ class BootstrapTrainer(ImageTrainer):
         self.labels = self.classify and config.id2label
         if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
             raise ValueError(f"loss kl and label_loss_weight compare classes, and {base_model} is no classifier.")
-        teacher.source.requires_grad_(False)
+        teacher.source.eval().requires_grad_(False)
         self.tuned = freeze(model, args, len(teacher.blocks))
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
@@ -205,7 +205,8 @@ class BootstrapTrainer(ImageTrainer):
         # Parts of fused layers are views, which stay where they were: it is read again.
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align, self.states = AlignmentLoss(model, teacher, args), []
-        hold_teacher(self.accelerator, teacher.source, teacher.classifier)
+        if args.bf16:
+            hold_teacher(self.accelerator, teacher.source, teacher.classifier)
         choose_attention(model, args)
         model.to(args.device)
 

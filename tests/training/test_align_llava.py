@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from trainings import logged, run_command
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from frugalvit.common.loading import load_llava
 from frugalvit.training.align_llava import (
     NO_ANSWER,
     PALIGEMMA_PROMPT,
@@ -102,20 +101,6 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
 
 def test_a_run_that_was_stopped_goes_on(options, tmp_path):
     check_resumes("align_llava", tmp_path, 5, **options, lora_rank=2)
-
-
-def test_the_language_model_may_learn_too(options, pair, tmp_path):
-    own = run_command("align_llava", tmp_path / "out", **options, lora_rank=4, num_tokens=4)
-    model, (old, _) = load(tmp_path / "out"), load_llava(pair / "llava", "cpu")
-    assert model.config.image_seq_length == 4
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert f"\n{model.num_parameters():,} parameters" in card and "the language model (LoRA of rank 4)" in card
-    names = old.state_dict()
-    matrices = {name for name in names if "language_model.layers" in name and name.endswith("proj.weight")}
-    assert len(matrices) == 14 and changed(model, old) == matrices | {name for name in names if "projector" in name}
-    rates = {weight: group["initial_lr"] for group in own.optimizer.param_groups for weight in group["params"]}
-    found = {("lora" in name, round(rates[each], 9)) for name, each in own.model.named_parameters() if each in rates}
-    assert found == {(False, 3e-3), (True, 6e-4)}
 
 
 def test_learns_from_conversations(options, tmp_path):

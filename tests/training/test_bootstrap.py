@@ -10,7 +10,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from vision_transformers import KINDS, save_kind
 
 import frugalvit
-from drawn import draw, draw_classes
+from drawn import draw_classes
 from frugalvit import (
     BootstrapArguments,
     BootstrapTrainer,
@@ -228,16 +228,6 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
         assert [views[index]["labels"] for index in range(12)] == [7] * 4 + [8] * 4 + [9] * 4
     with pytest.raises(ValueError, match="axolotl"):
         run(tmp_path / "out", teacher=teacher, dataset=tmp_path / "unknown", label_loss_weight=1, **options)
-
-
-def test_the_last_epoch_is_kept_without_evaluation(teacher, tmp_path):
-    draw(tmp_path / "images", 20)
-    options = PAPER | {"teacher": teacher, "dataset": tmp_path / "images", "train_split": None, "eval_split": None}
-    own = run(tmp_path / "last", **options | {"eval_split": "none"})
-    assert not own.metrics and len(logged(own, "loss")) == own.state.global_step == 4
-    card = card_in(tmp_path / "last")
-    assert "step 4 of 4, not evaluated" in card and "model-index" not in card
-    assert_equal(weights(tmp_path / "last"), own.student.state_dict())
 
 
 def test_continues_with_more_tokens_at_a_lower_rate(first, teacher, tmp_path):

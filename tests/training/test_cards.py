@@ -1,7 +1,5 @@
 """Cards of trainings: the fields that the hub reads, and the names of this machine that it must not."""
 
-import shutil
-
 from huggingface_hub import ModelCard, ModelCardData
 from trainings import TINY_STUDENT, logged, run_command
 
@@ -14,23 +12,6 @@ from frugalvit.training.cards import hub_ids, license_of, name_images
 def save_card(folder, **data):
     folder.mkdir(exist_ok=True)
     ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n# Title\n").save(folder / "README.md")
-
-
-def test_a_card_has_the_license_of_the_teacher_and_the_measured_score(teacher, tmp_path):
-    shutil.copytree(teacher, tmp_path / "my teacher")
-    save_card(tmp_path / "my teacher", license="mit")
-    options = {"teacher": tmp_path / "my teacher", "train_split": "train[:32]", "config_overrides": TINY_STUDENT}
-    own = run_command("bootstrap", tmp_path / "out", recipe="paper", **options)
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert (card.data.license, card.data.datasets, card.data.base_model) == ("mit", ["uoft-cs/cifar10"], None)
-    [result] = card.data.eval_results
-    assert (result.dataset_type, result.dataset_split) == ("uoft-cs/cifar10", "test[:32]")
-    assert result.metric_type == "alignment"
-    assert result.metric_value == round(max(logged(own, "eval_alignment")), 4) != 0
-    accuracies = [f"{own.metrics[name]:.2%}" for name in ("accuracy", "teacher_accuracy")]
-    assert f"accuracy {accuracies[0]}, the teacher's is {accuracies[1]}" in card.text
-    assert "bootstrapped from my teacher without labels" in card.text
-    assert f"{sum(each.numel() for each in own.student.parameters()):,} parameters; step" in card.text
 
 
 def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once, tmp_path, capsys):

@@ -13,9 +13,6 @@ from trainings import logged, run_command
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
-    BitImageProcessor,
-    Dinov2Config,
-    Dinov2Model,
 )
 
 from frugalvit import load_context_broadcast, remove_context_broadcast
@@ -96,18 +93,6 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_na
     assert student.config.id2label == model.config.id2label
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_classes": 0}, {"architecture": "vit_base_patch16_siglip_224", "num_classes": 0}]
-)
-def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tmp_path, class_names):
-    folder = timm_vit(**options)
-    model, _ = saved(tmp_path / "out", model=folder)
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
-    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("head"))
-    assert [*model.config.id2label.values()] == class_names
-    assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 10)
-
-
 @pytest.mark.parametrize("broadcast", [None, "blend"])
 def test_a_thousand_classes_become_ten(vit, broadcast, tmp_path, class_names):
     """Context Broadcasting is saved with the model; blended, training starts from the model as it was."""
@@ -128,22 +113,6 @@ def test_a_thousand_classes_become_ten(vit, broadcast, tmp_path, class_names):
         assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5)
     again = make(tmp_path / "again", model=tmp_path / "out", trust_remote_code=True)
     assert again.evaluate()["eval_accuracy"] == pytest.approx(own.metrics["accuracy"])
-
-
-@pytest.mark.parametrize("image_size", [None, 48])
-def test_a_backbone_of_dinov2_gets_a_classifier(image_size, tmp_path, class_names):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8}
-    Dinov2Model(Dinov2Config(**sizes, image_size=56)).half().save_pretrained(tmp_path / "dino")
-    crop = {"height": 32, "width": 32}
-    BitImageProcessor(size={"shortest_edge": 40}, crop_size=crop).save_pretrained(tmp_path / "dino")
-    model, processor = saved(tmp_path / "out", model=tmp_path / "dino", image_size=image_size)
-    assert type(model).__name__ == "Dinov2ForImageClassification" and model.dtype == torch.float32
-    assert [*model.config.id2label.values()] == class_names
-    pixels = image_size or 32
-    assert dict(processor.crop_size) == {"height": pixels, "width": pixels}
-    # The crop shows as much of an image as it did.
-    assert processor.size["shortest_edge"] == 5 * pixels // 4
-    assert model.dinov2.embeddings.position_embeddings.shape[1] == 1 + ((image_size or 56) // 8) ** 2
 
 
 @pytest.mark.parametrize("blocks", [2, 4], ids=["more", "fewer"])

@@ -26,7 +26,6 @@ from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import bootstrap, joint, segment, train
 from frugalvit.training.arguments import RECIPES, read_config
 from frugalvit.training.students import parse_overrides
-from runs import make
 
 
 MODULES = {"bootstrap": bootstrap, "segment": segment, "train": train, "joint": joint}
@@ -109,63 +108,6 @@ def test_what_others_go_on_from_is_where_its_own_file_puts_it():
         assert values["output_dir"] == name
         assert values.get("student", values.get("model", BOOTSTRAP[0])) in BOOTSTRAP
         assert ("The paper" in comment) == ("not reproduced here" in comment) != ("No paper says" in comment)
-
-
-# What makes a model of a recipe small.
-NARROW = {
-    **dict.fromkeys(
-        ("context-broadcast-base", "context-broadcast-small", "impulse-tiny", "impulse-cifar10"),
-        "image_size=32,patch_size=8,num_hidden_layers=1,resize_size=null",
-    ),
-    "context-broadcast-swin-tiny": "image_size=32,embed_dim=24,depths=[1,1],num_heads=[1,2],window_size=4",
-    "alone-small": "image_size=32,patch_size=8,num_hidden_layers=1",
-    "agent-small-res": "image_size=32,num_hidden_layers=1,downsample_after=[0]",
-    "convmixer": "patch_size=8,num_hidden_layers=1",
-    "sparseformer-v1-tiny": "image_size=32,num_latent_tokens=9,focusing_hidden_size=64,hidden_size=128,"
-    "num_hidden_layers=1,resize_size=null",
-}
-
-
-def small(name: str) -> dict:
-    """Arguments of a recipe for a few embedded images and the precision of this machine."""
-    return {"config": name, "dataset": "cifar10-subset", "bf16": False, "per_device_train_batch_size": 4} | (
-        {"label_column": "label"} if "label_column" in read(name)[0] else {}
-    )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", NARROW)
-def test_training_from_scratch(name, tmp_path):
-    """One of each architecture, but for fewer and smaller images and layers, and fewer steps of Algorithm 1."""
-    values, _ = read(name)
-    options = small(name) | {"config_overrides": f"{values['config_overrides']},{NARROW[name]}"}
-    if "initialization_options" in values:
-        options["initialization_options"] = values["initialization_options"] + ",steps=2"
-    own = make("train", tmp_path / "out", **options)
-    loss = own.compute_loss(own.model.train(), next(iter(own.get_train_dataloader())))
-    loss.backward()
-    assert loss.isfinite() and any(weight.grad is not None for weight in own.model.parameters())
-    wanted = parse_overrides(values["model_type"], values["config_overrides"])
-    for field in ("context_broadcast", "spatial_filters", "stem", "mixing_bias"):
-        assert getattr(own.model.config, field, None) == wanted.get(field, getattr(own.model.config, field, None))
-    assert own.create_optimizer().param_groups[0]["eps"] == values.get("adam_epsilon", 1e-8)
-
-
-@pytest.mark.parametrize("name", JOINT)
-def test_joint_training(name, tmp_path):
-    """Every value is the command's default for that pair, and the reference implementation's clipping."""
-    values, comment = read(name)
-    groups, defaults = (
-        joint.make_parser().parse([*words, "--output_dir", "out", "--use_cpu"]) for words in (["--config", name], [])
-    )
-    skipped = ("dataset", "label_column", "variant", "vit_max_grad_norm", "logging_dir")
-    for group, default in zip(groups, defaults, strict=True):
-        for field, value in vars(default).items():
-            if field not in skipped and not field.startswith("_"):
-                assert getattr(group, field) == value or field == "distributed_state", field
-    clipping = {"joint-base": 2, "shared-base": 0.1}.get(name, 0)
-    assert (groups[-1].vit_max_grad_norm or 0) == joint.CLIPPING.get(name, 0) == clipping
-    assert values["variant"] == name and f"--variant {name}-res" in comment
 
 
 # Classes of the data sets that models are trained on from scratch.

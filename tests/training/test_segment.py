@@ -11,7 +11,6 @@ from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
 from drawn import scene
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.common.choices import IGNORED
 from frugalvit.common.metrics import SegmentationScores
 from frugalvit.training.segment import SegmentationTrainer
 from runs import check_resumes, error_of
@@ -100,25 +99,6 @@ def test_models_of_transformers_learn_from_scratch_and_go_on(options, tmp_path):
         torch.testing.assert_close(model(pixel_values).logits, other.eval()(pixel_values).logits)
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "pipeline_tag: image-segmentation" in card and "AutoModelForSemanticSegmentation" in card
-
-
-def test_ade20k_does_not_count_0(options, tmp_path):
-    for seed in range(6):
-        part = "training" if seed < 4 else "validation"
-        for name, pixels in zip(
-            (f"images/{part}/{seed}.jpg", f"annotations/{part}/{seed}.png"), scene(seed), strict=True
-        ):
-            (tmp_path / "ade" / name).parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(tmp_path / "ade" / name)
-    data = {"dataset": tmp_path / "ade", "eval_dataset": None, "train_split": "training", "eval_split": "validation"}
-    data |= {"class_names": None, "num_labels": 3, "image_size": [40, 52], "reduce_labels": True}
-    own = make(tmp_path / "out", **options | data)
-    labels = torch.stack([own.eval_dataset[index]["labels"] for index in range(2)])
-    masks = torch.stack([torch.as_tensor(scene(seed)[1]) for seed in (4, 5)])
-    assert torch.equal(labels, torch.where(masks == 0, IGNORED, masks - 1)) and len(own.train_dataset) == 4
-    assert own.processing_class.do_reduce_labels
-    batch = next(iter(own.get_train_dataloader()))
-    assert batch["labels"].shape == (4, 40, 52) and {*batch["labels"].unique().tolist()} <= {0, 1, 2, IGNORED}
 
 
 def test_pairs_in_python(options, tmp_path):
