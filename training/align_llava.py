@@ -32,7 +32,6 @@ from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, ar
 from .augmentation import BootstrapView, PairedEvalView
 from .cards import write_card
 from .data import as_images
-from .optimizers import parameter_groups, with_rates
 from .trainer import ImageTrainer, run_command, start
 
 
@@ -312,10 +311,8 @@ class AlignLlavaTrainer(ImageTrainer):
         is_table = isinstance(images, datasets.Dataset) and "turns" in images.features
         return images.cast_column("image", datasets.Image(decode=False)) if is_table else as_images(images)
 
-    def parameter_groups(self, model) -> list[dict]:
-        in_projector = {*self.llava.model.multi_modal_projector.parameters()}
-        rates = {parameter: LORA_RATE for parameter in model.parameters() if parameter not in in_projector}
-        return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
+    def learning_rate_factors(self, model) -> dict[nn.Parameter, float]:
+        return dict.fromkeys(self.llava.model.language_model.parameters(), LORA_RATE)
 
     def ask(self, batch: dict, images) -> tuple:
         """Return the token ids and labels of a text about each image of a batch: a conversation in `images`, or the

@@ -39,7 +39,6 @@ from .arguments import (
 from .augmentation import BootstrapView, PairedEvalView
 from .data import Views, as_images, split_off
 from .losses import AlignmentLoss, Targets, attended_cells
-from .optimizers import parameter_groups, with_rates
 from .students import StudentArguments, build_student, format_of, freeze, token_counts_to_train
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
@@ -248,9 +247,8 @@ class BootstrapTrainer(ImageTrainer):
         """Return the teacher's embeddings of a batch."""
         return self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"])).float()
 
-    def parameter_groups(self, model) -> list[dict]:
-        rates = dict.fromkeys(self.tuned, self.args.inherited_lr_factor)
-        return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
+    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
+        return dict.fromkeys(self.tuned, self.args.inherited_lr_factor)
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As in Transformers; inherited weights rest during the warm-up if the focusing stage is new."""

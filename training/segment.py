@@ -42,7 +42,7 @@ from .arguments import (
 from .cards import name_images
 from .data import PlainImages
 from .models import label_fields, load_checkpoint, new_config, read_config, set_drop_path
-from .optimizers import learning_rate_factors, parameter_groups, with_rates
+from .optimizers import learning_rate_factors
 from .trainer import ImageTrainer, run_command, start
 
 
@@ -220,9 +220,8 @@ class SegmentationTrainer(ImageTrainer):
         loss = semantic_segmentation_loss(logits, inputs["labels"])
         return (loss, {"logits": logits}) if return_outputs else loss
 
-    def parameter_groups(self, model) -> list[dict]:
-        rates = learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
-        return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
+    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
+        return learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch to the scores, at the masks' resolution; return these with the last one."""

@@ -104,13 +104,15 @@ class ImageTrainer(Trainer):
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in Transformers, with the groups of `parameter_groups`."""
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self.args, self.parameter_groups(model or self.model))
+            model = model or self.model
+            groups = parameter_groups(model, self.args, self.learning_rate_factors(model))
+            self.optimizer = make_optimizer(self.args, groups)
         return self.optimizer
 
-    def parameter_groups(self, model) -> list[dict]:
-        return parameter_groups(model, self.args.weight_decay)
+    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
+        """Return factors of the learning rate, where it is not that of `args`."""
+        return {}
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """As in Transformers; SAM computes a second gradient."""

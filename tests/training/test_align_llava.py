@@ -9,8 +9,9 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 from trainings import logged, run_command
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
 
+from frugalvit import SparseFormerVisionModel
 from frugalvit.training.align_llava import (
     NO_ANSWER,
     PALIGEMMA_PROMPT,
@@ -23,6 +24,7 @@ from frugalvit.training.align_llava import (
 from runs import check_resumes, error_of
 from tiny import (
     IMAGE,
+    SMALL,
     WORDS,
     make_llava,
     make_paligemma,
@@ -101,6 +103,19 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
 
 def test_a_run_that_was_stopped_goes_on(options, tmp_path):
     check_resumes("align_llava", tmp_path, 5, **options, lora_rank=2)
+
+
+def test_a_tower_of_another_family_has_a_new_first_layer(options, tmp_path):
+    """And brings its normalization."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    dinov2 = Dinov2Model(Dinov2Config(image_size=32, patch_size=4, mlp_ratio=2, **sizes)).eval()
+    tower = SparseFormerVisionModel.from_teacher(dinov2, 7, **SMALL, image_mean=[0.2] * 3)
+    tower.save_pretrained(tmp_path / "dinov2")
+    own = run_command(
+        "align_llava", tmp_path / "out", **options | {"vision_model": tmp_path / "dinov2", "max_steps": 2}
+    )
+    assert list(own.processing_class.image_processor.image_mean) == [0.2] * 3
+    assert load(tmp_path / "out").model.multi_modal_projector.linear_1.in_features == 48
 
 
 def test_learns_from_conversations(options, tmp_path):

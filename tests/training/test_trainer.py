@@ -19,7 +19,7 @@ from frugalvit.common.data import load_images
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.training.arguments import ImageTrainingArguments
 from frugalvit.training.data import mixing
-from frugalvit.training.optimizers import learning_rate_factors, make_optimizer, parameter_groups, with_rates
+from frugalvit.training.optimizers import learning_rate_factors, make_optimizer, parameter_groups
 from frugalvit.training.train import SmallDataView
 from frugalvit.training.trainer import ImageTrainer, last_checkpoint, start
 from tiny import make_vit
@@ -271,7 +271,7 @@ def test_rates_fall_with_depth(library, make):
     names |= {block.format(0): 0.5, block.format(1): 1.0}
     factors, parameters = learning_rate_factors(model, 5.0, 0.5), dict(model.named_parameters())
     args = make().args
-    groups = with_rates(parameter_groups(model, 0.05), factors, args.learning_rate)
+    groups = parameter_groups(model, args, factors)
     rates = {id(each): group["lr"] for group in make_optimizer(args, groups).param_groups for each in group["params"]}
     assert {name: rates[id(parameters[name])] / args.learning_rate for name in names} == pytest.approx(names)
     assert len(rates) == len(parameters)
