@@ -24,7 +24,6 @@ from accelerate.state import AcceleratorState
 LONG_MODULES = (
     "tests/test_export.py",
     "tests/modeling/test_ecosystem.py",
-    "tests/training/test_devices.py",
     "tests/training/test_processes.py",
     "tests/training/test_bootstrap.py",
     "tests/training/test_recipes.py",

@@ -27,12 +27,11 @@ from ..common.splits import load_parts, load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.layers import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
-from ..modeling.swap import matching_processor, swap_vision_tower
+from ..modeling.swap import first_layer, matching_processor, swap_vision_tower
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, check, run_as_program
 from .augmentation import BootstrapView, PairedEvalView
 from .cards import write_card
 from .data import as_images
-from .optimizers import parameter_groups, with_rates
 from .trainer import ImageTrainer, run_command, start
 
 
@@ -112,8 +111,9 @@ def read_conversations(file: str | Path, image_folder: str | Path | None = None)
                 continue
             said = record["conversations"]
             texts = [each["value"].replace("<image>", "").strip() for each in said]
-            if not texts or [each["from"] for each in said] != ["human", "gpt"] * (len(texts) // 2):
-                raise ValueError(f'{said}, expected texts from "human" and "gpt" in turns')
+            speakers = [each["from"] for each in said]
+            if not texts or speakers != ["human", "gpt"] * (len(texts) // 2) or not all(texts[1::2]):
+                raise ValueError(f'{said}, expected texts from "human" and "gpt" in turns, and no empty answer')
             columns["image"].append(str(folder / record["image"]))
             columns["turns"].append([texts[start : start + 2] for start in range(0, len(texts), 2)])
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
@@ -283,7 +283,8 @@ class AlignLlavaTrainer(ImageTrainer):
         if args.num_tokens is not None:
             self.llava.set_num_tokens(args.num_tokens)
         processor = matching_processor(processing_class, self.llava)
-        if tower.config.hidden_size != original.config.vision_config.hidden_size:
+        widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
+        if len(widths) > 1:
             # A tower of another family than the LLaVA's own.
             processor.image_processor.image_mean = tower.config.image_mean
             processor.image_processor.image_std = tower.config.image_std
@@ -310,10 +311,8 @@ class AlignLlavaTrainer(ImageTrainer):
         is_table = isinstance(images, datasets.Dataset) and "turns" in images.features
         return images.cast_column("image", datasets.Image(decode=False)) if is_table else as_images(images)
 
-    def parameter_groups(self, model) -> list[dict]:
-        in_projector = {*self.llava.model.multi_modal_projector.parameters()}
-        rates = {parameter: LORA_RATE for parameter in model.parameters() if parameter not in in_projector}
-        return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
+    def learning_rate_factors(self, model) -> dict[nn.Parameter, float]:
+        return dict.fromkeys(self.llava.model.language_model.parameters(), LORA_RATE)
 
     def ask(self, batch: dict, images) -> tuple:
         """Return the token ids and labels of a text about each image of a batch: a conversation in `images`, or the

@@ -44,7 +44,8 @@ def check_choices(arguments):
     """Check the choices of all fields; `HfArgumentParser` checks those of command lines only."""
     for each in dataclasses.fields(arguments):
         choices, value = each.metadata.get("choices"), getattr(arguments, each.name)
-        if choices and value is not None and not {*as_list(value)} <= {*choices}:
+        values = value if isinstance(value, list) else [value]
+        if choices and value is not None and not {*values} <= {*choices}:
             raise ValueError(f"{each.name} is {value!r}, expected one of {', '.join(choices)}.")
 
 
@@ -134,17 +135,13 @@ class ArgumentParser(HfArgumentParser):
             self.error(printable(" ".join(str(error).split())))
 
 
-def as_list(value) -> list:
-    return value if isinstance(value, list) else [value]
-
-
 def config_words(config: dict) -> list[str]:
     """Return the arguments of a YAML file as words of a command line; null stands for the default."""
     words = []
     for name, value in config.items():
         if value is not None:
-            words.append(f"--{name}")
-            words += [json.dumps(each) if isinstance(each, dict) else str(each) for each in as_list(value)]
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
     return words
 
 

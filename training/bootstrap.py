@@ -39,7 +39,6 @@ from .arguments import (
 from .augmentation import BootstrapView, PairedEvalView
 from .data import Views, as_images, split_off
 from .losses import AlignmentLoss, Targets, attended_cells
-from .optimizers import parameter_groups, with_rates
 from .students import StudentArguments, build_student, format_of, freeze, token_counts_to_train
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
@@ -80,12 +79,6 @@ NEW_STUDENTS = {
 }
 
 
-def by_recipe(name: str, help: str):
-    """Return a field whose default is the recipe's."""
-    values = (f"{values[name]} ({recipe})" for recipe, values in RECIPES.items())
-    return argument(None, f"{help} Default: {', '.join(values)}.")
-
-
 @dataclass
 class BootstrapArguments(ImageTrainingArguments):
     """Arguments of bootstrapping: the loss, the views of images, and what learns."""
@@ -95,10 +88,12 @@ class BootstrapArguments(ImageTrainingArguments):
     )
     metric_for_best_model: str = argument("alignment", "Metric that chooses the best model.")
     num_train_epochs: float | None = argument(None, "Epochs. Default: 20, or 5 with student.")
-    per_device_train_batch_size: int | None = by_recipe("per_device_train_batch_size", "Images of a step on a device.")
-    learning_rate: float | None = by_recipe("learning_rate", "Highest learning rate; a quarter with student.")
-    inherited_lr_factor: float | None = by_recipe("inherited_lr_factor", "Factor of inherited weights' rate.")
-    warmup_steps: float | None = by_recipe("warmup_steps", "Steps of warm-up, or a share of all; 0 with student.")
+    per_device_train_batch_size: int | None = argument(None, "Images of a step on a device. Default: by recipe.")
+    learning_rate: float | None = argument(None, "Highest learning rate; a quarter with student. Default: by recipe.")
+    inherited_lr_factor: float | None = argument(None, "Factor of inherited weights' rate. Default: by recipe.")
+    warmup_steps: float | None = argument(
+        None, "Steps of warm-up, or a share of all; 0 with student. Default: by recipe."
+    )
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
     lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
     tune: float | None = argument(
@@ -109,12 +104,16 @@ class BootstrapArguments(ImageTrainingArguments):
     loss: str = argument("cosine", "Distance of embeddings (eq. 5), or of classes.", choices=["cosine", "kl"])
     temperature: float = argument(3.0, "Temperature of both distributions, for loss kl.")
     label_loss_weight: float = argument(0.0, "Weight of the cross-entropy with the labels.")
-    token_loss_weight: float | None = by_recipe("token_loss_weight", "Weight of each token's distance, in its RoI.")
+    token_loss_weight: float | None = argument(
+        None, "Weight of each token's distance, in its RoI. Default: by recipe."
+    )
     token_layers: list[int] | None = argument(None, "Layers of these tokens, -1 for the last. Default: all.")
     token_distance: str = argument("normalized", "Distance, raw where a LLaVA reads.", choices=["normalized", "raw"])
     dense_loss_weight: float = argument(0.0, "Weight of the feature map's distance from the teacher's.")
     dense_layers: list[int] | None = argument(None, "Layers of these maps, from the last, -1, backwards. Default: -1.")
-    crop_scale: list[float] | None = by_recipe("crop_scale", "Lowest and highest share of the area of a crop.")
+    crop_scale: list[float] | None = argument(
+        None, "Lowest and highest share of the area of a crop. Default: by recipe."
+    )
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
     zoom_out: float = argument(1.0, "Largest factor of a canvas's sides, onto which half of the images are put.")
@@ -146,15 +145,13 @@ class BootstrapTrainer(ImageTrainer):
     2024, section 3.2). Labels measure accuracy and no more, unless `args.label_loss_weight` is given.
 
     Args:
-        teacher (`PreTrainedModel`): A vision transformer.
+        teacher (`PreTrainedModel`): A vision transformer; `processing_class` is its image processor.
         model (`PreTrainedModel`): The student, of `from_teacher`, or one to go on from.
         args (`BootstrapArguments`): Its arguments.
-        train_dataset: Images, with or without labels: a `datasets.Dataset`, a dataset of PyTorch (of images, or pairs
-            of image and label, or dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
-        eval_dataset (*optional*): The same, to choose the best epoch on.
-        processing_class: The teacher's image processor.
+        train_dataset, eval_dataset: Images, with or without labels: a `datasets.Dataset`, a dataset of PyTorch (of
+            images, or pairs of image and label, or dictionaries with `image`), a list of PIL images or of paths, or a
+            folder's name.
         base_model (`str`, *optional*): The teacher's name, for the card; by default where it was loaded from.
-        kwargs (*optional*): `callbacks`, as in Transformers.
     """
 
     def __init__(
@@ -185,7 +182,7 @@ class BootstrapTrainer(ImageTrainer):
         self.labels = self.classify and config.id2label
         if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
             raise ValueError(f"loss kl and label_loss_weight compare classes, and {base_model} is no classifier.")
-        teacher.source.requires_grad_(False)
+        teacher.source.eval().requires_grad_(False)
         self.tuned = freeze(model, args, len(teacher.blocks))
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
@@ -207,7 +204,8 @@ class BootstrapTrainer(ImageTrainer):
         # Parts of fused layers are views, which stay where they were: it is read again.
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align, self.states = AlignmentLoss(model, teacher, args), []
-        hold_teacher(self.accelerator, teacher.source, teacher.classifier)
+        if args.bf16:
+            hold_teacher(self.accelerator, teacher.source, teacher.classifier)
         choose_attention(model, args)
         model.to(args.device)
 
@@ -249,9 +247,8 @@ class BootstrapTrainer(ImageTrainer):
         """Return the teacher's embeddings of a batch."""
         return self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"])).float()
 
-    def parameter_groups(self, model) -> list[dict]:
-        rates = dict.fromkeys(self.tuned, self.args.inherited_lr_factor)
-        return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
+    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
+        return dict.fromkeys(self.tuned, self.args.inherited_lr_factor)
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As in Transformers; inherited weights rest during the warm-up if the focusing stage is new."""
@@ -337,24 +334,23 @@ def bootstrap(
 
     Args:
         teacher (`str` or `PreTrainedModel`): A vision transformer, CLIP or SigLIP: its folder or hub id, or the model.
-        images: See `BootstrapTrainer`'s `train_dataset`.
+        images, eval_images (*optional*): See `BootstrapTrainer`; by default the best epoch is chosen on images that a
+            folder or data set has for that, or else on a tenth.
         num_tokens (`int` or `list[int]`, *optional*): Latent tokens, or the counts that one student is to serve; a
             quarter of the teacher's by default.
         output (`str`, *optional*, defaults to `"student"`): Folder of the student, its card and its checkpoints.
-        eval_images (*optional*): Images to choose the best epoch on; by default those that a folder or data set has
-            for that, or else a tenth of `images`.
         processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
         options: Arguments of `frugalvit bootstrap`, for example `num_train_epochs=5`, `focusing="inherited"`.
 
     Returns:
         `PreTrainedModel`: The student, on the CPU, in float32.
     """
-    if processing_class is None and not isinstance(teacher, str | Path):
-        raise ValueError("The teacher is a model; give its image processor, processing_class.")
     options["output_dir"], loaded, parts = str(output), None, None
     if isinstance(teacher, str | Path):
         options["teacher"] = str(teacher)
     else:
+        if processing_class is None:
+            raise ValueError("The teacher is a model; give its image processor, processing_class.")
         options["teacher"] = teacher.config._name_or_path or "a model without a name"
         loaded = (teacher, processing_class)
     if num_tokens is not None:
@@ -385,8 +381,8 @@ def make_trainer(
     teacher: tuple | None = None,
     parts: tuple | None = None,
 ) -> BootstrapTrainer:
-    """Return the trainer for the arguments of the command. `teacher`, a pair of model and image processor, and
-    `parts`, images to train and to evaluate on, take the place of those that are named."""
+    """Return the trainer for the arguments of the command. `teacher`, with its image processor, and `parts`, images to
+    train and to evaluate on, take the place of those that are named."""
     start(args)
     if options.upsampler_hidden_size and not args.dense_loss_weight:
         raise ValueError("upsampler_hidden_size needs dense_loss_weight, for example 1.")

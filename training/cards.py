@@ -45,8 +45,8 @@ def write_card(
     # How a backbone is loaded says how it is used, too.
     if use is None and not type(model).__name__.endswith("Backbone"):
         use = {"image-classification": USE + LABEL, "image-feature-extraction": USE}.get(task)
-    trained_on = named(data, "dataset")
-    measured_on = named(data, "eval_dataset") or trained_on or ["images"]
+    trained_on = hub_ids(data and data.dataset)
+    measured_on = hub_ids(data and data.eval_dataset) or trained_on or ["images"]
     metric, name, results = args.metric_for_best_model, Path(args.output_dir).name, None
     if metric in metrics:
         result = EvalResult(
@@ -84,7 +84,7 @@ def write_card(
 
 
 def chosen(trainer) -> str:
-    """The step that a run kept, and the images on which it was chosen and measured, in words."""
+    """Describe the step that a run kept, and the images on which it was chosen and measured."""
     data, step = trainer.data, f"step {trainer.kept_step} of {trainer.state.max_steps}"
     if trainer.eval_dataset is None:
         return f"{step}, not evaluated"
@@ -94,16 +94,14 @@ def chosen(trainer) -> str:
     return f"{step}, chosen and measured on {evaluated}"
 
 
-def named(data: DataArguments | None, which: str) -> list[str]:
-    """The ids of those data sets that are on the hub; files and folders of this machine have none."""
-    names = (data and getattr(data, which)) or []
-    ids = [SUBSET_OF if name == SUBSET else split_revision(name)[0] for name in names]
+def hub_ids(names: list[str] | None) -> list[str]:
+    """Return the ids of data sets that are on the hub."""
+    ids = [SUBSET_OF if name == SUBSET else split_revision(name)[0] for name in names or ()]
     return [name for name in ids if is_hub_id(name)]
 
 
 def name_images(data: DataArguments | None) -> str:
-    """The images of a training, for a card."""
-    return " ".join(named(data, "dataset")) or "images that are on no hub"
+    return " ".join(hub_ids(data and data.dataset)) or "images that are on no hub"
 
 
 def license_of(model: str | None) -> str | None:

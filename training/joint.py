@@ -156,9 +156,9 @@ class JointTrainer(ImageTrainer):
             for name, accuracy in PARTS.items():
                 folder, model = Path(self.args.output_dir) / name, getattr(pair, name)
                 own = {"accuracy": metrics[accuracy]} if accuracy in metrics else {}
+                write_card(folder, self, model, f"The {name} of two models. {self.summary(metrics)}", metrics=own)
                 model.save_pretrained(folder)
                 self.processing_class.save_pretrained(folder)
-                write_card(folder, self, model, f"The {name} of two models. {self.summary(metrics)}", metrics=own)
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Models alone")
         return metrics

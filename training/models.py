@@ -42,7 +42,8 @@ def build_model(options, args, names: list[str]):
 
 def label_fields(names: list[str]) -> dict:
     """Return the fields of a configuration for these class names."""
-    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    numbers = {name: number for number, name in enumerate(names)}
+    return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
 
 
 def new_classifier(options, labels: dict):

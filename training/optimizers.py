@@ -6,17 +6,24 @@ from transformers import Trainer
 from ..modeling.hosts.timm import is_timm
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(model: torch.nn.Module, args, factors: dict[torch.nn.Parameter, float]) -> list[dict]:
     """Return groups of a model's trainable parameters: matrices and filters decay; biases, norms, positions, [CLS] and
-    what `model.no_weight_decay()` names do not."""
+    what `model.no_weight_decay()` names do not. The learning rate is multiplied by a parameter's factor, if any."""
     spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
     words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
-    decayed, kept = [], []
+    groups = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
-            (kept if spare else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+            groups.setdefault((spare, factors.get(parameter, 1.0)), []).append(parameter)
+    return [
+        {
+            "params": groups[spare, factor],
+            "weight_decay": 0.0 if spare else args.weight_decay,
+            "lr": factor * args.learning_rate,
+        }
+        for spare, factor in sorted(groups)
+    ]
 
 
 def learning_rate_factors(
@@ -54,20 +61,8 @@ def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))
 
 
-def with_rates(groups: list[dict], rates: dict[torch.nn.Parameter, float], learning_rate: float) -> list[dict]:
-    """Split groups of parameters by the factors of their learning rates; parameters without one have 1."""
-    split = []
-    for group in groups:
-        for factor in sorted({rates.get(parameter, 1.0) for parameter in group["params"]}):
-            members = [parameter for parameter in group["params"] if rates.get(parameter, 1.0) == factor]
-            split.append({**group, "params": members, "lr": factor * learning_rate})
-    return split
-
-
 def make_optimizer(args, groups: list[dict]) -> torch.optim.Optimizer:
     """Return the optimizer of training arguments for groups of parameters, that of `optim`, with `sam_rho` in SAM."""
-    # DeepSpeed would drop empty groups.
-    groups = [group for group in groups if group["params"]]
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
     if not args.sam_rho:
         return kind(groups, **options)

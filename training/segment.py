@@ -42,7 +42,7 @@ from .arguments import (
 from .cards import name_images
 from .data import PlainImages
 from .models import label_fields, load_checkpoint, new_config, read_config, set_drop_path
-from .optimizers import learning_rate_factors, parameter_groups, with_rates
+from .optimizers import learning_rate_factors
 from .trainer import ImageTrainer, run_command, start
 
 
@@ -220,9 +220,8 @@ class SegmentationTrainer(ImageTrainer):
         loss = semantic_segmentation_loss(logits, inputs["labels"])
         return (loss, {"logits": logits}) if return_outputs else loss
 
-    def parameter_groups(self, model) -> list[dict]:
-        rates = learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
-        return with_rates(parameter_groups(model, self.args.weight_decay), rates, self.args.learning_rate)
+    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
+        return learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch to the scores, at the masks' resolution; return these with the last one."""
@@ -254,7 +253,8 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
     height, width = options.image_size[0], options.image_size[-1]
     preprocessing = {}
     if options.model:
-        config = read_config(options.model, KIND, options.trust_remote_code, **labels)
+        trust = options.trust_remote_code
+        config = read_config(options.model, KIND, trust, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
                 f"model {options.model} is no segmentation model, which has classes; give num_labels or class_names."
@@ -263,12 +263,11 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
         if is_sparseformer(config):
             config.image_size, config.resize_size = [height, width], None
         elif options.num_latent_tokens:
-            raise ValueError(f"num_latent_tokens is for SparseFormers, {options.model} is a {config.model_type}.")
-        remote = {"trust_remote_code": options.trust_remote_code}
-        model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, **remote)
-        if options.num_latent_tokens not in (None, getattr(config, "num_latent_tokens", None)):
+            raise ValueError(f"num_latent_tokens is {options.num_latent_tokens}, and {options.model} no SparseFormer.")
+        model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, trust_remote_code=trust)
+        if options.num_latent_tokens:
             model.resize_tokens(options.num_latent_tokens)
-        given = load_image_processor(options.model, options.trust_remote_code, KIND)
+        given = load_image_processor(options.model, trust, KIND)
         for name in ("image_mean", "image_std", "resample", "do_normalize"):
             preprocessing[name] = getattr(given, name, None)
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])

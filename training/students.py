@@ -8,7 +8,7 @@ from torch import nn
 from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
 
 from ..common.choices import FOCUSINGS, PLACEMENT_RULES, PLACEMENTS
-from ..common.loading import load_vision_model, split_revision
+from ..common.loading import load_vision_model, one_error, split_revision
 from ..common.views import ImageFormat
 from ..configuration.configuration_base import is_sparseformer, pair, set_image_size
 from ..modeling.hosts import Anatomy
@@ -112,15 +112,17 @@ def build_student(
 
 def continued_student(options: StudentArguments, teacher: Anatomy) -> PreTrainedModel:
     """Load `options.student`, and set its tokens and their places."""
-    student, _ = load_vision_model(options.student, "cpu")
-    if not is_sparseformer(getattr(student, "config", None)):
-        raise ValueError(f"student {options.student} is no SparseFormer but a {type(student).__name__}.")
+    name, revision = split_revision(options.student)
+    with one_error(options.student, "a SparseFormer"):
+        config = AutoConfig.from_pretrained(name, **revision)
+    if not is_sparseformer(config):
+        raise ValueError(f"student {options.student} is no SparseFormer but a {config.model_type}.")
     upsampler = {"upsampler_hidden_size": options.upsampler_hidden_size} if options.upsampler_hidden_size else {}
-    # Of a backbone, what was loaded is the base model.
-    if upsampler or any(name.endswith("Backbone") for name in student.config.architectures or ()):
-        name, revision = split_revision(options.student)
-        backbone_class = MODEL_FOR_BACKBONE_MAPPING[type(student.config)]
+    if upsampler or any(name.endswith("Backbone") for name in config.architectures or ()):
+        backbone_class = MODEL_FOR_BACKBONE_MAPPING[type(config)]
         student = backbone_class.from_pretrained(name, dtype=torch.float32, **revision, **upsampler)
+    else:
+        student, _ = load_vision_model(options.student, "cpu")
     config = student.config
     projects = hasattr(student, "visual_projection")
     width = config.projection_dim if projects else config.pooled_size

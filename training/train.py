@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torchvision.transforms import InterpolationMode, v2
-from transformers import PreTrainedModel
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
 from ..common.labels import class_names, match_labels
@@ -25,7 +24,7 @@ from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, ar
 from .cards import name_images
 from .data import labeled_images, mixing
 from .models import build_model
-from .optimizers import learning_rate_factors, parameter_groups, with_rates
+from .optimizers import learning_rate_factors
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
@@ -198,12 +197,8 @@ class ImageClassificationTrainer(ImageTrainer):
             return F.cross_entropy(logits, expected.argmax(1))
         return divergence(logits, expected, self.args.distill_temperature)
 
-    def parameter_groups(self, model) -> list[dict]:
-        args, groups = self.args, parameter_groups(model, self.args.weight_decay)
-        if args.head_multiplier == args.layer_decay == 1:
-            return groups
-        rates = learning_rate_factors(model, args.head_multiplier, args.layer_decay)
-        return with_rates(groups, rates, args.learning_rate)
+    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
+        return learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch to `accuracy` and `top5_accuracy`; return these with the last one."""

@@ -104,13 +104,15 @@ class ImageTrainer(Trainer):
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in Transformers, with the groups of `parameter_groups`."""
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self.args, self.parameter_groups(model or self.model))
+            model = model or self.model
+            groups = parameter_groups(model, self.args, self.learning_rate_factors(model))
+            self.optimizer = make_optimizer(self.args, groups)
         return self.optimizer
 
-    def parameter_groups(self, model) -> list[dict]:
-        return parameter_groups(model, self.args.weight_decay)
+    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
+        """Return factors of the learning rate, where it is not that of `args`."""
+        return {}
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """As in Transformers; SAM computes a second gradient."""
@@ -133,11 +135,14 @@ class ImageTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """As in Transformers; an error leaves no signal handler behind."""
+        """As in Transformers; an error leaves no signal handler and no open progress bar behind."""
         try:
             return super().train(*args, **kwargs)
         finally:
             self.interruption.restore()
+            for each in self.callback_handler.callbacks:
+                if bar := getattr(each, "training_bar", None):
+                    bar.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         """Write a complete repository: model, processor and card; or a checkpoint's weights."""
@@ -155,10 +160,11 @@ class ImageTrainer(Trainer):
         # All processes gather the weights where each has a part of them.
         weights, folder = self.weights(), Path(output_dir or self.args.output_dir)
         if self.args.should_save:
+            # First, as a model writes a card where there is none.
+            self.write_card(folder)
             self.trained.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
-            self.write_card(folder)
             permit_as_usual(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
@@ -257,14 +263,12 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def choose_attention(model, args):
-    """Set `args.attn_implementation`, or eager attention on CPUs: their fused attention has a slow backward pass, in
-    bf16 at half the speed of a ViT with 65 tokens."""
+    """Set `args.attn_implementation`, or eager attention on CPUs, whose fused attention has a slow backward pass."""
     if attention := args.attn_implementation or ("eager" if args.device.type == "cpu" else None):
         model.set_attn_implementation(attention)
 
 
 def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] | None) -> int:
-    """Train as a command line says; `make_trainer` takes the dataclasses that the parser returns."""
     argv = sys.argv[1:] if argv is None else argv
     options, data, args = parser.parse(argv)
     trainer = make_trainer(options, data, args)
@@ -280,15 +284,12 @@ def start(args: ImageTrainingArguments):
     if started > args.world_size and "RANK" in os.environ:
         raise ValueError(f"{started} processes were started, of which each would train alone; on CPUs, give use_cpu.")
     if folder.exists() and args.process_index == 0:
-        if not folder.is_dir():
-            raise ValueError(f"output_dir {folder} is a file; expected a folder, or a name that is free.")
         while args.overwrite_output_dir and (path := get_last_checkpoint(folder)):
             shutil.rmtree(path)
         known = args.overwrite_output_dir or last_checkpoint(folder)
         if not known and not {path.name for path in folder.iterdir()} <= {"runs"}:
             raise ValueError(
-                f"output_dir {folder} is not empty and holds no run to go on with; give another folder, or "
-                "overwrite_output_dir."
+                f"output_dir {folder} is not empty and holds no run to go on with (overwrite_output_dir)."
             )
     set_seed(args.seed)
     # Saving a model would draw its own bar through that of the training.

@@ -42,16 +42,3 @@ def images():
 def pictures(images):
     """The same without labels, as PIL images."""
     return [decode_image(record["image"], 0) for record in images]
-
-
-@pytest.fixture
-def fused_calls(monkeypatch):
-    """Grows with every call of PyTorch's fused attention."""
-    calls, fused = [], torch.nn.functional.scaled_dot_product_attention
-
-    def count(*arguments, **options):
-        calls.append(None)
-        return fused(*arguments, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)
-    return calls

@@ -1,39 +1,17 @@
 """Cards of trainings: the fields that the hub reads, and the names of this machine that it must not."""
 
-import shutil
-from types import SimpleNamespace
-
-import pytest
 from huggingface_hub import ModelCard, ModelCardData
 from trainings import TINY_STUDENT, logged, run_command
-from transformers import TrainerState
 
 from drawn import draw_classes
 from frugalvit import publish
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.cards import chosen, license_of, name_images, named
+from frugalvit.training.cards import hub_ids, license_of, name_images
 
 
 def save_card(folder, **data):
     folder.mkdir(exist_ok=True)
     ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n# Title\n").save(folder / "README.md")
-
-
-def test_a_card_has_the_license_of_the_teacher_and_the_measured_score(teacher, tmp_path):
-    shutil.copytree(teacher, tmp_path / "my teacher")
-    save_card(tmp_path / "my teacher", license="mit")
-    options = {"teacher": tmp_path / "my teacher", "train_split": "train[:32]", "config_overrides": TINY_STUDENT}
-    own = run_command("bootstrap", tmp_path / "out", recipe="paper", **options)
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert (card.data.license, card.data.datasets, card.data.base_model) == ("mit", ["uoft-cs/cifar10"], None)
-    [result] = card.data.eval_results
-    assert (result.dataset_type, result.dataset_split) == ("uoft-cs/cifar10", "test[:32]")
-    assert result.metric_type == "alignment"
-    assert result.metric_value == round(max(logged(own, "eval_alignment")), 4) != 0
-    accuracies = [f"{own.metrics[name]:.2%}" for name in ("accuracy", "teacher_accuracy")]
-    assert f"accuracy {accuracies[0]}, the teacher's is {accuracies[1]}" in card.text
-    assert "bootstrapped from my teacher without labels" in card.text
-    assert f"{sum(each.numel() for each in own.student.parameters()):,} parameters; step" in card.text
 
 
 def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once, tmp_path, capsys):
@@ -65,7 +43,7 @@ def test_ids_and_licenses_of_what_is_on_the_hub(tmp_path, monkeypatch):
     (tmp_path / "photographs" / "train.parquet").touch()
     given = ["owner/name@main", "cifar10-subset", "photographs/train.parquet", "/data/photographs"]
     data = DataArguments(dataset=given)
-    assert named(data, "dataset") == ["owner/name", "uoft-cs/cifar10"] and named(None, "dataset") == []
+    assert hub_ids(given) == ["owner/name", "uoft-cs/cifar10"] and hub_ids(None) == []
     assert (name_images(data), name_images(None)) == ("owner/name uoft-cs/cifar10", "images that are on no hub")
     assert license_of(None) is license_of("owner/never-loaded") is license_of("open_clip:ViT-B-16:openai") is None
     save_card(tmp_path / "model", license="mit")

@@ -7,28 +7,20 @@ import datasets
 import pytest
 import timm
 import torch
-from PIL import Image
-from runs import error_of
-from runs import make as make_trainer
 from safetensors.torch import load_file
 from timm.models._hub import save_for_hf
-from torch import nn
 from trainings import logged, run_command
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
-    BitImageProcessor,
-    ConvNextImageProcessor,
-    Dinov2Config,
-    Dinov2Model,
-    ResNetConfig,
-    ResNetForImageClassification,
 )
 
-from frugalvit import remove_context_broadcast
+from frugalvit import load_context_broadcast, remove_context_broadcast
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
+from runs import error_of
+from runs import make as make_trainer
 from tiny import save_vit
 
 
@@ -101,33 +93,15 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_na
     assert student.config.id2label == model.config.id2label
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_classes": 0},
-        {"global_pool": "avg", "class_token": False},
-        {"architecture": "vit_base_patch16_siglip_224", "num_classes": 0},
-        {"architecture": "vit_small_patch16_dinov3", "num_classes": 0},
-    ],
-    ids=["headless", "mean", "siglip", "dinov3"],
-)
-def test_every_weight_of_the_backbone_is_kept(options, timm_vit, tmp_path, class_names):
-    folder = timm_vit(**options)
-    model, _ = saved(tmp_path / "out", model=folder)
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
-    assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("head"))
-    assert [*model.config.id2label.values()] == class_names
-    assert model(torch.zeros(2, 3, 32, 32)).logits.shape == (2, 10)
-
-
-@pytest.mark.parametrize("broadcast", [None, "cb", "blend"])
+@pytest.mark.parametrize("broadcast", [None, "blend"])
 def test_a_thousand_classes_become_ten(vit, broadcast, tmp_path, class_names):
     """Context Broadcasting is loaded by commands; blended, training starts from the model as it was."""
     folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
-    options = {"context_broadcast": "cb", "context_broadcast_blend": broadcast == "blend"} if broadcast else {}
+    options = {"context_broadcast": "cb", "context_broadcast_blend": True} if broadcast else {}
     own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)
-    before, (model, _) = (load_vision_model(each, "cpu") for each in (folder, tmp_path / "out"))
-    before = before[0].state_dict()
+    before, (model, _) = load_vision_model(folder, "cpu")[0].state_dict(), load(tmp_path / "out")
+    if broadcast:
+        load_context_broadcast(model, tmp_path / "out")
     after, heads = model.state_dict(), ("timm_model.head.", "classifier.")
     assert all((after[name] - before[name]).abs().max() < 1e-6 for name in before if not name.startswith(heads))
     assert [*model.config.id2label.values()] == class_names
@@ -136,37 +110,9 @@ def test_a_thousand_classes_become_ten(vit, broadcast, tmp_path, class_names):
     logits = model(pixel_values).logits
     if broadcast:
         remove_context_broadcast(model)
-        assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5) is (broadcast == "blend")
+        assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5)
     again = make(tmp_path / "again", model=tmp_path / "out", trust_remote_code=True)
     assert again.evaluate()["eval_accuracy"] == pytest.approx(own.metrics["accuracy"])
-
-
-@pytest.mark.parametrize("image_size", [None, 48])
-def test_a_backbone_of_dinov2_gets_a_classifier(image_size, tmp_path, class_names):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8}
-    Dinov2Model(Dinov2Config(**sizes, image_size=56)).half().save_pretrained(tmp_path / "dino")
-    crop = {"height": 32, "width": 32}
-    BitImageProcessor(size={"shortest_edge": 40}, crop_size=crop).save_pretrained(tmp_path / "dino")
-    model, processor = saved(tmp_path / "out", model=tmp_path / "dino", image_size=image_size)
-    assert type(model).__name__ == "Dinov2ForImageClassification" and model.dtype == torch.float32
-    assert [*model.config.id2label.values()] == class_names
-    pixels = image_size or 32
-    assert dict(processor.crop_size) == {"height": pixels, "width": pixels}
-    # The crop shows as much of an image as it did.
-    assert processor.size["shortest_edge"] == 5 * pixels // 4
-    assert model.dinov2.embeddings.position_embeddings.shape[1] == 1 + ((image_size or 56) // 8) ** 2
-
-
-def test_a_model_of_timm_at_another_size(timm_vit, tmp_path):
-    folder = timm_vit()
-    model, processor = saved(tmp_path / "out", model=folder, image_size=48, drop_path=0.3)
-    pixel_values = processor(Image.new("RGB", (60, 50)), return_tensors="pt")["pixel_values"]
-    assert pixel_values.shape == (1, 3, 48, 48) and model(pixel_values).logits.shape == (1, 10)
-    expected = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=5)
-    expected.load_state_dict(load_file(folder / "model.safetensors"))
-    expected.set_input_size(img_size=(48, 48))
-    torch.testing.assert_close(model.timm_model.pos_embed, expected.pos_embed, rtol=0, atol=1e-6)
-    assert model.timm_model.blocks[2].drop_path1.drop_prob == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("blocks", [2, 4], ids=["more", "fewer"])

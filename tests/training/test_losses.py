@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from trainings import STUDENT
 from vision_transformers import KINDS, of_transformers
 
-from frugalvit import BootstrapArguments, SparseFormerBackbone, SparseFormerForImageClassification, SparseFormerModel
+from frugalvit import (
+    BootstrapArguments,
+    PatchSparseFormerBackbone,
+    PatchSparseFormerModel,
+    SparseFormerForImageClassification,
+)
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import losses
 from frugalvit.training.losses import MapAlignment, MapAlignmentLoss, TokenAlignment
@@ -47,7 +52,7 @@ def patches():
 @pytest.mark.parametrize("placement", ["grid", "content"])
 def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement, patches):
     images, found = maps(2, 3, 32, 32), []
-    student = SparseFormerModel.from_teacher(patches, 16, focusing="inherited", placement=placement)
+    student = PatchSparseFormerModel.from_teacher(patches, 16, placement=placement)
     with torch.no_grad():
         states = patches.states(images)
         for count, layers in ((16, [-1, -2]), (4, [-1, -2]), (4, [-1])):
@@ -61,8 +66,8 @@ def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement,
 
 
 def test_maps_of_a_backbone_are_the_teachers_where_tokens_are_its_patches(patches):
-    images, fields = maps(2, 3, 32, 32), {"focusing": "inherited", "out_indices": [1, 3]}
-    student = SparseFormerBackbone.from_teacher(patches, 16, upsampler_hidden_size=8, **fields)
+    images, fields = maps(2, 3, 32, 32), {"out_indices": [1, 3]}
+    student = PatchSparseFormerBackbone.from_teacher(patches, 16, upsampler_hidden_size=8, **fields)
     align = MapAlignment(student, patches)
     with torch.no_grad():
         targets = align.of_teacher(patches.states(images))
@@ -71,7 +76,7 @@ def test_maps_of_a_backbone_are_the_teachers_where_tokens_are_its_patches(patche
         MapAlignment(student, patches, [-1])
     for name in ("apply_layernorm", "reshape_hidden_states"):
         with pytest.raises(ValueError, match=name):
-            MapAlignment(SparseFormerBackbone.from_teacher(patches, 16, **fields, **{name: False}), patches)
+            MapAlignment(PatchSparseFormerBackbone.from_teacher(patches, 16, **fields, **{name: False}), patches)
 
 
 def transformers_vit():
@@ -147,15 +152,6 @@ def test_attention_to_patches_is_what_the_model_computes(name):
         weights = (weights / weights.sum(-1, keepdim=True)).mean((1, 2))
         found = losses.attention_to_patches(anatomy, block, tokens)
         torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-3)
-
-
-def test_cells_are_attended_in_the_last_third_of_the_blocks():
-    anatomy = read_anatomy(of_transformers("ViT", num_hidden_layers=6)())
-    with torch.no_grad():
-        states = anatomy.states(anatomy.example())
-        each = [losses.attention_to_patches(anatomy, anatomy.blocks[index], states[index]) for index in (4, 5)]
-    found = losses.attended_cells(anatomy, states)
-    torch.testing.assert_close(found.flatten(1), torch.stack(each).mean(0))
 
 
 def test_a_forecast_is_compared_with_attention_by_area():

@@ -6,8 +6,6 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import check_resumes, error_of
-from runs import make as make_trainer
 from trainings import TINY_VIT, logged, run_command
 from transformers import (
     AutoConfig,
@@ -21,9 +19,10 @@ from transformers import (
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.modeling.context_broadcast import has_context_broadcast
-from frugalvit.training import joint, models
-from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
-from tiny import make_vit
+from frugalvit.training import models
+from frugalvit.training.train import ImageClassificationArguments, ModelArguments
+from runs import check_resumes, error_of
+from runs import make as make_trainer
 
 
 make = functools.partial(make_trainer, "train")
@@ -71,13 +70,6 @@ def test_a_run_that_was_stopped_goes_on(tmp_path):
     assert again.state.global_step == 8 and type(again.optimizer.optimizer).__name__ == "SAM"
 
 
-def test_attends_eagerly_on_cpus_unless_told(fused_calls, tmp_path):
-    for attention, used in ((None, False), ("sdpa", True)):
-        own = make(tmp_path / "out", **VIT, attn_implementation=attention)
-        own.compute_loss(own.model.train(), next(iter(own.get_train_dataloader())))
-        assert bool(fused_calls) is used
-
-
 def test_images_are_mixed_and_labels_smoothed_in_training_alone(tmp_path):
     own = make(tmp_path / "out", **VIT, **PLAIN | {"mixup": 1, "label_smoothing_factor": 0.2})
     batch, seen = next(iter(own.get_train_dataloader())), next(iter(own.get_eval_dataloader()))
@@ -104,8 +96,7 @@ def taught(tmp_path):
     return {"distill_from": tmp_path / "teacher"} | PLAIN, teacher
 
 
-@pytest.mark.parametrize("token", [False, True], ids=["one head", "distillation token"])
-@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize(("kind", "token"), [("soft", False), ("hard", True)])
 def test_learns_from_a_teacher(kind, token, taught, tmp_path):
     options, teacher = taught
     options |= {"distill_weight": 0.3, "distill_kind": kind, "distill_temperature": 2, "label_smoothing_factor": 0.1}
@@ -129,10 +120,9 @@ def test_learns_from_a_teacher(kind, token, taught, tmp_path):
     torch.testing.assert_close(own.compute_loss(own.model, inputs), (of_labels + both) / 2)
 
 
-@pytest.mark.parametrize("options", [SWIN, {"model_type": "vit", "config_overrides": TINY_VIT}], ids=["swin", "vit"])
-def test_context_broadcasting_is_inserted_learns_and_is_saved(options, tmp_path):
+def test_context_broadcasting_is_inserted_learns_and_is_saved(tmp_path):
     broadcast = {"context_broadcast": "cb_s", "context_broadcast_position": ["mlp_end", "attention_end"]}
-    own = run(tmp_path / "out", **broadcast, learning_rate=1e-2, num_train_epochs=1, **options)
+    own = run(tmp_path / "out", **broadcast, learning_rate=1e-2, num_train_epochs=1, **SWIN)
     model, _ = load_image_classifier(tmp_path / "out", "cpu")
     scales = [weight for name, weight in model.named_parameters() if "context_broadcast" in name]
     assert has_context_broadcast(model) and len(scales) == 4 and all(scale.any() for scale in scales)
@@ -144,10 +134,7 @@ def test_context_broadcasting_is_inserted_learns_and_is_saved(options, tmp_path)
     ("model_type", "initialization", "options"),
     [
         ("vit_impulse_init", "impulse", "solver=adam_bounded,steps=3,kernel_size=5,pseudo_input=uniform"),
-        ("vit_impulse_init", "default", ""),
         ("vit_context_broadcast", "trunc_normal", "std=0.05,value_init=mimetic"),
-        ("bootstrapped_vit", "mimetic", "value_init=default"),
-        ("bootstrapped_vit", "reference", ""),
         ("agent_cnn", "reference", ""),
         ("convmixer", "default", ""),
     ],
@@ -156,15 +143,10 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     """A saved configuration says how the run began."""
     torch.manual_seed(99)
     start = {"initialization": initialization, "initialization_options": options}
-    if model_type == "bootstrapped_vit":
-        sizes = "patch_size=8,hidden_size=16,num_hidden_layers=2,intermediate_size=32"
-        twins = joint.TwinArguments(vit=f"image_size=32,num_attention_heads=2,{sizes}", agent=sizes, **start)
-        model = joint.build_twins(twins, ["ant", "bee"])
-    else:
-        sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
-        arguments = ModelArguments(model_type=model_type, config_overrides=sizes.get(model_type, SMALL), **start)
-        args = ImageClassificationArguments(str(tmp_path / "run"), seed=3, use_cpu=True)
-        model, _ = models.build_model(arguments, args, ["ant", "bee"])
+    sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
+    arguments = ModelArguments(model_type=model_type, config_overrides=sizes.get(model_type, SMALL), **start)
+    args = ImageClassificationArguments(str(tmp_path / "run"), seed=3, use_cpu=True)
+    model, _ = models.build_model(arguments, args, ["ant", "bee"])
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -186,19 +168,9 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
         ({"config_overrides": "hidden_sizes=3"}, "config_overrides: vit configurations have no 'hidden_sizes'"),
         ({"initialization_options": "mass=0.3"}, "initialization_options: initialization default has no 'mass'"),
         ({"initialization": "impulse", "initialization_options": "mass=3"}, "`mass` is 3, expected a number above 0"),
-        (
-            {"model_type": "agent_cnn", "initialization": "impulse", "config_overrides": ""},
-            "Cannot initialize AgentCNN",
-        ),
-        (
-            {"model_type": "resnet", "config_overrides": OVERRIDES},
-            "resnet models take images of any size; give image_size",
-        ),
+        ({"model_type": "resnet", "config_overrides": OVERRIDES}, "resnet models take images of any size"),
         ({"context_broadcast": "cb_gate"} | SWIN, "needs a class token"),
-        ({"crop_padding": 32}, "crop_padding is 32, expected less than the images' 32 pixels"),
         ({"drop_path": 0.2}, "drop_path is 0.2, but vit models have none; expected 0"),
-        ({"distill_kind": "firm"}, "argument --distill_kind/--distill-kind: invalid choice: 'firm'"),
-        ({"model": "nowhere"}, "nowhere"),
     ],
 )
 def test_values_that_cannot_be_are_one_line(options, message, tmp_path, capsys):
