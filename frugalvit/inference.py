@@ -81,11 +81,8 @@ class _Application:
         else:
             model, image_processor = self._load(model, device, trust_remote_code)
             pack_linear_layers(model)
-        if num_tokens is not None:
-            chooser = next((part for part in model.modules() if hasattr(part, "check_num_tokens")), None)
-            if chooser is None:
-                raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
-            chooser.check_num_tokens(num_tokens)
+        if num_tokens is not None and not any(hasattr(part, "set_num_tokens") for part in model.modules()):
+            raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
         self.model, self.image_processor = model, image_processor
         self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
         self.return_errors = return_errors
