@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 
 from drawn import encode
-from frugalvit.common.image_files import decode_file
+from frugalvit.common.decoding import CorruptImageError, decode_image
 from frugalvit.common.loading import load_image_classifier
 from kinds import KINDS
 
@@ -173,8 +173,8 @@ def test_corrupted_images(corruption, format, tmp_path):
     place, start, change, length = corruption
     file.write_bytes(corrupt(encode(PIXELS, format), place, start, change, length))
     try:
-        image = decode_file(file, str(file))
-    except ValueError as error:
+        image = decode_image({"path": str(file), "bytes": None}, 0)
+    except CorruptImageError as error:
         assert str(file) in str(error)
         return
     assert image.mode == "RGB" and min(image.size) > 0

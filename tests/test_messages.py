@@ -5,14 +5,10 @@ import shutil
 import time
 from pathlib import Path
 
-import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from frugalvit_cli import main
 
-from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier, load_vision_model
 from frugalvit.info import describe
 from frugalvit.training.models import build_model
@@ -101,23 +97,6 @@ def test_folders_that_are_no_models(change, folder):
         if "architectures=" in change and name != "info" or PROCESSOR in change and name == "info":
             continue  # not read
         refused(load, folder)
-
-
-@pytest.mark.parametrize(
-    ("labels", "feature", "message"),
-    [
-        ([0, 10**8], datasets.Value("int64"), "The labels go up to 100000000, expected class numbers from 0 to less"),
-        ([0, 5], datasets.ClassLabel(names=["a", "b"]), "go up to 5, expected class numbers from 0 to less than 2"),
-    ],
-)
-def test_labels_that_are_no_classes(labels, feature, message, tmp_path):
-    features = datasets.Features({"image": datasets.Image(), "label": feature})
-    images = pa.array([{"bytes": b"", "path": None}] * 2, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-    table = pa.table({"image": images, "label": pa.array(labels)})
-    table = table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": features.to_dict()}})})
-    pq.write_table(table, tmp_path / "images.parquet")
-    with pytest.raises(ValueError, match=message):
-        load_images(str(tmp_path / "images.parquet"))
 
 
 def test_info_looks_at_the_weights(folder, capsys):

@@ -106,6 +106,10 @@ def test_stores_half_precision_that_loads_as_float32(trained, tmp_path):
 def test_uploads_all_in_one_commit_and_checks_from_nothing(trained, tmp_path, hub, capsys):
     (trained / "checkpoints").mkdir()
     (trained / "optimizer.bin").write_text("private")
+    assert main(["publish", str(trained), "someone/my model"]) == 1
+    assert "Repo id must" in capsys.readouterr().err
+    assert main(["publish", str(trained), "someone/model", "--dry-run"]) == 0
+    assert "Nothing was uploaded." in capsys.readouterr().out and not hub.created and not hub.commits
     assert main(["publish", str(trained), "someone/model", "--output", str(tmp_path / "out"), "--private"]) == 0
     [(path, _, files)] = hub.commits
     assert path == "/api/models/someone/model/commit/main"
@@ -114,17 +118,6 @@ def test_uploads_all_in_one_commit_and_checks_from_nothing(trained, tmp_path, hu
     assert "optimizer.bin" not in files
     assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
     assert "Uploaded to someone/model." in capsys.readouterr().out
-
-
-def test_dry_run_looks_at_everything_and_uploads_nothing(trained, tmp_path, hub, capsys):
-    before = sorted(tmp_path.rglob("*"))
-    assert main(["publish", str(trained), "someone/model", "--dry-run"]) == 0
-    output = capsys.readouterr().out
-    for file in ("model.safetensors", "modeling_sparseformer.py", "README.md"):
-        assert file in output
-    assert "It loads where frugalvit is not installed, and computes the same there." in output
-    assert "Nothing was uploaded." in output and not hub.created and not hub.commits
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_model_is_not_replaced_by_what_is_made_of_it(trained, capsys):
@@ -142,12 +135,6 @@ def test_nothing_private_goes_to_a_public_repository(trained, hub):
     assert not hub.commits
 
 
-def test_names_that_the_hub_does_not_take_are_refused_before_all_else(capsys):
-    assert main(["publish", "no-folder", "someone/my model", "--dry-run"]) == 1
-    [error] = capsys.readouterr().err.splitlines()
-    assert "Repo id must" in error and "someone/my model" in error
-
-
 def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
     """`Trainer` writes no card for models of Transformers."""
     torch.manual_seed(0)
@@ -163,14 +150,6 @@ def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "image-classification")
     assert "AutoModelForImageClassification.from_pretrained" in card.text
-
-
-def test_a_folder_without_code_loads_with_the_package(trained, tmp_path):
-    assert main(["publish", str(trained), "--output", str(tmp_path / "out"), "--no-code"]) == 0
-    assert not [*(tmp_path / "out").glob("*.py")]
-    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
-    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    assert type(model) is frugalvit.SparseFormerForImageClassification
 
 
 def test_clips_and_backbones(tmp_path):
@@ -283,15 +262,9 @@ def test_cards_are_as_rendered():
     of_papers = {path: text for path, text in cards.items() if path.startswith("papers/")}
     assert len(of_papers) == len(RECIPES) > 20
     for path, text in of_papers.items():
-        name = Path(path).stem
-        assert text.startswith(f"# {name}\n\n") and "**Weights are not published here.**" in text
-        assert re.search(rf"^frugalvit [a-z]+ --config {name}\b", text, re.MULTILINE)
-        assert re.search(r"counted: [\d,]+ parameters", text)
-        # What the papers say stands in one place, which says so.
+        assert text.startswith(f"# {Path(path).stem}\n\n") and "**Weights are not published here.**" in text
+        # The papers' numbers are called so.
         assert len(re.findall("The (?:paper|authors)[:,] ", text)) == text.count("not reproduced here")
-    towers = {path for path, text in of_papers.items() if "`SparseFormerVisionModelWithProjection`" in text}
-    assert {"papers/clip-base-49-224.md"} < towers
-    assert "It is a `SparseFormerVisionModel`, which classifies nothing" in of_papers["papers/siglip2-base.md"]
 
 
 def test_cards_are_templates(tmp_path):

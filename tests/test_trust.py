@@ -85,7 +85,6 @@ def data(tmp_path):
         "info {model}",
         "bootstrap --teacher {model} --output_dir {out}",
         "train --model {model} --output_dir {out} --train_split train[:64]",
-        "train --distill_from {model} --output_dir {out} --train_split train[:64]",
         "segment --model {model} --dataset {data} --output_dir {out} --num_labels 2 --drop_path 0",
         "evaluate classification --model {model} --limit 2",
         "evaluate knn --model {model} --limit 2",
