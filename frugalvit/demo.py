@@ -13,7 +13,6 @@ from .architectures import has_rois
 from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.data import load_images
 from .common.decoding import decode_image, read_image
-from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.resources import checkpoint_path, shipped_checkpoints, shipped_images
 from .predict import draw_predictions, predict
@@ -118,10 +117,9 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
 
 
 def token_counts(model: PreTrainedModel) -> list[int]:
-    """List the numbers of tokens that a model is made for; empty if there is no choice."""
-    if isinstance(model, ExportedModule):
-        return model.token_counts
-    return list(getattr(model.config, "elastic_token_counts", None) or ())
+    """List the numbers of tokens that a model is made for; empty if there is no choice, as in an exported program."""
+    counts = getattr(model.config, "elastic_token_counts", None) or ()
+    return list(counts) if hasattr(model, "set_num_tokens") else []
 
 
 def look(
