@@ -38,10 +38,6 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    try:
-        import gradio
-    except ImportError:
-        raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
     models = arguments.models or shipped_classifiers()
     folders = {Path(model).name: model for model in models}
     if len(folders) < len(models):
@@ -50,7 +46,12 @@ def main(argv: list[str] | None = None) -> None:
     for model in arguments.models:
         load_image_classifier(model, arguments.device, arguments.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
+        # gradio reads it when it is imported.
         os.environ["GRADIO_TEMP_DIR"] = folder
+        try:
+            import gradio
+        except ImportError:
+            raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
         page = build_page(folders, arguments.device, arguments.trust_remote_code, write_examples(Path(folder)))
         page.launch(
             # The default theme loads its fonts from Google.

@@ -137,8 +137,6 @@ class Embedder(_Application):
         super().__init__(model, image_processor, **options)
         self._run = image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
 
-    __init__.__doc__ = _Application.__init__.__doc__
-
     @staticmethod
     def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:
         if is_exported(name):
@@ -171,8 +169,6 @@ class Classifier(_Application):
         choose_tokens(self.model, None, confidence)
         self.confidence = confidence
         self.labels = [label for _, label in sorted(self.model.config.id2label.items())]
-
-    __init__.__doc__ = _Application.__init__.__doc__
 
     def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
         if self.confidence is not None:

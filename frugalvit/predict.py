@@ -29,6 +29,7 @@ from .common.scores import check_scores
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
 from .inference import Classifier, choose_tokens, class_scores
+from .pictures import check_picture_path, draw_rois, save_figure
 
 
 # Images of a picture.
@@ -68,8 +69,6 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
     paths = find_images(arguments.images)
     if arguments.rois:
-        from .pictures import check_picture_path, save_figure
-
         check_picture_path(arguments.rois)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     if arguments.rois and not has_rois(model):
@@ -186,8 +185,6 @@ def draw_predictions(
     predictions: Sequence[Prediction], captions: Sequence[str] | None = None, all_steps: bool = False
 ):
     """`draw_rois` for what `predict(…, output_rois=True)` returned; a `matplotlib.figure.Figure`."""
-    from .pictures import draw_rois
-
     rois = [torch.stack(step) for step in zip(*(prediction.rois for prediction in predictions), strict=True)]
     points = [torch.stack(step) for step in zip(*(each.sampling_points[-1:] for each in predictions), strict=True)]
     views = [prediction.view for prediction in predictions]

@@ -153,7 +153,7 @@ class TestCommand:
         image = torch.randint(256, (3, 70, 200), dtype=torch.uint8)
         processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
         assert list(processor(image, return_tensors="pt").pixel_values.shape[2:]) == [64, 64]
-        assert (processor.image_mean, processor.image_std) == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+        assert [*processor.image_mean, *processor.image_std] == [0.485, 0.456, 0.406, 0.229, 0.224, 0.225]
 
     def test_imagenet_labels(self, tmp_path):
         state_dict = checkpoint_of("v1")

@@ -165,10 +165,8 @@ def test_a_parquet_file_is_labeled(model_folder, images, tmp_path, capsys):
 
 
 def test_rois(model_folder, images, tmp_path, capsys, monkeypatch):
-    from frugalvit import pictures
-
     saved = []
-    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: saved.append((figure, path)))
+    monkeypatch.setattr("frugalvit.predict.save_figure", lambda figure, path: saved.append((figure, path)))
     picture = str(tmp_path / "rois.png")
     code, output, error = run(images, "--model", model_folder, "--rois", picture, capsys=capsys)
     assert code == 0 and len(output.splitlines()) == 3 * 5 and "Drew 3 of 3 images" in error

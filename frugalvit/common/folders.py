@@ -32,8 +32,8 @@ FOLDER_SHARDS = 1_024
 
 
 class ImageFolder:
-    """The images of a folder: `parts` has class (or "") and file of each, by split, see `PART_FOLDERS`. The first folder
-    in a part is an image's class, however deep the image lies. A part without folders has no labels."""
+    """The images of a folder: `parts` has class (or "") and file of each, by split. The first folder in a part is an
+    image's class, however deep the image lies. A part without folders has no labels."""
 
     def __init__(self, folder: Path, images: list[Path]):
         self.parts = {}
@@ -72,8 +72,8 @@ def part_called(name: str) -> str | None:
 
 
 def find_parts(folder: Path, holding: Collection[Path]) -> dict[str, Path]:
-    """Find the folders that are parts of a data set, given all folders that hold images themselves. A single one beside
-    others is a class. A folder that holds one folder alone is entered. Without parts, all images are "train"."""
+    """Find the folders that are parts of a data set, given all folders that hold images. A single one beside others is
+    a class. A folder that holds one folder alone is entered. Without parts, all images are "train"."""
     while True:
         below = [parent.relative_to(folder).parts for parent in holding if parent.is_relative_to(folder)]
         children = sorted({folder / parts[0] for parts in below if parts})

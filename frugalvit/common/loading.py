@@ -210,13 +210,11 @@ def load_pretrained(
 
     Args:
         name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
-        device (`str` or `torch.device`, *optional*): See `choose_device`.
-        trust_remote_code (`bool`): Run code that comes with the model.
+        device, trust_remote_code, device_map: See `choose_device` and `from_pretrained`.
         kind (`str`): Expected kind of model, with an article, for messages.
         choose_class (`Callable`): Returns the class to load, given the configuration.
         unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for a language model.
-        device_map (`str`, *optional*): As in `from_pretrained`, instead of `device`.
 
     Raises:
         ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
@@ -257,8 +255,7 @@ def load_pretrained(
 def check_complete(
     given: str | os.PathLike, model: PreTrainedModel, report: dict, unread: frozenset[str] = frozenset()
 ):
-    """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`;
-    other arguments as of `load_pretrained`."""
+    """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`."""
     for problem, found in (
         ("checkpoint lacks", report["missing_keys"]),
         ("model class does not know", report["unexpected_keys"]),

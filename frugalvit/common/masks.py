@@ -143,8 +143,8 @@ def _draw(file: Path, names: list[str]) -> dict:
 
 
 class MaskReader:
-    """Reads masks of classes from 0 to `num_labels` - 1. `ignored_labels` are numbers in the files that do not count;
-    with `reduce_labels`, 0 does not either, and 1 is the first class, as in ADE20K."""
+    """Reads masks of `num_labels` classes. `ignored_labels` are numbers in the files that do not count; with
+    `reduce_labels`, 0 does not either, and 1 is the first class, as in ADE20K."""
 
     def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):
         self.num_labels = num_labels
