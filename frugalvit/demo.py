@@ -26,9 +26,7 @@ def make_parser() -> CommandParser:
         prog="frugalvit demo",
         description="Serve a page: choose a model, an image and a number of tokens, see labels and where tokens look.",
     )
-    parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="folders or hub ids of classifiers (default: those that ship)"
-    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="classifiers (default: those that ship)")
     parser.add_argument("--host", help="address to serve on (default: this machine alone)")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
     add_device_argument(parser)

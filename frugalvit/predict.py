@@ -42,17 +42,11 @@ def make_parser() -> CommandParser:
         description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
     )
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders, 'photos/*.jpg', .parquet files")
-    parser.add_argument(
-        "--model", default="cifar10-sparseformer", metavar="FOLDER", help="folder, hub id or name of one that ships"
-    )
+    parser.add_argument("--model", default="cifar10-sparseformer", metavar="FOLDER", help="or hub id, or name")
     parser.add_argument("--image-column", help="of parquet files, where names and types do not tell")
     parser.add_argument("--top", type=positive, default=5, help="labels for each image")
     parser.add_argument("--limit", type=positive, help="take only this many images")
-    parser.add_argument(
-        "--rois",
-        metavar="FILE",
-        help=f"draw where tokens look in the first {MAX_DRAWN} images into this .png, .webp, .pdf or .svg",
-    )
+    parser.add_argument("--rois", metavar="FILE", help=f"draw the tokens' RoIs in {MAX_DRAWN} images (.png, .pdf, …)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_reading_arguments(parser)
     add_token_arguments(parser)

@@ -30,12 +30,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--image-grid", type=positive, metavar="ROWS", help="of a Gemma 3 or a LLaVA-OneVision")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are written")
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the language model (needs frugalvit[quantize])")
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        metavar="DATA",
-        help="images (id, folder or parquet files) on which to match mean and deviation of the tower's channels",
-    )
+    parser.add_argument("--dataset", nargs="+", metavar="DATA", help="images to match the tower's channels on")
     parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
     add_skip_argument(parser)
     add_device_map_argument(parser)

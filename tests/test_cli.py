@@ -110,28 +110,8 @@ def test_user_errors_are_one_line(command, error, line, capsys):
     command(fail)
     assert cli.main(["fake"]) == 1
     assert capsys.readouterr() == ("", f"frugalvit fake: error: {line}\n")
-
-
-def test_defects_keep_their_traceback(command):
-    def fail(argv):
-        raise TypeError("a defect")
-
-    command(fail)
-    with pytest.raises(TypeError, match="a defect"):
-        cli.main(["fake"])
-
-
-@pytest.mark.parametrize("how", ["before", "after", "environment"])
-def test_debug_shows_the_traceback_of_user_errors(command, how, monkeypatch):
-    def fail(argv):
-        assert "--debug" not in argv
-        raise ValueError("what was given")
-
-    command(fail)
-    if how == "environment":
-        monkeypatch.setenv("FRUGALVIT_DEBUG", "1")
-    with pytest.raises(ValueError, match="what was given"):
-        cli.main({"before": ["--debug", "fake"], "after": ["fake", "--debug"], "environment": ["fake"]}[how])
+    with pytest.raises(type(error)):
+        cli.main(["--debug", "fake"])
 
 
 @pytest.mark.parametrize(("name", "code", "said"), [("SIGINT", 130, ["interrupted"] * 2), ("SIGTERM", 143, [])])

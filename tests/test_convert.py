@@ -155,64 +155,22 @@ class TestCommand:
         assert list(processor(image, return_tensors="pt").pixel_values.shape[2:]) == [64, 64]
         assert [*processor.image_mean, *processor.image_std] == [0.485, 0.456, 0.406, 0.229, 0.224, 0.225]
 
-    def test_imagenet_labels(self, tmp_path):
-        state_dict = checkpoint_of("v1")
-        state_dict |= {"proj.weight": torch.randn(1000, 128), "proj.bias": torch.randn(1000)}
-        save_file(state_dict, tmp_path / "checkpoint.safetensors")
-        assert run(tmp_path / "checkpoint.safetensors", tmp_path / "out") == 0
-        config = AutoConfig.from_pretrained(tmp_path / "out")
-        assert config.num_labels == len(config.id2label) == 1000
-        assert config.id2label[0] == "tench, Tinca tinca"
-        assert config.label2id["toilet tissue, toilet paper, bathroom tissue"] == 999
-
-
-def changed(variant, **tensors):
-    return checkpoint_of(variant) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-
 
 REFUSED = {
-    # name: (checkpoint, arguments, parts of the message)
-    "bootstrapped as v1": (
-        checkpoint_of("bootstrapped"),
-        ["--variant", "v1"],
-        ["does not fit variant 'v1': missing layers.0.adaptive_mixing.m_beta, ", ", ... (12)."],
-    ),
-    "a layer missing": (
-        {name: tensor for name, tensor in checkpoint_of("bootstrapped").items() if "layers.3." not in name},
-        [],
-        ["missing layers.3.attn.proj.bias, layers.3.attn.proj.weight, ", ", ... (12); unexpected none"],
-    ),
-    "a video model": (
-        changed("v1", feat_extractor__conv1__weight=torch.ones(16, 3, 1, 7, 7)),
-        [],
-        ["made for video"],
-    ),
-    "another model": ({"blocks.0.attn.qkv.weight": torch.ones(3)}, [], ["unexpected blocks.0.attn", "showlab"]),
-    "no iterations": (checkpoint_of("v1"), ["--iterations", "0"], ["`num_focusing_iterations` is 0"]),
-    "a tiny image": (checkpoint_of("v1"), ["--image-size", "2"], ["`image_size` is 2", "at least 4"]),
-    "a list": ([1, 2, 3], [], ["holds no state dict"]),
-    "numbers": ({"epoch": 3, "lr": 0.1}, [], ["holds no state dict"]),
-    "objects": ({"model": Path("x")}, [], ["Cannot read tensors"]),
+    # name: (checkpoint, arguments, part of the message)
+    "bootstrapped as v1": (checkpoint_of("bootstrapped"), ["--variant", "v1"], "does not fit variant 'v1': missing"),
+    "another model": ({"blocks.0.attn.qkv.weight": torch.ones(3)}, [], "unexpected blocks.0.attn"),
+    "no iterations": (checkpoint_of("v1"), ["--iterations", "0"], "`num_focusing_iterations` is 0"),
+    "a tiny image": (checkpoint_of("v1"), ["--image-size", "2"], "`image_size` is 2"),
+    "a list": ([1, 2, 3], [], "holds no state dict"),
+    "objects": ({"model": Path("x")}, [], "Cannot read tensors"),
 }
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(("content", "arguments", "parts"), REFUSED.values(), ids=REFUSED.keys())
-    def test_checkpoints(self, tmp_path, capsys, content, arguments, parts):
-        torch.save(content, tmp_path / "checkpoint.pth")
-        self.refused(tmp_path, capsys, tmp_path / "checkpoint.pth", arguments, parts)
-
-    @pytest.mark.parametrize(("name", "content"), [("absent.pth", None), ("text.safetensors", b"<!DOCTYPE html>")])
-    def test_corrupt_files(self, tmp_path, capsys, name, content):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        self.refused(tmp_path, capsys, tmp_path / name, [], ["Cannot read tensors", name])
-
-    def refused(self, tmp_path, capsys, checkpoint, arguments, parts):
-        assert run(checkpoint, tmp_path / "out", *arguments) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("frugalvit convert: error: ")
-        assert error.count("\n") == 1
-        for part in parts:
-            assert part in error
-        assert {path.name for path in tmp_path.iterdir()} <= {checkpoint.name}
+@pytest.mark.parametrize(("content", "arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_checkpoints_are_refused_in_one_line(tmp_path, capsys, content, arguments, message):
+    torch.save(content, tmp_path / "checkpoint.pth")
+    assert run(tmp_path / "checkpoint.pth", tmp_path / "out", *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("frugalvit convert: error: ") and error.count("\n") == 1 and message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pth"]

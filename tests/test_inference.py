@@ -109,16 +109,6 @@ def test_each_image_has_its_own_error(images, tmp_path):
         next(strict)
 
 
-def test_images_without_end(images):
-    """No more is taken than two batches ahead."""
-    taken = []
-    endless = (taken.append(index) or images[index % 12] for index in itertools.count())
-    found = frugalvit.Embedder("cifar10-sparseformer", batch_size=4, device="cpu")(endless)
-    next(found)
-    assert len(taken) <= 13
-    found.close()
-
-
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [

@@ -15,7 +15,7 @@ from PIL import Image
 from drawn import noise
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.predict import draw_predictions, format_prediction, predict
+from frugalvit.predict import format_prediction, predict
 
 
 LABELS = ["airplane", "bird", "cat", "dog"]
@@ -143,27 +143,6 @@ def test_names_of_others_say_nothing_to_a_terminal(model_folder, images, tmp_pat
     assert answer["image"] == str(image) and answer["labels"][0]["label"].startswith(label)
 
 
-def test_scores_that_are_no_numbers(model_folder, images, tmp_path, capsys):
-    model, processor = load_image_classifier(model_folder, "cpu")
-    torch.nn.init.constant_(model.classifier.weight, torch.nan)
-    model.save_pretrained(tmp_path / "lost")
-    capsys.readouterr()
-    error = fails(images, "--model", tmp_path / "lost", capsys=capsys)
-    assert "The model's scores of 3 in a batch of 3 are not finite" in error
-
-
-def test_a_parquet_file_is_labeled(model_folder, images, tmp_path, capsys):
-    encoded = [(images / name).read_bytes() for name in ("a.png", "b.jpg")]
-    pq.write_table(pa.table({"one": encoded, "two": encoded[::-1]}), tmp_path / "images.parquet")
-    arguments = ["--model", model_folder, "--json"]
-    _, expected, _ = run(images / "a.png", images / "b.jpg", *arguments, capsys=capsys)
-    error = fails(tmp_path / "images.parquet", *arguments, capsys=capsys)
-    assert "has 2 image columns among one, two; name one with --image-column" in error
-    _, output, _ = run(tmp_path / "images.parquet", *arguments, "--image-column", "one", capsys=capsys)
-    assert [r["labels"] for r in json.loads(output)] == [r["labels"] for r in json.loads(expected)]
-    assert json.loads(output)[1]["image"] == f"{tmp_path / 'images.parquet'}[1]"
-
-
 def test_rois(model_folder, images, tmp_path, capsys, monkeypatch):
     saved = []
     monkeypatch.setattr("frugalvit.predict.save_figure", lambda figure, path: saved.append((figure, path)))
@@ -175,27 +154,6 @@ def test_rois(model_folder, images, tmp_path, capsys, monkeypatch):
     captions = [part.get_suptitle() for part in figure.subfigs]
     assert [caption.split(":")[0] for caption in captions] == ["a.png", "b.jpg", "c.webp"]
     assert output.splitlines()[1].split()[1] in captions[0]
-
-
-def test_rois_are_drawn_on_the_cropped_view(model_folder, tmp_path):
-    folder = tmp_path / "cropping"
-    model = SparseFormerForImageClassification(tiny_config(resize_size=48))
-    model.save_pretrained(folder)
-    model, processor = load_image_classifier(folder, "cpu")
-    pixels = np.zeros((48, 48, 3), np.uint8)
-    pixels[8:40, 8:40] = (255, 128, 0)
-    (prediction,) = predict(model, processor, [Image.fromarray(pixels)], output_rois=True)
-    assert prediction.view.shape == (3, 32, 32)
-    expected = torch.tensor([1, 128 / 255, 0]).view(3, 1, 1).expand(3, 32, 32)
-    torch.testing.assert_close(prediction.view, expected, atol=1e-3, rtol=0)
-    with torch.no_grad():
-        outputs = model(processor(Image.fromarray(pixels), return_tensors="pt").pixel_values, output_rois=True)
-    torch.testing.assert_close(prediction.rois, [step[0] for step in outputs.rois])
-    drawn = draw_predictions([prediction]).axes[3].collections[0].get_paths()
-    boxes = torch.tensor(np.array([path.vertices[[0, 2]].ravel() for path in drawn])) / 32
-    assert sorted(map(tuple, boxes.numpy().round(4))) == sorted(
-        map(tuple, outputs.rois[-1][0].double().numpy().round(4))
-    )
 
 
 @pytest.mark.parametrize(

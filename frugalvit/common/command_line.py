@@ -57,11 +57,7 @@ def add_device_argument(parser: argparse.ArgumentParser):
 
 
 def add_device_map_argument(parser: argparse.ArgumentParser):
-    parser.add_argument(
-        "--device-map",
-        choices=DEVICE_MAPS,
-        help="share the model out among the accelerators, the memory and the disk, as Accelerate does",
-    )
+    parser.add_argument("--device-map", choices=DEVICE_MAPS, help="share the model among devices, as Accelerate does")
 
 
 def add_trust_argument(parser: argparse.ArgumentParser):
@@ -78,16 +74,10 @@ def add_worker_argument(parser: argparse.ArgumentParser):
 
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--num-tokens",
-        type=int,
-        metavar="COUNT",
-        help="latent tokens of a SparseFormer, [CLS] not counted (default: the model's own)",
+        "--num-tokens", type=int, metavar="COUNT", help="latent tokens of a SparseFormer, without [CLS]"
     )
     parser.add_argument(
-        "--confidence",
-        type=probability,
-        metavar="SCORE",
-        help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1",
+        "--confidence", type=probability, metavar="SCORE", help="few tokens first, more for images of a lower score"
     )
 
 
@@ -101,12 +91,8 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     """Add options that name the images."""
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        default=[SUBSET],
-        help=f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)",
-    )
+    images = f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)"
+    parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=images)
     add_part_arguments(parser)
     parser.add_argument("--label-column", help="where types do not tell")
 
@@ -140,7 +126,5 @@ def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) ->
 def add_training_images_arguments(parser: argparse.ArgumentParser):
     """Add the options that `read_labeled_parts` reads besides those of `add_image_arguments`."""
     parser.add_argument("--train-split", default="train", help="to learn from (default: %(default)s)")
-    parser.add_argument(
-        "--eval-dataset", nargs="+", help="to judge by, where it is not a split of --dataset (default: --dataset)"
-    )
+    parser.add_argument("--eval-dataset", nargs="+", help="to judge by (default: --dataset)")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="take the images of these classes alone")

@@ -100,9 +100,8 @@ def load_vision_model(
     """
     if os.fspath(name).startswith(OPEN_CLIP):
         return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
-    model, image_processor = load_with_image_processor(
-        name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
-    )
+    kind = "a vision transformer"
+    model, image_processor = load_with_image_processor(name, device, trust_remote_code, kind, _vision_class, _UNREAD)
     tower = getattr(getattr(model, "model", None), "vision_tower", None)
     if tower is not None and model.config.model_type in GRID_VLMS:
         image_processor = _tile_processor(image_processor, model.config.vision_config)
@@ -158,9 +157,8 @@ def load_llava(
             raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(types)}")
         return transformers.AutoModelForImageTextToText
 
-    model = load_pretrained(
-        name, device, False, "a LLaVA", choose_class, dtype=dtype, quantize=quantize, device_map=device_map
-    )
+    options = {"dtype": dtype, "quantize": quantize, "device_map": device_map}
+    model = load_pretrained(name, device, False, "a LLaVA", choose_class, **options)
     hub_id, revision = split_revision(name)
     with one_error(name, "a LLaVA"):
         return model, transformers.AutoProcessor.from_pretrained(hub_id, **revision)

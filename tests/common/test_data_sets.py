@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import os
 import unicodedata
 import zipfile
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from drawn import draw, draw_classes, encode, save
 from frugalvit.common.data import load_images, split_names
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.image_files import find_files, find_images
 from frugalvit.common.labels import class_names
 from frugalvit.common.splits import default_split, hold_back, load_splits
 from frugalvit.evaluation.images import images_to_evaluate
@@ -94,19 +92,6 @@ def test_what_people_have(layout, sizes, split, names, tmp_path, capsys):
     assert layout is metadata_in_parts or len(set(shown)) == len(shown)
 
 
-def test_slices_and_sums_of_parts(tmp_path):
-    imagenet(tmp_path / "imagenet")
-    assert len(load_images(str(tmp_path / "imagenet"), "train[:50%]+validation")) == 25
-    stream = load_images(str(tmp_path / "imagenet"), "train", streaming=True)
-    assert class_names(stream) == ["ant", "cat", "dog"] and len({record["label"] for record in stream}) == 3
-    for folder, split, message in (
-        (tmp_path / "imagenet", "train+test", "only some of these parts have classes"),
-        (tmp_path / "imagenet", "val", r"Cannot load the split 'val' of .*: .*\['train', 'validation', 'test'\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_images(str(folder), split)
-
-
 def write(folder, files):
     """Write images `NAME`, links `NAME>TARGET`, tables `NAME.parquet` and archives `NAME.zip=IMAGE,IMAGE`."""
     for name in files.split():
@@ -167,16 +152,6 @@ def test_class_folders_are_class_folders(files, parts, names, left_out, tmp_path
                     assert class_names(images)[record["label"]] in folders
     printed = capsys.readouterr().err
     assert printed.count("Left out") == (left_out is not None) and (left_out or "") in printed
-
-
-def test_names_that_are_not_utf8_are_named(tmp_path):
-    draw_classes(tmp_path, 2)
-    save(Path(os.fsdecode(os.fsencode(tmp_path) + b"/cat/caf\xe9.png")))
-    with pytest.raises(ValueError, match=r"The name of the file .*\\udc.* is not UTF-8. Rename it") as error:
-        load_images(str(tmp_path))
-    assert str(error.value).isascii()
-    # Where names are not kept with the pixels, they may be any.
-    assert len(list(find_files(find_images([str(tmp_path)])))) == 5
 
 
 def test_the_same_share_of_each_class_is_held_back():

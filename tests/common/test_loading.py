@@ -14,13 +14,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
 
-import frugalvit
 from frugalvit.common.loading import load_image_classifier, load_vision_model, split_revision
 from frugalvit.common.views import EvalView, ImageFormat, restore_images
 from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
-from tiny import save_vit
 
 
 COMMITS = {"main": "0" * 40, "v1": "1" * 40}  # as in conftest.py
@@ -44,17 +42,6 @@ def test_revisions_that_are_none(cached, tmp_path):
     shutil.copytree(tmp_path / "models--someone--model" / "snapshots" / COMMITS["v1"], tmp_path / "mine@home")
     assert split_revision(tmp_path / "mine@home") == (str(tmp_path / "mine@home"), {})
     assert load_image_classifier(tmp_path / "mine@home", "cpu")[0].config.num_labels == 2
-
-
-def test_models_that_ship_have_names(tmp_path, monkeypatch):
-    """A folder of the same name comes first."""
-    monkeypatch.chdir(tmp_path)
-    folder = frugalvit.checkpoint_path("cifar10-convmixer")
-    assert split_revision("cifar10-convmixer") == (str(folder), {})
-    assert load_image_classifier("cifar10-convmixer", "cpu")[0].config.model_type == "convmixer"
-    save_vit("cifar10-convmixer")
-    assert split_revision("cifar10-convmixer") == ("cifar10-convmixer", {})
-    assert load_image_classifier("cifar10-convmixer", "cpu")[0].config.model_type == "vit"
 
 
 TINY = {"num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "hidden_size": 32, "num_attention_heads": 2}

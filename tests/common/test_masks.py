@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from drawn import encode, scene
-from frugalvit.common.decoding import CorruptImageError, ImageError, decode_image
+from frugalvit.common.decoding import CorruptImageError, ImageError
 from frugalvit.common.masks import MaskReader, load_masked_images, load_masked_splits, masked_split_names
 from frugalvit.common.views import ImageFormat, seeded
 from frugalvit.training.augmentation import SegmentationEvalView, SegmentationView
@@ -71,14 +71,6 @@ def encoded(tmp_path, pixels, name, orientation=None):
     return {"path": str(tmp_path / name), "bytes": None}
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_masks_are_turned_as_their_own_exif_says(orientation, tmp_path):
-    """The image's channels are its mask's numbers, so that both can be compared."""
-    upright = decode_image(encoded(tmp_path, MASK[..., None].repeat(3, -1), "image.png", orientation), 0)
-    mask = MaskReader(48)(encoded(tmp_path, MASK, "mask.png", orientation), 0, upright.size)
-    assert np.array_equal(mask, np.asarray(upright)[..., 0])
-
-
 NEAREST = ImageFormat((24, 32), mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), resample=0)
 
 
@@ -104,19 +96,6 @@ class TestData:
         (tmp_path / "masks" / split / "1.png").unlink()
         with pytest.raises(ValueError, match="1.png has no mask in "):
             load_masked_images(str(tmp_path), split or "train")
-
-    def test_slices_of_a_folder(self, tmp_path):
-        for seed in range(8):
-            draw(tmp_path / "images" / f"{seed}.png")
-            draw(tmp_path / "masks" / f"{seed}.png")
-
-        def names(split: str) -> str:
-            return "".join(record["path"][-5] for record in load_masked_images(str(tmp_path), split)["image"])
-
-        assert [names("train"), names("train[:75%]"), names("train[75%:]")] == ["01234567", "012345", "67"]
-        for split in ("test", "train[8:]"):
-            with pytest.raises(ValueError, match="split 'test'|split 'train.8:.'"):
-                names(split)
 
     def test_polygons_of_labelme_have_their_names(self, tmp_path):
         for number in range(2):

@@ -7,9 +7,7 @@ from PIL import Image
 from transformers import BitImageProcessor, CLIPImageProcessor, ViTImageProcessor
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 
-from frugalvit.common.masks import MaskReader
 from frugalvit.common.views import LONGEST, EvalView, ImageFormat, middle_of, prepare_images, random_seed, seeded
-from frugalvit.training.augmentation import SegmentationView, resize_pair
 
 
 SQUARE = {"height": 16, "width": 16}
@@ -62,28 +60,6 @@ def test_a_strip_is_seen_as_if_it_were_resized_whole(name, size, monkeypatch):
         image_format = ImageFormat.from_processor(processor)
         seen = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
         torch.testing.assert_close(seen, pixels, rtol=0, atol=0.1)
-
-
-def test_training_for_segmentation_takes_parts_of_strips(monkeypatch):
-    sizes = []
-
-    def resize(image, *arguments):
-        sizes.append(image.size)
-        return resize_pair(image, *arguments)
-
-    monkeypatch.setattr("frugalvit.training.augmentation.resize_pair", resize)
-    view, length = SegmentationView(ImageFormat((16, 16)), MaskReader(4), (1.0, 2.0), distort=0.0), 20_000
-    labels = np.arange(length) * 4 // length
-    image = Image.fromarray(np.broadcast_to(60 * labels.astype(np.uint8), (4, length)).copy()).convert("RGB")
-    mask, found = torch.from_numpy(labels.astype(np.uint8)).expand(4, -1), set()
-    for seed in range(12):
-        torch.manual_seed(seed)
-        sample = view(image, mask)
-        assert sample["pixel_values"].shape == (3, 16, 16)
-        # Image and mask are cut at the same place.
-        assert (sample["pixel_values"] == 60 * sample["labels"]).all()
-        found |= set(sample["labels"].unique().tolist())
-    assert found == {0, 1, 2, 3} and set(sizes) == {(LONGEST * 4, 4)}
 
 
 def test_seeds_are_fixed_and_spread_and_leave_no_trace():
