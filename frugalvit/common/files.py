@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Files of a model folder, besides source files and the card's pictures; those that no model itself writes; and those of
+# Files of a model folder, besides source files and the card's pictures; those that no model itself writes; and of
 # `frugalvit export`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json")

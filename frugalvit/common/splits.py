@@ -102,9 +102,8 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
         raise ValueError(f"{' '.join(source)} has no split to evaluate on; give eval_split (of {choice}).")
     train, evaluation = hold_back(train)
     data.evaluated = f"{data.train_split}, held back"
-    PartialState().print(
-        f"{len(evaluation):,} images of {data.train_split} are held back to evaluate on (eval_split)."
-    )
+    count = f"{len(evaluation):,} of {len(train) + len(evaluation):,} images of {data.train_split}"
+    PartialState().print(f"{count} are held back to evaluate on; to choose: eval_split, eval_dataset.")
     return train, evaluation, None
 
 
