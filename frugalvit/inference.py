@@ -66,11 +66,8 @@ class _Application:
             model (`str`, `os.PathLike` or `nn.Module`): Model that ships, folder, hub id, or a loaded model.
             image_processor (*optional*): The image processor of a loaded model.
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
-            batch_size (`int`, *optional*, defaults to 32): Images at a time.
             num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one for each CPU.
             return_errors (`bool`, *optional*): Yield the `CorruptImageError` of an image, rather than raise it.
-            device (`str`, *optional*): By default an accelerator if there is one.
-            trust_remote_code (`bool`, *optional*): Run code that comes with a model.
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, expected 1 or more.")

@@ -146,8 +146,7 @@ def predict_pixels(
     output_rois: bool = False,
     confidence: float | None = None,
 ) -> list[Prediction]:
-    """Label a batch of prepared images, `(batch, channels, height, width)`; their normalization by the image processor
-    is undone for `Prediction.view`."""
+    """Label a batch of prepared images, `(batch, channels, height, width)`."""
     config = model.config
     if confidence is None:
         outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))

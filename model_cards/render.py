@@ -81,11 +81,8 @@ def card_of(name: str, recipe: dict) -> str:
 
 
 def render_card(template: Path, results: Path = RESULTS) -> str:
-    """Render a shipped model's card, a Jinja template, with numbers from a folder of JSON files.
-
-    `results("name")` is the content of `name.json`, `row("name", "value", "column")` the first row of its table with
-    that value in a column, by default "row". The filter `percent` writes 0.5 as 50.00 %. The card's name is `name`.
-    """
+    """Render a shipped model's card, a Jinja template, with numbers from a folder of JSON files: `results("name")` is the
+    content of `name.json`, `row("name", "value", "column")` the first row of its table with that value in a column."""
 
     def read(name: str) -> dict:
         return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))

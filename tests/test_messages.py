@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -37,66 +36,48 @@ def folder(tmp_path):
     return save_vit(tmp_path / "model", patch_size=16, **SIZES)
 
 
-def refused(load, folder):
-    started = time.perf_counter()
-    with pytest.raises((ValueError, OSError)) as error:
-        load(str(folder))
-    assert time.perf_counter() - started < 20
-    assert "\n" not in str(error.value) and len(str(error.value)) < 1_000
-
-
 CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "preprocessor_config.json"
 FIELDS = {
-    "num_hidden_layers": (-1, "many"),
-    "hidden_size": (0, 2.5),
-    "num_attention_heads": (3,),
-    "patch_size": (0,),
-    "image_size": (None, -1),
-    "hidden_act": ("no_such",),
-    "num_channels": (0,),
-    "model_type": ("no_such", None, 5),
-    "architectures": ([5], ["NoSuch"]),
+    "num_hidden_layers": -1,
+    "hidden_size": 2.5,
+    "num_attention_heads": 3,
+    "patch_size": 0,
+    "image_size": None,
+    "hidden_act": "no_such",
+    "model_type": "no_such",
 }
 
 
-def set_field(folder: Path, name: str, value):
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | {name: value}))
+def change(folder: Path, what: str):
+    name, _, content = what.partition("=")
+    if what == "missing":
+        shutil.rmtree(folder)
+    elif what == "pickled":
+        torch.save({}, folder / "pytorch_model.bin")
+        (folder / WEIGHTS).unlink()
+    elif name in FIELDS:
+        config = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(config | {name: FIELDS[name]}))
+    elif content == "cut":
+        (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+    else:
+        (folder / name).write_text(content)
 
 
-def pickle_weights(folder: Path):
-    torch.save({}, folder / "pytorch_model.bin")
-    (folder / WEIGHTS).unlink()
-
-
-CHANGES = {
-    "missing": shutil.rmtree,
-    "empty folder": lambda folder: [path.unlink() for path in folder.iterdir()],
-    "a file": lambda folder: (shutil.rmtree(folder), folder.write_text("no model")),
-    "weights missing": lambda folder: (folder / WEIGHTS).unlink(),
-    "weights half": lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100]),
-    "weights none": lambda folder: (folder / WEIGHTS).write_text("no weights"),
-    "weights pickled": pickle_weights,
-    **{
-        f"{file} {content[:9]!r}": lambda folder, file=file, content=content: (folder / file).write_text(content)
-        for file in (CONFIG, PROCESSOR)
-        for content in ("", "[]", "{", "[" * 100_000)
-    },
-    **{
-        f"{name}={value}": lambda folder, name=name, value=value: set_field(folder, name, value)
-        for name, values in FIELDS.items()
-        for value in values
-    },
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_folders_that_are_no_models(change, folder):
-    CHANGES[change](folder)
+@pytest.mark.parametrize(
+    "what",
+    ["missing", "pickled", *FIELDS, f"{WEIGHTS}=cut", f"{WEIGHTS}=no weights", f"{CONFIG}=", f"{CONFIG}=[]"]
+    + [f"{CONFIG}={'[' * 100_000}", f"{PROCESSOR}={{", f"{PROCESSOR}=[]"],
+    ids=lambda what: what[:24],
+)
+def test_folders_that_are_no_models(what, folder):
+    change(folder, what)
     for name, load in LOADERS.items():
-        if "architectures=" in change and name != "info" or PROCESSOR in change and name == "info":
-            continue  # not read
-        refused(load, folder)
+        # Not read.
+        if not (PROCESSOR in what and name == "info"):
+            with pytest.raises((ValueError, OSError)) as error:
+                load(str(folder))
+            assert "\n" not in str(error.value) and len(str(error.value)) < 1_000
 
 
 def test_info_looks_at_the_weights(folder, capsys):

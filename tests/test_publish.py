@@ -119,14 +119,6 @@ def test_uploads_all_in_one_commit_and_checks_from_nothing(trained, tmp_path, hu
     assert "Uploaded to someone/model." in capsys.readouterr().out
 
 
-def test_a_model_is_not_replaced_by_what_is_made_of_it(trained, capsys):
-    before = (trained / "model.safetensors").read_bytes()
-    for command in (["publish"], ["export", "--model"]):
-        assert main([*command, str(trained), "--output", str(trained), "--overwrite"]) == 1
-        assert "is the model's own folder" in capsys.readouterr().err
-    assert (trained / "model.safetensors").read_bytes() == before
-
-
 def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
     """`Trainer` writes no card for models of Transformers."""
     torch.manual_seed(0)

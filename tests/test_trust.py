@@ -31,13 +31,8 @@ class Model(PreTrainedModel):
 class Processor(ViTImageProcessor):
     pass
 """
-AUTO_MAP = {
-    "AutoConfig": "foreign.Config",
-    **{
-        f"AutoModel{task}": "foreign.Model"
-        for task in ("", "ForImageClassification", "ForSemanticSegmentation", "ForImageTextToText")
-    },
-}
+TASKS = ("", "ForImageClassification", "ForSemanticSegmentation", "ForImageTextToText")
+AUTO_MAP = {"AutoConfig": "foreign.Config"} | {f"AutoModel{task}": "foreign.Model" for task in TASKS}
 
 
 @pytest.fixture

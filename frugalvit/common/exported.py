@@ -1,8 +1,4 @@
-"""Models as programs of OpenVINO or ONNX Runtime, written and run by Transformers' exporters.
-
-A folder has the programs, Transformers' `export.json`, the model's configuration and `report.json`, which
-`frugalvit export` writes.
-"""
+"""Models as programs of OpenVINO or ONNX Runtime, written and run by Transformers' exporters."""
 
 import contextlib
 import importlib.util
@@ -61,13 +57,8 @@ OUTPUTS = {
 
 
 class Part(nn.Module):
-    """The part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors.
-
-    Args:
-        model (`PreTrainedModel`): In evaluation mode, on the CPU, in float32.
-        kind (`str`): "model", "image_embeds" or "text_embeds".
-        output_rois (`bool`): With `rois` and `sampling_points`.
-    """
+    """The part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors; `kind` is
+    "model", "image_embeds" or "text_embeds"."""
 
     def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False):
         super().__init__()
@@ -211,12 +202,8 @@ def read_report(folder: Path) -> dict:
 
 
 class ExportedModule(nn.Module):
-    """A program, called like the model that it was made from, with its `config`, `device` and named outputs.
-
-    Args:
-        folder (`str` or `os.PathLike`): Folder that `frugalvit export` wrote.
-        part (`str`, *optional*): The program, of several; by default the one that sees images.
-    """
+    """A program in a folder that `frugalvit export` wrote, by default the one that sees images, called like the model
+    that it was made from, with its `config`, `device` and named outputs."""
 
     def __init__(self, folder: str | os.PathLike, part: str | None = None):
         super().__init__()

@@ -204,7 +204,7 @@ def load_pretrained(
     quantize: str | None = None,
     device_map: str | None = None,
 ) -> PreTrainedModel:
-    """Load a model of Transformers or of this package for inference, whole or not at all.
+    """Load a model of Transformers or of this package for inference; raise a ValueError if weights are missing.
 
     Args:
         name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
@@ -213,9 +213,6 @@ def load_pretrained(
         choose_class (`Callable`): Returns the class to load, given the configuration.
         unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for a language model.
-
-    Raises:
-        ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
     """
     given, (name, revision) = os.fspath(name), split_revision(name)
     device = choose_device(device and str(device))

@@ -77,8 +77,8 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
     two may be `None`.
 
     Without `eval_split`, the best epoch is chosen on the split for validation and tested on "test", if both have
-    labels or none has; or else chosen on one of them; or on the first split of an `eval_dataset`; or on a part of the
-    training images, see `hold_back`. `data.evaluated` and `data.tested` are filled in.
+    labels or none has; or else chosen on one of them, on the first split of an `eval_dataset` or on a part of the
+    training images. `data.evaluated` and `data.tested` are filled in.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
     source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None

@@ -210,9 +210,6 @@ class View:
 
     formats: dict[str, ImageFormat]
 
-    def __call__(self, image: Image.Image) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
-
 
 class EvalView(View):
     """Resize and center crop as the image processor does."""

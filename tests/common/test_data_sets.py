@@ -177,16 +177,6 @@ def test_the_same_share_of_each_class_is_held_back():
             hold_back(few)
 
 
-def test_evaluated_classes_are_trained(tmp_path):
-    draw_classes(tmp_path / "images", 5, [f"class-{index}" for index in range(10)])
-    data = DataArguments(dataset=[str(tmp_path / "images")], train_split="train[:80%]", eval_split="train[80%:]")
-    with pytest.raises(ValueError, match=r"train\[:80%\] has no images of .* class-8, class-9 \(2\)"):
-        load_splits(data, learns_labels=True)
-    # What is learned without labels is evaluated on any.
-    train, evaluation, _ = load_splits(data)
-    assert (len(train), len(evaluation)) == (40, 10)
-
-
 def test_what_is_left_out_is_said(tmp_path, capsys):
     draw_classes(tmp_path, 10)
     for name in ("cat/IMG_1.HEIC", "dog/b.eps", "cat/a.txt"):

@@ -92,11 +92,3 @@ def test_what_no_model_consists_of_is_not_overwritten(tmp_path):
         write(output, "new")
     with pytest.raises(ValueError, match="no config.json, so it is no model folder"):
         write(tmp_path, "new")
-
-
-def test_what_came_meanwhile_is_not_replaced(tmp_path):
-    with pytest.raises(ValueError, match="exists and is not empty"), whole_folder(tmp_path / "model") as folder:
-        (folder / "config.json").touch()
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "mine").touch()
-    assert os.listdir(tmp_path / "model") == ["mine"]

@@ -1,7 +1,6 @@
 """Loading models, whole or not at all, and the images that they take."""
 
 import itertools
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
 
-from frugalvit.common.loading import load_image_classifier, load_vision_model, split_revision
+from frugalvit.common.loading import load_image_classifier, load_vision_model
 from frugalvit.common.views import EvalView, ImageFormat, restore_images
-from frugalvit.evaluation.two_towers import load_two_towers
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
 
@@ -30,18 +28,6 @@ def test_a_revision_is_pinned(cached, revision, count):
         model, processor = load(f"someone/model{revision}", "cpu")
         assert model.config.num_labels == count and processor.image_mean[0] == pytest.approx(0.1 * count)
     assert describe(f"someone/model{revision}")["parameters"] == model.num_parameters()
-
-
-def test_revisions_that_are_none(cached, tmp_path):
-    for load in (load_image_classifier, load_two_towers):
-        with pytest.raises(ValueError, match="^Cannot load 'someone/model@v2' as an? "):
-            load("someone/model@v2")
-        with pytest.raises(ValueError, match="'someone/model@' .* owner/name@revision"):
-            load("someone/model@")
-    # A folder may have any name.
-    shutil.copytree(tmp_path / "models--someone--model" / "snapshots" / COMMITS["v1"], tmp_path / "mine@home")
-    assert split_revision(tmp_path / "mine@home") == (str(tmp_path / "mine@home"), {})
-    assert load_image_classifier(tmp_path / "mine@home", "cpu")[0].config.num_labels == 2
 
 
 TINY = {"num_hidden_layers": 2, "image_size": 32, "patch_size": 8, "hidden_size": 32, "num_attention_heads": 2}
