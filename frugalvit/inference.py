@@ -74,7 +74,6 @@ class _Application:
         if isinstance(model, nn.Module):
             if image_processor is None:
                 raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
-            model.eval()
         else:
             model, image_processor = self._load(model, device, trust_remote_code)
             pack_linear_layers(model)
@@ -95,6 +94,8 @@ class _Application:
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
         pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
+            # It may be trained between two calls.
+            self.model.eval()
             read = [future.result() for _, future in batch]
             pixels = [each for each in read if isinstance(each, torch.Tensor)]
             found = iter(self._compute(stack_pixels(pixels)) if pixels else ())

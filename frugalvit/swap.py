@@ -62,6 +62,7 @@ def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
         # Written, and loaded, as it is held.
         model.hf_quantizer = llava.hf_quantizer
         model.config.quantization_config = llava.config.quantization_config
+        about += f", its language model in {arguments.quantize}"
     if arguments.dataset:
         images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
         pairs = pixel_pairs(processor, old_processor, images, arguments.skip_corrupt)

@@ -81,8 +81,8 @@ def card_of(name: str, recipe: dict) -> str:
 
 
 def render_card(template: Path, results: Path = RESULTS) -> str:
-    """Render a shipped model's card, a Jinja template, with numbers from a folder of JSON files: `results("name")` is the
-    content of `name.json`, `row("name", "value", "column")` the first row of its table with that value in a column."""
+    """Render a shipped model's card, a Jinja template, with numbers of JSON files: `results("name")` is the content of
+    `name.json`, `row("name", "value", "column")` the first row of its table with that value in a column."""
 
     def read(name: str) -> dict:
         return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))

@@ -122,7 +122,7 @@ def test_saved_picture_is_large_and_not_blank(tmp_path):
     "name, error, message",
     [
         ("rois.xyz", ValueError, "ending in one of"),
-        ("missing/rois.png", FileNotFoundError, "missing' does not exist"),
+        ("missing/rois.png", OSError, "there is no folder '.*missing'"),
         ("folder.png", ValueError, "is a folder"),
     ],
 )

@@ -48,9 +48,8 @@ def load_masked_images(
     dataset: str | list, split: str, name=None, image_column=None, mask_column=None, class_names=None, streaming=False
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load images and their masks into the columns `image` and `mask`, not decoded, from what `load_table` takes; a
-    folder with `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or one
-    with `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`, whose labels are `class_names`. A single part needs no
-    SPLIT."""
+    folder with `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or
+    `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`, with the labels `class_names`. A single part needs no SPLIT."""
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)
     table = load_table(dataset, split, name, streaming)
