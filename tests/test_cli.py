@@ -65,11 +65,7 @@ def test_choices_are_all_that_there_are():
     assert tuple(conversion.TEMPLATES) == choices.CONVERTED_VARIANTS
 
 
-@pytest.mark.parametrize(
-    "command",
-    [*([name] for name in cli.COMMANDS), ["evaluate", "classification"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", [*([name] for name in cli.COMMANDS), ["evaluate", "classification"]], ids=" ".join)
 def test_options_have_one_spelling_and_others_are_refused(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, "--help"])

@@ -157,8 +157,7 @@ def test_rois(model_folder, images, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("problem_type", "score"),
-    [("multi_label_classification", torch.sigmoid), ("regression", lambda logits: logits)],
+    ("problem_type", "score"), [("multi_label_classification", torch.sigmoid), ("regression", lambda logits: logits)]
 )
 def test_scores_follow_the_problem_type(problem_type, score, model_folder, images):
     model, processor = load_image_classifier(model_folder, "cpu")
