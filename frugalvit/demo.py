@@ -67,7 +67,6 @@ def shipped_classifiers() -> list[Path]:
 
 
 def write_examples(folder: Path) -> list[str]:
-    """Write embedded test images into a folder and return their paths."""
     paths = [str(folder / f"{index}.png") for index in range(8)]
     images = str(shipped_images("cifar10") / "test.parquet")
     for index, record in enumerate(load_images(images, f"train[:{len(paths)}]")):

@@ -37,7 +37,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
@@ -45,7 +44,6 @@ def positive(text: str) -> int:
 
 
 def probability(text: str) -> float:
-    """A number from 0 to 1, for argparse."""
     value = float(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
@@ -82,7 +80,6 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options for `images_to_evaluate` and for reading the images."""
     add_dataset_arguments(parser)
     add_limit_argument(parser)
     add_reading_arguments(parser)
@@ -90,7 +87,6 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options that name the images."""
     images = f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)"
     parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=images)
     add_part_arguments(parser)
@@ -98,7 +94,6 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_part_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options that name a part of a data set and the images in it."""
     parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
     parser.add_argument("--split", help="default: test, else validation, else train")
     parser.add_argument("--image-column", help="where names and types do not tell")
@@ -109,13 +104,11 @@ def add_limit_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options for reading the images."""
     add_skip_argument(parser)
     add_worker_argument(parser)
 
 
 def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:
-    """Add the options of every task: device, batches and output."""
     parser.add_argument("--batch-size", type=positive, default=batch_size, help="default: %(default)s")
     parser.add_argument("--output", metavar="FILE", help="write the results into this .json, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -24,7 +24,6 @@ from .views import vision_config_of
 
 
 MANIFEST, REPORT = "export.json", "report.json"
-MAX_BATCH_SIZE = 4_096
 
 
 class Format(NamedTuple):
@@ -123,7 +122,7 @@ def export_parts(
         exporter = getattr(exporters, f"{prefix}Exporter")()
         for part_name, part in parts.items():
             example = part.example(2)
-            batch = torch.export.Dim("batch", min=1, max=MAX_BATCH_SIZE)
+            batch = torch.export.Dim("batch", min=1, max=4_096)
             options = {"dynamic_shapes": {key: {0: batch} for key in example}}
             if precision == "int8":
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer

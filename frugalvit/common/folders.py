@@ -27,8 +27,6 @@ PART_FOLDERS = {
 }
 # Tables of images and labels that `datasets` reads.
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# Shards of a stream of a folder's images.
-FOLDER_SHARDS = 1_024
 
 
 class ImageFolder:
@@ -63,7 +61,7 @@ class ImageFolder:
             features["label"] = datasets.ClassLabel(names=names)
             columns["label"] = features["label"].str2int(labels)
         table = datasets.Dataset.from_dict(columns, features)
-        return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS)) if streaming else table
+        return table.to_iterable_dataset(min(len(table), 1_024)) if streaming else table
 
 
 def part_called(name: str) -> str | None:
@@ -115,7 +113,6 @@ def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]
 
 
 def image_files(folder: str | Path) -> Iterator[Path]:
-    """Yield the images in a folder and all within it, see `files_within`."""
     return files_within(folder, IMAGE_ENDINGS)
 
 
