@@ -184,7 +184,6 @@ def find_column(features: Mapping, given: str | None, found: list[str], what: st
 
 
 def is_image(feature) -> bool:
-    """Whether a column is one of images, by its type."""
     # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
     return isinstance(feature, datasets.Image) or (
         isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
@@ -192,7 +191,6 @@ def is_image(feature) -> bool:
 
 
 def holds(feature, *types: str) -> bool:
-    """Whether a column is one of values of such types."""
     return isinstance(feature, datasets.Value) and feature.dtype.removeprefix("large_").startswith(types)
 
 

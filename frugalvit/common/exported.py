@@ -176,7 +176,6 @@ def _quiet():
 
 
 def is_exported(folder: str | os.PathLike) -> bool:
-    """Return whether `frugalvit export` wrote a folder."""
     return all((Path(folder).expanduser() / name).is_file() for name in (MANIFEST, REPORT))
 
 

@@ -65,7 +65,6 @@ class ImageFolder:
 
 
 def part_called(name: str) -> str | None:
-    """The split that a folder's name stands for, or None."""
     return next((split for split, names in PART_FOLDERS.items() if name.lower() in names), None)
 
 
@@ -87,7 +86,6 @@ def find_parts(folder: Path, holding: Collection[Path]) -> dict[str, Path]:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders in a folder, but those that programs made."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and not made_by_machines(path.name))
 
 
