@@ -18,7 +18,7 @@ import frugalvit
 from frugalvit import demo, export
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
-from frugalvit.common.exported import ExportedModule, Part, parts_of
+from frugalvit.common.exported import ExportedModule, parts_of
 from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.export_page import check_page
@@ -113,26 +113,6 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
     # Fewer bits are compared with all of them.
     assert tolerance or measured["min_cosine"] < 1 - 1e-7
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
-
-
-def test_a_backbones_program_computes_its_maps(folder, photograph, tmp_path, monkeypatch, capsys):
-    """The program computes all feature maps, and the lines of its card run."""
-    model = frugalvit.PatchSparseFormerBackbone.from_pretrained(folder, out_indices=[0, 1])
-    model.save_pretrained(tmp_path / "backbone")
-    output = tmp_path / "program"
-    assert (
-        main(["export", "--model", str(tmp_path / "backbone"), "--format", "onnx", "--output", str(output), *FEW]) == 0
-    )
-    part = Part(model.eval(), "model")
-    found, expected = ExportedModule(output)(**part.example(3)), part(**part.example(3))
-    torch.testing.assert_close(found["feature_maps"], expected["feature_maps"], atol=1e-4, rtol=1e-4)
-    measured = json.loads((output / "report.json").read_text())["parts"]["model"]
-    assert measured["min_cosine"] > 0.9999
-    lines = (output / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(output)
-    capsys.readouterr()
-    exec(lines.replace("photo.jpg", str(photograph)), {})
-    assert capsys.readouterr().out == "(1, 32, 8, 8) (1, 32, 8, 8)\n"
 
 
 @pytest.mark.parametrize("name, factor", [("onnx", 1e20), ("openvino", float("nan"))])

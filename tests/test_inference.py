@@ -79,22 +79,6 @@ def test_scores_are_those_of_the_model(images):
     assert np.allclose(embeddings[0], extract_features(model, processor, images), atol=1e-3)
 
 
-def test_sure_images_have_few_tokens(images):
-    model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
-    with torch.no_grad():
-        model.classifier.weight *= 20
-        pixel_values = prepare_images(processor, images)
-        confidence = model(pixel_values, num_tokens=4).logits.softmax(-1).amax(-1).median().item()
-        found = model.classify_adaptively(pixel_values, confidence)
-    assert {*found.num_tokens.tolist()} == {4, 16}
-    expected = found.logits.softmax(-1)
-    assert np.allclose(
-        list(frugalvit.Classifier(model, processor, confidence=confidence)(images)), expected, atol=1e-4
-    )
-    with pytest.raises(ValueError, match="give one of both"):
-        frugalvit.Classifier(model, processor, confidence=0.5, num_tokens=4)
-
-
 def test_each_image_has_its_own_error(images, tmp_path):
     (tmp_path / "broken.jpg").write_bytes(encoded(images[0])[:100])
     given = [images[0], tmp_path / "broken.jpg", b"no image", images[1], tmp_path / "missing.png"]

@@ -16,8 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageClassification,
-    CLIPConfig,
-    CLIPModel,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -134,28 +132,6 @@ def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "image-classification")
     assert "AutoModelForImageClassification.from_pretrained" in card.text
-
-
-def test_clips_and_backbones(tmp_path):
-    torch.manual_seed(0)
-    sides = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {"vocab_size": 20, "max_position_embeddings": 8, "eos_token_id": 19, **sides}
-    clip = CLIPModel(CLIPConfig(text_config=text, vision_config={"image_size": 32, "patch_size": 8, **sides}))
-    vision = frugalvit.SparseFormerVisionModelWithProjection(sparseformer(projection_dim=512))
-    vision.save_pretrained(tmp_path / "mine")
-    # A model that was loaded remembers where from.
-    vision = type(vision).from_pretrained(tmp_path / "mine")
-    frugal = frugalvit.SparseFormerCLIPModel.from_clip(clip, vision)
-    backbone = frugalvit.SparseFormerBackbone(sparseformer(out_indices=[0, 1]))
-    for name, model, task in (
-        ("clip", frugal, "zero-shot-image-classification"),
-        ("vision", vision, "image-feature-extraction"),
-        ("backbone", backbone, "image-feature-extraction"),
-    ):
-        model.save_pretrained(tmp_path / name)
-        write_card(tmp_path / name, task)
-        publish.main([str(tmp_path / name), "--output", str(tmp_path / f"{name}-out")])
-        assert str(tmp_path) not in (tmp_path / f"{name}-out" / "config.json").read_text(encoding="utf-8")
 
 
 def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):

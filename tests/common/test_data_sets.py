@@ -50,15 +50,6 @@ def all_parts(folder):
         draw_classes(folder / part, 10 - 3 * number, start=50 * number)
 
 
-def flat_parts(folder):
-    draw(folder / "train", 10)
-    draw(folder / "valid", 5, 50)
-
-
-def metadata(folder):
-    with_metadata(folder, ["dog", "cat"] * 10)
-
-
 def metadata_in_parts(folder):
     with_metadata(folder / "train", ["owl", "cat", "dog"] * 4)
     with_metadata(folder / "val", ["dog", "owl"] * 3)
@@ -73,8 +64,6 @@ def metadata_in_parts(folder):
         (imagenet, (30, 10, None), "validation", ["ant", "cat", "dog"]),
         # The best epoch is chosen on the one and tested on the other.
         (all_parts, (20, 14, 8), "validation", ["cat", "dog"]),
-        (flat_parts, (10, 5, None), "validation", None),
-        pytest.param(metadata, (18, 2, None), "train, held back", ["cat", "dog"], marks=LEFT_OPEN),
         pytest.param(metadata_in_parts, (12, 6, None), "validation", ["cat", "dog", "owl"], marks=LEFT_OPEN),
     ],
 )
