@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.convert import convert_checkpoint
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, convert
 from frugalvit.modeling.focusing import (
     adjust_rois,
     encode_rois,
@@ -34,7 +33,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """The fixtures' checkpoints, converted and saved."""
     root = tmp_path_factory.mktemp("converted")
     for variant in VARIANTS:
-        convert_checkpoint(FIXTURES / f"sparseformer_{variant}.safetensors", root / variant)
+        source = str(FIXTURES / f"sparseformer_{variant}.safetensors")
+        convert.main(["showlab", source, "--output", str(root / variant)])
     return {variant: root / variant for variant in VARIANTS}
 
 
