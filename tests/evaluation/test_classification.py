@@ -186,8 +186,8 @@ def test_nothing_readable(folder, tmp_path, capsys):
     ("labels", "message"),
     [
         (None, "no labels"),
-        ([0, 1, -1] + [2] * (COUNT - 3), "Image 2 of the split 'train' has no label"),
-        ([7] * COUNT, "8 classes"),
+        ([0, 1, -1] + [2] * (COUNT - 3), "of the split 'train' have no label, the first is image 2"),
+        ([7] * COUNT, "does not know the classes 0, 1, 2, … (8)"),
     ],
 )
 def test_labels_that_do_not_fit(labels, message, folder, images, tmp_path, capsys):
