@@ -67,7 +67,7 @@ def main():
             program, measured = programs.get(row["row"]), {}
             # Random weights agree by chance.
             if program and row["row"].partition(",")[0] in shipped_checkpoints():
-                [measured] = program.report["parts"]["model"]["measured"]
+                measured = program.report["parts"]["model"]
                 measured |= accuracies(row["row"].partition(",")[0], program, arguments)
             size_in_bytes = {"bytes": program.report["bytes"] if program else None}
             rows.append(row | size_in_bytes | {column: measured.get(column) for column in COLUMNS})

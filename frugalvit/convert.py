@@ -6,7 +6,6 @@ from timm.data import ImageNetInfo
 from .common.choices import CONVERTED_VARIANTS
 from .common.command_line import CommandParser
 from .common.files import whole_folder
-from .configuration.configuration_base import pair
 from .modeling.conversion import config_from_showlab, convert_showlab, load_showlab_checkpoint, showlab_model_class
 
 
@@ -42,9 +41,5 @@ def main(argv: list[str] | None = None) -> None:
         model.eval().save_pretrained(folder)
 
     outputs = f"projection to {config.projection_dim}" if config.projection_dim else f"{config.num_labels} classes"
-    height, width = pair(config.image_size)
-    print(
-        f"Wrote {arguments.output}: {model_class.__name__}, {model.num_parameters():,} parameters, "
-        f"{config.num_latent_tokens} tokens, {config.num_hidden_layers} blocks, {outputs}, images of {height} x "
-        f"{width} pixels."
-    )
+    size = f"{model.num_parameters():,} parameters, {config.num_latent_tokens} tokens"
+    print(f"Wrote {arguments.output}: {model_class.__name__}, {size}, {outputs}.")

@@ -13,7 +13,6 @@ from .architectures import has_rois
 from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.data import load_images
 from .common.decoding import decode_image, read_image
-from .common.exported import ExportedModule
 from .common.loading import load_image_classifier
 from .common.resources import checkpoint_path, shipped_checkpoints, shipped_images
 from .predict import draw_predictions, predict
@@ -27,9 +26,7 @@ def make_parser() -> CommandParser:
         prog="frugalvit demo",
         description="Serve a page: choose a model, an image and a number of tokens, see labels and where tokens look.",
     )
-    parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="folders or hub ids of classifiers (default: those that ship)"
-    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="classifiers (default: those that ship)")
     parser.add_argument("--host", help="address to serve on (default: this machine alone)")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
     add_device_argument(parser)
@@ -39,10 +36,6 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    try:
-        import gradio
-    except ImportError:
-        raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
     models = arguments.models or shipped_classifiers()
     folders = {Path(model).name: model for model in models}
     if len(folders) < len(models):
@@ -51,7 +44,12 @@ def main(argv: list[str] | None = None) -> None:
     for model in arguments.models:
         load_image_classifier(model, arguments.device, arguments.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
+        # gradio reads it when it is imported.
         os.environ["GRADIO_TEMP_DIR"] = folder
+        try:
+            import gradio
+        except ImportError:
+            raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
         page = build_page(folders, arguments.device, arguments.trust_remote_code, write_examples(Path(folder)))
         page.launch(
             # The default theme loads its fonts from Google.
@@ -69,7 +67,6 @@ def shipped_classifiers() -> list[Path]:
 
 
 def write_examples(folder: Path) -> list[str]:
-    """Write embedded test images into a folder and return their paths."""
     paths = [str(folder / f"{index}.png") for index in range(8)]
     images = str(shipped_images("cifar10") / "test.parquet")
     for index, record in enumerate(load_images(images, f"train[:{len(paths)}]")):
@@ -118,10 +115,9 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
 
 
 def token_counts(model: PreTrainedModel) -> list[int]:
-    """List the numbers of tokens that a model is made for; empty if there is no choice."""
-    if isinstance(model, ExportedModule):
-        return model.token_counts
-    return list(getattr(model.config, "elastic_token_counts", None) or ())
+    """List the numbers of tokens that a model is made for; empty if there is no choice, as in an exported program."""
+    counts = getattr(model.config, "elastic_token_counts", None) or ()
+    return list(counts) if hasattr(model, "set_num_tokens") else []
 
 
 def look(

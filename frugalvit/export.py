@@ -1,7 +1,6 @@
 """`frugalvit export`: write a model for a runtime without PyTorch, once its outputs are those of the original."""
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 import datasets
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from .architectures import has_rois, load_model
 from .common.command_line import CommandParser, add_dataset_arguments, positive
@@ -34,8 +32,6 @@ from .version import __version__
 # Least mean cosine with the original's outputs, and share of images with the original's label.
 LEAST = {"float32": 0.99, "bfloat16": 0.99, "int8": 0.97}
 BATCH_SIZE = 8
-# Value of --num-tokens.
-ALL = "all"
 
 
 def make_parser() -> CommandParser:
@@ -50,12 +46,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--format", choices=tuple(FORMATS), default="onnx", help="runtime")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="onnx has no bfloat16")
     parser.add_argument(
-        "--num-tokens",
-        nargs="+",
-        type=lambda text: text if text == ALL else positive(text),
-        metavar="COUNT",
-        help="latent tokens of a SparseFormer; several numbers that the model is made for, or "
-        f"`{ALL}` of them, become an input of the program (default: the model's own; with --page all)",
+        "--num-tokens", type=positive, metavar="COUNT", help="latent tokens (default: the model's own)"
     )
     parser.add_argument("--output-rois", action="store_true", help="with RoIs and sampling points of a SparseFormer")
     parser.add_argument("--page", action="store_true", help="with a page that labels images in the browser; needs npm")
@@ -97,10 +88,14 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
     vision = vision_config_of(model.config)
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
-    check_options(arguments, model)
+    name = type(model).__name__
+    if arguments.output_rois and not has_rois(model):
+        raise ValueError(f"--output-rois: {name} has no RoIs, expected a SparseFormer.")
+    if arguments.page and not name.endswith("ForImageClassification"):
+        raise ValueError(f"--page shows labels; got a {name}, expected an image classifier.")
+    choose_tokens(model, arguments.num_tokens, None)
     images, calibration_images = choose_images(arguments)
-    output_rois = arguments.output_rois or (arguments.page and has_rois(model))
-    parts = parts_of(model, output_rois, choose_token_counts(model, arguments))
+    parts = parts_of(model, arguments.output_rois or (arguments.page and has_rois(model)))
     tokenizer = None
     if "text_model" in parts:
         tokenizer = load_tokenizer(arguments.model, model.config.text_config.vocab_size)
@@ -117,12 +112,11 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
     calibration = {}
     for name, part in parts.items():
         outputs = part(**part.example(1))
-        report["parts"][name] = {"outputs": [*outputs], "num_tokens": [*part.token_counts], "measured": []}
+        for output, values in outputs.items():
+            check_scores(values[-1] if isinstance(values, tuple) else values, output)
+        report["parts"][name] = {"outputs": [*outputs]}
         if arguments.precision == "int8":
-            batches = batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1)
-            # Each number of tokens in turn.
-            counts = itertools.cycle([{"num_tokens": torch.tensor(count)} for count in part.token_counts] or [{}])
-            calibration[name] = [inputs | count for inputs, count in zip(batches, counts, strict=False)]
+            calibration[name] = list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         print(f"Exporting to {arguments.format}, which takes a minute or more.", file=sys.stderr)
         export_parts(parts, model.config, arguments.format, arguments.precision, folder, calibration)
@@ -133,11 +127,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         write_json(folder / REPORT, report)
         print(f"Comparing on {len(images):,} images.", file=sys.stderr)
         for name, part in parts.items():
-            program = ExportedModule(folder, name)
-            for num_tokens in part.token_counts or [None]:
-                batches = batches_for(part, image_processor, tokenizer, images)
-                measured = compare_outputs(part, program, batches, num_tokens)
-                report["parts"][name]["measured"].append({"num_tokens": num_tokens} | measured)
+            batches = batches_for(part, image_processor, tokenizer, images)
+            report["parts"][name] |= compare_outputs(part, ExportedModule(folder, name), batches)
         report["shortcomings"] = shortcomings(report)
         if report["shortcomings"] and not arguments.force:
             found = "; ".join(report["shortcomings"])
@@ -147,29 +138,6 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         if arguments.page:
             write_page(folder, Path(arguments.output).name)
     return report
-
-
-def check_options(arguments: argparse.Namespace, model: PreTrainedModel):
-    """Raise a ValueError if an option does not fit the model."""
-    name = type(model).__name__
-    if arguments.output_rois and not has_rois(model):
-        raise ValueError(f"--output-rois: {name} has no RoIs, expected a SparseFormer.")
-    if arguments.page and not name.endswith("ForImageClassification"):
-        raise ValueError(f"--page shows labels; got a {name}, expected an image classifier.")
-
-
-def choose_token_counts(model: PreTrainedModel, arguments: argparse.Namespace) -> tuple[int, ...]:
-    """Return the numbers of tokens among which the program's input chooses; none if its number is fixed."""
-    counts = getattr(vision_config_of(model.config), "elastic_token_counts", None) or ()
-    asked = arguments.num_tokens or ([ALL] if arguments.page and len(counts) > 1 else [])
-    if len(asked) < 2 and ALL not in asked:
-        choose_tokens(model, asked[0] if asked else None, None)
-        return ()
-    chosen = {*counts} if ALL in asked else {*asked}
-    if len(counts) < 2 or not chosen <= {*counts}:
-        made_for = ", ".join(map(str, counts)) or "one number of tokens alone"
-        raise ValueError(f"--num-tokens {' '.join(map(str, asked))}: the model is made for {made_for}.")
-    return tuple(sorted(chosen))
 
 
 def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -206,17 +174,16 @@ def batches_for(
 
 
 def compare_outputs(
-    part: Part, exported: ExportedModule, batches: Iterator[dict[str, torch.Tensor]], num_tokens: int | None
+    part: Part, exported: ExportedModule, batches: Iterator[dict[str, torch.Tensor]]
 ) -> dict[str, object]:
     """Run the original and the program on the same inputs. Return cosines of the first outputs (of feature maps, the
     last map) and the share of images (of a segmenter, pixels) with the same label."""
     cosines, agreements = [], []
     for inputs in batches:
-        outputs = [each(**inputs, num_tokens=num_tokens) for each in (part, exported)]
+        outputs = [each(**inputs) for each in (part, exported)]
         name = next(iter(outputs[0]))
         found = (each[name][-1] if isinstance(each[name], tuple) else each[name] for each in outputs)
         expected, computed = (values.float() for values in found)
-        check_scores(expected, name)
         check_scores(computed, name)
         cosines.append(F.cosine_similarity(expected.flatten(1), computed.flatten(1)))
         if name == "logits":
@@ -234,12 +201,9 @@ def shortcomings(report: dict) -> list[str]:
     """Return one line for each cosine or agreement below `LEAST`."""
     least = LEAST[report["precision"]]
     return [
-        f"{measure.replace('_', ' ')} {measured[measure]:.4f} of {name}"
-        + (f" with {measured['num_tokens']} tokens" if measured["num_tokens"] else "")
-        + f" on {measured['compared']} inputs, expected at least {least}"
+        f"{measure.replace('_', ' ')} {part[measure]:.4f} of {name} on {part['compared']} inputs, expected {least}"
         for name, part in report["parts"].items()
-        for measured in part["measured"]
         for measure in ("mean_cosine", "agreement")
         # Embeddings have no labels to agree on; NaN is not enough.
-        if measured[measure] is not None and not measured[measure] >= least
+        if part[measure] is not None and not part[measure] >= least
     ]

@@ -22,11 +22,6 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     about = f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. "
     if report["calibration_images"]:
         about += f"Activations' ranges are those of {report['calibration_images']} images. "
-    if counts := next(iter(report["parts"].values()))["num_tokens"]:
-        about += (
-            f"Each call chooses the number of tokens, `num_tokens`: {', '.join(map(str, counts))}. Other numbers are "
-            "rounded down to these. "
-        )
     warning = f"**It does not reach what it should**: {'; '.join(report['shortcomings'])}."
     make_card(
         model,
@@ -59,8 +54,7 @@ def example(image_format: ImageFormat, report: dict) -> str:
 left, top = (image.width - across) / 2, (image.height - down) / 2
 """
         box = ", (left, top, left + across, top + down)"
-    tokens = f', "num_tokens": np.array({about["num_tokens"][-1]})' if about["num_tokens"] else ""
-    inputs = f'{{"pixel_values": pixel_values{tokens}}}'
+    inputs = '{"pixel_values": pixel_values}'
     if report["format"] == "openvino":
         hint = f'{{"INFERENCE_PRECISION_HINT": "{openvino_precision(report["precision"])}"}}'
         run = f"""program = openvino.Core().compile_model("{program}", "CPU", {hint})
@@ -92,12 +86,10 @@ def rows(report: dict) -> list[dict[str, object]]:
     return [
         {
             "program": FORMATS[report["format"]].program.format(part),
-            **({"tokens": measured["num_tokens"]} if measured["num_tokens"] else {}),
             "compared": measured["compared"],
             "min cosine": measured["min_cosine"],
             "mean cosine": measured["mean_cosine"],
             "same label": measured["agreement"],
         }
-        for part, about in report["parts"].items()
-        for measured in about["measured"]
+        for part, measured in report["parts"].items()
     ]

@@ -18,10 +18,8 @@ from .common.packing import pack_linear_layers
 from .common.reading import read_ahead, stack_pixels
 from .common.scores import check_scores
 from .common.tables import first_line
-from .common.views import prepare_images, size_made_by, vision_config_of
-from .configuration.configuration_base import is_sparseformer
+from .common.views import prepare_images, size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
-from .modeling.layers import check_num_tokens
 
 
 def class_scores(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor:
@@ -68,30 +66,19 @@ class _Application:
             model (`str`, `os.PathLike` or `nn.Module`): Model that ships, folder, hub id, or a loaded model.
             image_processor (*optional*): The image processor of a loaded model.
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
-            batch_size (`int`, *optional*, defaults to 32): Images at a time.
             num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one for each CPU.
             return_errors (`bool`, *optional*): Yield the `CorruptImageError` of an image, rather than raise it.
-            device (`str`, *optional*): By default an accelerator if there is one.
-            trust_remote_code (`bool`, *optional*): Run code that comes with a model.
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, expected 1 or more.")
         if isinstance(model, nn.Module):
             if image_processor is None:
                 raise ValueError("A loaded model needs its image processor: AutoImageProcessor.from_pretrained(…).")
-            model.eval()
         else:
             model, image_processor = self._load(model, device, trust_remote_code)
             pack_linear_layers(model)
-        if num_tokens is not None:
-            config = vision_config_of(model.config)
-            if hasattr(model, "check_num_tokens"):
-                # An exported program, which has some counts alone.
-                model.check_num_tokens(num_tokens)
-            elif is_sparseformer(config):
-                check_num_tokens(config, num_tokens)
-            else:
-                raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
+        if num_tokens is not None and not any(hasattr(part, "set_num_tokens") for part in model.modules()):
+            raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
         self.model, self.image_processor = model, image_processor
         self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
         self.return_errors = return_errors
@@ -107,6 +94,8 @@ class _Application:
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
         pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
+            # It may be trained between two calls.
+            self.model.eval()
             read = [future.result() for _, future in batch]
             pixels = [each for each in read if isinstance(each, torch.Tensor)]
             found = iter(self._compute(stack_pixels(pixels)) if pixels else ())
@@ -146,8 +135,6 @@ class Embedder(_Application):
         super().__init__(model, image_processor, **options)
         self._run = image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
 
-    __init__.__doc__ = _Application.__init__.__doc__
-
     @staticmethod
     def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:
         if is_exported(name):
@@ -180,8 +167,6 @@ class Classifier(_Application):
         choose_tokens(self.model, None, confidence)
         self.confidence = confidence
         self.labels = [label for _, label in sorted(self.model.config.id2label.items())]
-
-    __init__.__doc__ = _Application.__init__.__doc__
 
     def _run(self, pixel_values: torch.Tensor) -> torch.Tensor:
         if self.confidence is not None:

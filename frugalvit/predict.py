@@ -29,6 +29,7 @@ from .common.scores import check_scores
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
 from .inference import Classifier, choose_tokens, class_scores
+from .pictures import check_picture_path, draw_rois, save_figure
 
 
 # Images of a picture.
@@ -41,17 +42,11 @@ def make_parser() -> CommandParser:
         description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
     )
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders, 'photos/*.jpg', .parquet files")
-    parser.add_argument(
-        "--model", default="cifar10-sparseformer", metavar="FOLDER", help="folder, hub id or name of one that ships"
-    )
+    parser.add_argument("--model", default="cifar10-sparseformer", metavar="FOLDER", help="or hub id, or name")
     parser.add_argument("--image-column", help="of parquet files, where names and types do not tell")
     parser.add_argument("--top", type=positive, default=5, help="labels for each image")
     parser.add_argument("--limit", type=positive, help="take only this many images")
-    parser.add_argument(
-        "--rois",
-        metavar="FILE",
-        help=f"draw where tokens look in the first {MAX_DRAWN} images into this .png, .webp, .pdf or .svg",
-    )
+    parser.add_argument("--rois", metavar="FILE", help=f"draw the tokens' RoIs in {MAX_DRAWN} images (.png, .pdf, …)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_reading_arguments(parser)
     add_token_arguments(parser)
@@ -68,8 +63,6 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
     paths = find_images(arguments.images)
     if arguments.rois:
-        from .pictures import check_picture_path, save_figure
-
         check_picture_path(arguments.rois)
     model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     if arguments.rois and not has_rois(model):
@@ -153,8 +146,7 @@ def predict_pixels(
     output_rois: bool = False,
     confidence: float | None = None,
 ) -> list[Prediction]:
-    """Label a batch of prepared images, `(batch, channels, height, width)`; their normalization by the image processor
-    is undone for `Prediction.view`."""
+    """Label a batch of prepared images, `(batch, channels, height, width)`."""
     config = model.config
     if confidence is None:
         outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
@@ -186,8 +178,6 @@ def draw_predictions(
     predictions: Sequence[Prediction], captions: Sequence[str] | None = None, all_steps: bool = False
 ):
     """`draw_rois` for what `predict(…, output_rois=True)` returned; a `matplotlib.figure.Figure`."""
-    from .pictures import draw_rois
-
     rois = [torch.stack(step) for step in zip(*(prediction.rois for prediction in predictions), strict=True)]
     points = [torch.stack(step) for step in zip(*(each.sampling_points[-1:] for each in predictions), strict=True)]
     views = [prediction.view for prediction in predictions]

@@ -7,8 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -58,7 +56,19 @@ def main(argv: list[str] | None = None) -> None:
         validate_repo_id(arguments.repo_id)
         if arguments.no_code:
             raise ValueError("--no-code is for folders: a hub repository loads where frugalvit is not installed.")
-    with prepared(arguments) as folder:
+    model = load_model(arguments.model)
+    with (
+        tempfile.TemporaryDirectory() as aside,
+        whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite) as folder,
+    ):
+        save_compact(model, folder)
+        copy_companions(Path(arguments.model), folder)
+        write_card(arguments, model, folder)
+        check_outputs(folder)
+        if arguments.no_code:
+            for path in folder.glob("*.py"):
+                path.unlink()
+            forget_code(folder)
         for path in sorted(folder.iterdir()):
             print(f"{path.stat().st_size:>12,}  {path.name}")
         if arguments.repo_id and not arguments.dry_run:
@@ -80,25 +90,6 @@ def upload(folder: Path, repo_id: str, private: bool = False):
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload model")
     except (HTTPError, OfflineModeIsEnabled) as error:
         raise OSError(f"Cannot upload to {repo_id}: {error or type(error).__name__}") from error
-
-
-@contextmanager
-def prepared(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Yield the folder to upload, which stays at `arguments.output`, if given, if the block succeeds."""
-    model = load_model(arguments.model)
-    with (
-        tempfile.TemporaryDirectory() as aside,
-        whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite) as folder,
-    ):
-        save_compact(model, folder)
-        copy_companions(Path(arguments.model), folder)
-        write_card(arguments, model, folder)
-        check_outputs(folder)
-        if arguments.no_code:
-            for path in folder.glob("*.py"):
-                path.unlink()
-            forget_code(folder)
-        yield folder
 
 
 def save_compact(model: PreTrainedModel, folder: Path):

@@ -1,8 +1,6 @@
 """`frugalvit swap`: a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer as its vision tower."""
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import datasets
 import torch
@@ -30,12 +28,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--image-grid", type=positive, metavar="ROWS", help="of a Gemma 3 or a LLaVA-OneVision")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are written")
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the language model (needs frugalvit[quantize])")
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        metavar="DATA",
-        help="images (id, folder or parquet files) on which to match mean and deviation of the tower's channels",
-    )
+    parser.add_argument("--dataset", nargs="+", metavar="DATA", help="images to match the tower's channels on")
     parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
     add_skip_argument(parser)
     add_device_map_argument(parser)
@@ -45,41 +38,38 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    with whole_folder(arguments.output, arguments.overwrite) as folder:
-        summary = write_swapped(arguments, folder)
-    print(f"Wrote {arguments.output}: {summary}.")
-
-
-def write_swapped(arguments: argparse.Namespace, folder: Path) -> str:
-    """Write model and processor into a folder, and return a description of the model."""
     dtype = getattr(torch, arguments.dtype)
-    tower, _ = load_vision_model(arguments.vision_model, "cpu")
-    llava, old_processor = load_llava(
-        arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map, grids=True
-    )
-    before = image_grid(llava.config)
-    model = swap_vision_tower(llava, tower, arguments.image_grid)
-    if arguments.num_tokens is not None:
-        model.set_num_tokens(arguments.num_tokens)
-    processor = matching_processor(old_processor, model)
-    about = f", in {arguments.dtype}"
-    if arguments.quantize:
-        # Written, and loaded, as it is held.
-        model.hf_quantizer, model.config.quantization_config = llava.hf_quantizer, llava.config.quantization_config
-        about += f", its language model in {arguments.quantize}"
-    if arguments.dataset:
-        images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
-        pairs = pixel_pairs(processor, old_processor, images, arguments.skip_corrupt)
-        place = input_device(llava), dtype
-        match_channels_(model, llava, ([pixel_values.to(*place) for pixel_values in pair] for pair in pairs))
-        about += f", its channels matched on {len(images):,} images"
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    if model.config.vision_config.model_type != "sparseformer_grid":
-        hint = ". `frugalvit align-llava` lets the projector learn to read them"
-        return f"{model.config.image_seq_length} tokens an image instead of {before**2} patches{about}{hint}"
-    tokens, grid = model.config.vision_config.tower_config.default_num_tokens, image_grid(model.config)
-    return f"{tokens} tokens instead of {before**2} patches make a grid of {grid} x {grid}{about}"
+    with whole_folder(arguments.output, arguments.overwrite) as folder:
+        tower, _ = load_vision_model(arguments.vision_model, "cpu")
+        llava, old_processor = load_llava(
+            arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map, grids=True
+        )
+        model = swap_vision_tower(llava, tower, arguments.image_grid)
+        if arguments.num_tokens is not None:
+            model.set_num_tokens(arguments.num_tokens)
+        processor = matching_processor(old_processor, model)
+        patches, about = image_grid(llava.config) ** 2, f", in {arguments.dtype}"
+        if arguments.quantize:
+            # Written, and loaded, as it is held.
+            model.hf_quantizer = llava.hf_quantizer
+            model.config.quantization_config = llava.config.quantization_config
+            about += f", its language model in {arguments.quantize}"
+        if arguments.dataset:
+            images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
+            pairs = pixel_pairs(processor, old_processor, images, arguments.skip_corrupt)
+            place = input_device(llava), dtype
+            match_channels_(model, llava, ([pixel_values.to(*place) for pixel_values in pair] for pair in pairs))
+            about += f", its channels matched on {len(images):,} images"
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    vision = model.config.vision_config
+    if vision.model_type == "sparseformer_grid":
+        tokens, grid = vision.tower_config.default_num_tokens, image_grid(model.config)
+        tokens = f"{tokens} tokens instead of {patches} patches make a grid of {grid} x {grid}"
+    else:
+        tokens = f"{model.config.image_seq_length} tokens an image instead of {patches} patches"
+        about += ". `frugalvit align-llava` lets the projector learn to read them"
+    print(f"Wrote {arguments.output}: {tokens}{about}.")
 
 
 def pixel_pairs(

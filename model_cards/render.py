@@ -32,13 +32,6 @@ KINDS = {
         "[classes] = processor.post_process_semantic_segmentation(outputs)  # (height, width)",
     ),
 }
-# What to do with a model besides.
-USES = {
-    "vision tower": "It is a `SparseFormerVisionModelWithProjection`. `SparseFormerCLIPModel.from_clip(clip, model)` "
-    "puts it into its CLIP, `swap_vision_tower(llava, model)` into a LLaVA with that CLIP's tower.",
-    "vision model": "It is a `SparseFormerVisionModel`, which classifies nothing: a classifier, a SigLIP "
-    "(`SparseFormerSiglipModel.from_siglip`) or a LLaVA (`swap_vision_tower`) reads its embedding or its tokens.",
-}
 COUNTED = re.compile(r"Counted: ([\d,]+) parameters(?: of both)?(?:, ([\d.]+) G multiply-accumulates)?")
 
 
@@ -70,15 +63,14 @@ def kind_of(recipe: dict) -> str:
 
 def card_of(name: str, recipe: dict) -> str:
     """Return a recipe's card in Markdown."""
-    kind = kind_of(recipe)
-    auto_class, use = KINDS[kind]
+    auto_class, use = KINDS[kind_of(recipe)]
     about = [
         f"# {name}",
         recipe["about"],
         "**Weights are not published here.** These lines make them:",
         "```bash\n" + "\n".join(recipe["commands"]) + "\n```",
         *recipe["notes"],
-        f"**Use**, once it is trained. {USES.get(kind, '')}".strip(),
+        "**Use**, once it is trained.",
         f"```python\nimport frugalvit\nfrom transformers import AutoImageProcessor, {auto_class}\n\n"
         f'processor = AutoImageProcessor.from_pretrained("{name}")\n'
         f'model = {auto_class}.from_pretrained("{name}")\n'
@@ -89,11 +81,8 @@ def card_of(name: str, recipe: dict) -> str:
 
 
 def render_card(template: Path, results: Path = RESULTS) -> str:
-    """Render a shipped model's card, a Jinja template, with numbers from a folder of JSON files.
-
-    `results("name")` is the content of `name.json`, `row("name", "value", "column")` the first row of its table with
-    that value in a column, by default "row". The filter `percent` writes 0.5 as 50.00 %. The card's name is `name`.
-    """
+    """Render a shipped model's card, a Jinja template, with numbers of JSON files: `results("name")` is the content of
+    `name.json`, `row("name", "value", "column")` the first row of its table with that value in a column."""
 
     def read(name: str) -> dict:
         return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))

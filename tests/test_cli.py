@@ -9,16 +9,10 @@ import types
 
 import frugalvit_cli as cli
 import pytest
-from tqdm import tqdm
 
 from frugalvit.common.files import whole_file, whole_folder
 from frugalvit.training.arguments import run_as_program
 from frugalvit.version import __version__
-
-
-def run(*arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [sys.executable, *options, "-m", "frugalvit", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -37,7 +31,9 @@ def command(monkeypatch):
 
 @pytest.mark.parametrize("argument", ["--help", "--version", "no-such-command"])
 def test_answers_at_once(argument):
-    result = run(argument, options=("-X", "importtime"))
+    code = "import sys, frugalvit_cli; sys.exit(frugalvit_cli.main())"
+    command = [sys.executable, "-X", "importtime", "-c", code, argument]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "import time:" in line}
     assert "frugalvit_cli" in imported
     assert imported.isdisjoint({"torch", "transformers", "numpy", "huggingface_hub"})
@@ -58,12 +54,10 @@ def test_choices_are_all_that_there_are():
         configuration_patch_sparseformer,
         configuration_vit_context_broadcast,
     )
-    from frugalvit.modeling import conversion, inheritance, initialization, reference_initialization
+    from frugalvit.modeling import conversion, initialization, reference_initialization
 
     assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
     assert reference_initialization.REFERENCE == choices.REFERENCE
-    assert inheritance.FOCUSINGS == choices.FOCUSINGS
-    assert configuration_patch_sparseformer.PLACEMENTS == choices.PLACEMENTS
     assert configuration_patch_sparseformer.PLACEMENT_RULES == choices.PLACEMENT_RULES
     assert configuration_vit_context_broadcast.CONTEXT_BROADCASTS == choices.CONTEXT_BROADCASTS
     assert configuration_vit_context_broadcast.CONTEXT_BROADCAST_POSITIONS == choices.CONTEXT_BROADCAST_POSITIONS
@@ -71,32 +65,7 @@ def test_choices_are_all_that_there_are():
     assert tuple(conversion.TEMPLATES) == choices.CONVERTED_VARIANTS
 
 
-@pytest.mark.parametrize(
-    ("argv", "meant"),
-    [
-        (["bootstrap", "--imagesize", "32", "--teacher", "x", "--output_dir", "out"], "--image_size"),
-        (["train", "--model", "x", "--learing_rate", "1", "--output_dir", "out"], "--learning_rate"),
-        (["predict", "a.png", "--modle", "x"], "--model"),
-        (["evaluate", "knn", "--neigbors=3"], "--neighbors"),
-        (["export", "--page_", "x"], "--page"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_the_nearest_option_is_named(argv, meant, capsys):
-    """Also where something is missing besides."""
-    with pytest.raises(SystemExit) as stop:
-        cli.main(argv)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and f"did you mean {meant}?" in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "command",
-    [[name] for name in cli.COMMANDS]
-    + [["evaluate", task] for task in ("classification", "knn", "segmentation", "zero-shot", "retrieval")]
-    + [["evaluate", "scienceqa"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", [*([name] for name in cli.COMMANDS), ["evaluate", "classification"]], ids=" ".join)
 def test_options_have_one_spelling_and_others_are_refused(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, "--help"])
@@ -113,7 +82,9 @@ def test_options_have_one_spelling_and_others_are_refused(command, capsys):
     assert stop.value.code == 2 and error.startswith(f"frugalvit {command[0]}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("word", "hint"), [("quikstart", "did you mean 'quickstart'?"), ("xyz", "the commands are ")])
+@pytest.mark.parametrize(
+    ("word", "hint"), [("quikstart", "did you mean quickstart?"), ("xyz", "did you mean quickstart, predict, ")]
+)
 def test_unknown_command(word, hint, capsys):
     assert cli.main([word]) == 2
     error = capsys.readouterr().err
@@ -127,13 +98,7 @@ def test_unknown_command(word, hint, capsys):
     [
         (ValueError("expected this,\n  got that"), "expected this, got that"),
         (FileNotFoundError(2, "No such file or directory", "a.png"), "[Errno 2] No such file or directory: 'a.png'"),
-        (NotADirectoryError(20, "Not a directory", "a"), "[Errno 20] Not a directory: 'a'"),
-        (PermissionError(13, "Permission denied", "a"), "[Errno 13] Permission denied: 'a'"),
         (OSError(), "OSError"),
-        (
-            RuntimeError("It requires tensorboard to be installed."),
-            "It requires tensorboard to be installed. TensorBoard comes with pip install 'frugalvit[track]'.",
-        ),
     ],
 )
 def test_user_errors_are_one_line(command, error, line, capsys):
@@ -143,28 +108,8 @@ def test_user_errors_are_one_line(command, error, line, capsys):
     command(fail)
     assert cli.main(["fake"]) == 1
     assert capsys.readouterr() == ("", f"frugalvit fake: error: {line}\n")
-
-
-def test_defects_keep_their_traceback(command):
-    def fail(argv):
-        raise TypeError("a defect")
-
-    command(fail)
-    with pytest.raises(TypeError, match="a defect"):
-        cli.main(["fake"])
-
-
-@pytest.mark.parametrize("how", ["before", "after", "environment"])
-def test_debug_shows_the_traceback_of_user_errors(command, how, monkeypatch):
-    def fail(argv):
-        assert "--debug" not in argv
-        raise ValueError("what was given")
-
-    command(fail)
-    if how == "environment":
-        monkeypatch.setenv("FRUGALVIT_DEBUG", "1")
-    with pytest.raises(ValueError, match="what was given"):
-        cli.main({"before": ["--debug", "fake"], "after": ["fake", "--debug"], "environment": ["fake"]}[how])
+    with pytest.raises(type(error)):
+        cli.main(["--debug", "fake"])
 
 
 @pytest.mark.parametrize(("name", "code", "said"), [("SIGINT", 130, ["interrupted"] * 2), ("SIGTERM", 143, [])])
@@ -181,30 +126,3 @@ def test_what_ends_a_command_leaves_nothing(name, code, said, command, tmp_path,
             program()
         assert stop.value.code == code and not list(tmp_path.iterdir())
     assert re.findall("interrupted", capsys.readouterr().err) == said
-
-
-@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (3, 3)])
-def test_arguments_and_exit_codes_pass_through(command, returned, code):
-    received = []
-
-    def record(argv):
-        received.append(argv)
-        return returned
-
-    command(record)
-    assert cli.main(["fake", "--epochs", "2", "folder"]) == code
-    assert received == [["--epochs", "2", "folder"]]
-
-
-def test_an_error_has_a_line_of_its_own_beside_a_progress_bar(monkeypatch, capsys):
-    def fail(argv):
-        progress = tqdm(total=4, mininterval=0)
-        progress.update(2)
-        raise ValueError("boom")
-
-    monkeypatch.setattr("frugalvit.info.main", fail)
-    assert cli.main(["info"]) == 1
-    assert re.search(r"\| 2/4 [^\n]*\nfrugalvit info: error: boom\n$", capsys.readouterr().err)
-    with pytest.raises(SystemExit, match="^info: error: boom$"):
-        run_as_program(lambda: fail([]), "info")
-    assert re.search(r"\| 2/4 [^\n]*\n$", capsys.readouterr().err)

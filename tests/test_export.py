@@ -1,35 +1,27 @@
 """`frugalvit export`: real programs in real runtimes, beside the model that they came from."""
 
-import fnmatch
 import functools
-import http.server
 import json
 import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import onnx
-import openvino
 import pytest
 import torch
 from frugalvit_cli import main
 from PIL import Image
-from transformers import Dinov2Config, Dinov2ForImageClassification, ViTImageProcessor
 
 import frugalvit
 from frugalvit import demo, export
-from frugalvit.common import exported as programs
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
-from frugalvit.common.exported import ExportedModule, Part, parts_of
+from frugalvit.common.exported import ExportedModule, parts_of
 from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.export_page import RUNTIME_FILES
+from frugalvit.export_page import check_page
 from frugalvit.predict import predict
 from tiny import randomize, word_tokenizer
 
@@ -58,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
         **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "num_labels": 10},
     )
     torch.manual_seed(0)
-    model = frugalvit.SparseFormerForImageClassification(config)
+    model = frugalvit.PatchSparseFormerForImageClassification(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
@@ -78,38 +70,6 @@ def write(folder, tmp_path_factory):
         return output
 
     return export_it
-
-
-# Models for several numbers of tokens: the first of some, the cells of a grid, those of a tree.
-ELASTIC = {
-    "first": {
-        **{"elastic_token_counts": [4, 9, 16], "stem_channels": 16, "focusing_hidden_size": 32},
-        "num_focusing_iterations": 1,
-    },
-    "grid": {"elastic_token_counts": [4, 6, 16], "patch_size": 4},
-    "tree": {"elastic_token_counts": [4, 7, 16], "patch_size": 4, "placement": "content"},
-}
-
-
-@pytest.fixture(scope="module")
-def elastic(tmp_path_factory):
-    """Function that gives the folder of a model for several numbers of tokens."""
-
-    @functools.cache
-    def save(kind: str) -> Path:
-        family = "SparseFormer" if kind == "first" else "PatchSparseFormer"
-        config = getattr(frugalvit, f"{family}Config")(
-            **{"image_size": 32, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 1},
-            **{"num_attention_heads": 2, "intermediate_size": 64, "num_labels": 10, **ELASTIC[kind]},
-        )
-        config.id2label = dict(enumerate(class_names(load_images(SUBSET, "test"))))
-        torch.manual_seed(0)
-        # So far from the start that each number of tokens says something else.
-        model = randomize(getattr(frugalvit, f"{family}ForImageClassification")(config), 0.3)
-        model.save_pretrained(folder := tmp_path_factory.mktemp("elastic") / kind)
-        return folder
-
-    return save
 
 
 @pytest.fixture(scope="module")
@@ -147,84 +107,12 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
             assert not torch.equal(computed, expected)
             assert torch.cosine_similarity(computed, expected).min() > 0.9
     report = json.loads((output / "report.json").read_text())
-    [measured] = report["parts"]["model"]["measured"]
+    measured = report["parts"]["model"]
     assert measured["compared"] == 16
     assert 0.9 < measured["min_cosine"] <= measured["mean_cosine"] <= 1 + 1e-6
     # Fewer bits are compared with all of them.
     assert tolerance or measured["min_cosine"] < 1 - 1e-7
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
-
-
-@pytest.mark.parametrize(("kind", "name"), [("first", "openvino"), ("grid", "onnx"), ("tree", "onnx")])
-@torch.no_grad()
-def test_one_program_has_any_number_of_tokens(kind, name, elastic, tmp_path):
-    """As the model itself; another number is rounded down to one of these."""
-    model, _ = load_image_classifier(elastic(kind), "cpu")
-    counts = model.config.elastic_token_counts
-    parts = parts_of(model, True, counts)
-    programs.export_parts(parts, model.config, name, "float32", tmp_path)
-    write_report(tmp_path, name, parts)
-    program = ExportedModule(tmp_path)
-    generator = torch.Generator().manual_seed(1)
-    for pixel_values in (torch.randn(size, 3, 32, 32, generator=generator) for size in (1, 3)):
-        for count in counts:
-            computed, expected = (each(pixel_values, num_tokens=count, output_rois=True) for each in (program, model))
-            torch.testing.assert_close(computed.logits, expected.logits, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(computed.rois[-1], expected.rois[-1], atol=1e-4, rtol=0)
-    # Without a choice, the model's own.
-    assert program(pixel_values).rois[-1].shape[1] == counts[-1]
-    for asked, taken in ((1, counts[0]), (counts[1] + 1, counts[1]), (1000, counts[-1])):
-        outputs = program._runner(pixel_values=pixel_values, num_tokens=torch.tensor(asked))
-        assert outputs["rois"][-1].shape[1] == taken
-    with pytest.raises(ValueError, match=f"is 5, expected one that the program takes: {', '.join(map(str, counts))}"):
-        program(pixel_values, num_tokens=5)
-
-
-def write_report(folder: Path, name: str, parts: dict[str, Part]):
-    """Write the report of programs that were compared with nothing."""
-    about = {
-        part: {"outputs": list(each(**each.example(1))), "num_tokens": [*each.token_counts]}
-        for part, each in parts.items()
-    }
-    (folder / "report.json").write_text(json.dumps({"format": name, "precision": "float32", "parts": about}))
-
-
-def test_a_backbones_program_computes_its_maps(folder, photograph, tmp_path, monkeypatch, capsys):
-    """The program computes all feature maps, and the lines of its card run."""
-    model = frugalvit.PatchSparseFormerBackbone.from_pretrained(folder, out_indices=[0, 1])
-    model.save_pretrained(tmp_path / "backbone")
-    output = tmp_path / "program"
-    assert (
-        main(["export", "--model", str(tmp_path / "backbone"), "--format", "onnx", "--output", str(output), *FEW]) == 0
-    )
-    part = Part(model.eval(), "model")
-    found, expected = ExportedModule(output)(**part.example(3)), part(**part.example(3))
-    torch.testing.assert_close(found["feature_maps"], expected["feature_maps"], atol=1e-4, rtol=1e-4)
-    [measured] = json.loads((output / "report.json").read_text())["parts"]["model"]["measured"]
-    assert measured["min_cosine"] > 0.9999
-    lines = (output / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(output)
-    capsys.readouterr()
-    exec(lines.replace("photo.jpg", str(photograph)), {})
-    assert capsys.readouterr().out == "(1, 32, 8, 8) (1, 32, 8, 8)\n"
-
-
-def test_images_have_the_size_that_the_processor_makes(folder, tmp_path):
-    """DINOv2's configuration names the larger size that its positions are for."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = Dinov2ForImageClassification(Dinov2Config(image_size=64, patch_size=8, num_labels=10, **sizes))
-    model.config.id2label = load_image_classifier(folder)[0].config.id2label
-    model.save_pretrained(tmp_path / "dinov2")
-    ViTImageProcessor(size={"height": 32, "width": 48}).save_pretrained(tmp_path / "dinov2")
-    output = tmp_path / "program"
-    assert (
-        main(["export", "--model", str(tmp_path / "dinov2"), "--format", "openvino", "--output", str(output), *FEW])
-        == 0
-    )
-    exported = ExportedModule(output)
-    assert exported.config.image_size == [32, 48]
-    assert exported(torch.zeros(2, 3, 32, 48)).logits.shape == (2, 10)
 
 
 @pytest.mark.parametrize("name, factor", [("onnx", 1e20), ("openvino", float("nan"))])
@@ -239,39 +127,6 @@ def test_broken_models_pass_no_gate(name, factor, folder, tmp_path, capsys):
     assert main(["export", "--model", str(tmp_path / "broken"), *arguments]) == 1
     assert "frugalvit export: error: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
-
-
-def shapes_in_float32(folder: Path) -> Counter:
-    """Count the shapes of an exported model's float32 weights. Sides are sorted, as formats transpose differently."""
-    if (folder / "model.onnx").is_file():
-        arrays = [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(folder / "model.onnx").graph.initializer]
-    else:
-        operations = openvino.Core().read_model(folder / "openvino_model.xml").get_ops()
-        arrays = [operation.data for operation in operations if operation.get_type_name() == "Constant"]
-    return Counter(tuple(sorted(array.shape)) for array in arrays if array.dtype == np.float32)
-
-
-def assert_in_float32(folder: Path, model, patterns):
-    """Modules that patterns name stay in float32 with all that is in them, and no others do."""
-    asked, others = Counter(), Counter()
-    for layer, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            names = layer, layer.rpartition(".")[0]
-            kept = any(fnmatch.fnmatch(each, pattern) for each in names for pattern in patterns)
-            (asked if kept else others)[tuple(sorted(module.weight.shape))] += 1
-    floats = shapes_in_float32(folder)
-    assert {shape: floats[shape] for shape in asked | others} == {shape: asked[shape] for shape in asked | others}
-    assert bool(asked) == bool(patterns)
-
-
-@pytest.mark.parametrize("name", ["onnx", "openvino"])
-def test_layers_that_stay_in_float32(name, folder, tmp_path):
-    """A layer, what is in others, and some of their layers."""
-    model, _ = load_image_classifier(folder)
-    parts, patterns = parts_of(model), ("classifier", "*.mlp", "*.attention.[qk]_proj")
-    calibration = {"model": [parts["model"].example(1) for _ in range(2)]}
-    programs.export_parts(parts, model.config, name, "int8", tmp_path, calibration, patterns)
-    assert_in_float32(tmp_path, model, patterns)
 
 
 @pytest.mark.parametrize("arguments", [ONNX, ("--format", "openvino")])
@@ -295,7 +150,7 @@ def test_the_gate(folder, tmp_path, capsys, monkeypatch):
     command = ["export", "--model", str(folder), "--output", str(output), *FEW]
     assert main([*command, "--precision", "int8"]) == 1
     message = capsys.readouterr().err
-    assert re.search(r"mean cosine 0\.9\d+ of model on 16 inputs, expected at least 1", message)
+    assert re.search(r"mean cosine 0\.9\d+ of model on 16 inputs, expected 1", message)
     assert not list(tmp_path.iterdir())
     assert main([*command, "--format", "openvino", "--precision", "bfloat16", "--force"]) == 0
     assert "**It does not reach what it should**: mean cosine" in (output / "README.md").read_text()
@@ -309,34 +164,14 @@ def test_a_program_that_computes_something_else_is_refused(folder):
         other, _ = load_image_classifier(folder)
         other.classifier.weight[0] += 1
     batches = [part.example(4)]
-    same = export.compare_outputs(part, parts_of(model)["model"], iter(batches), [0, 1, 2, 3], None)
-    changed = export.compare_outputs(part, parts_of(other)["model"], iter(batches), None, None)
+    same = export.compare_outputs(part, parts_of(model)["model"], iter(batches))
+    changed = export.compare_outputs(part, parts_of(other)["model"], iter(batches))
     assert (same["agreement"], round(same["min_cosine"], 5)) == (1, 1)
-    assert same["accuracy"] == same["original_accuracy"]
     assert changed["mean_cosine"] < 0.99
-    measured = [changed | {"num_tokens": None, "agreement": 0.5}]
-    measured.append(measured[0] | {"num_tokens": 4, "mean_cosine": float("nan"), "agreement": None})
-    report = {"precision": "float32", "parts": {"model": {"measured": measured}}}
-    found = [
-        r"mean cosine 0\.\d+ of model on 4 inputs, expected at least 0\.99",
-        r"agreement 0\.5000 of model on 4 inputs, expected at least 0\.99",
-        r"mean cosine nan of model with 4 tokens on 4 inputs, .*",
-    ]
-    for line, expected in zip(export.shortcomings(report), found, strict=True):
-        assert re.fullmatch(expected, line)
-
-
-def test_images_to_compare_on_are_not_calibrated_with(folder, tmp_path):
-    """Also where there is one folder of images and no parts."""
-    for index in range(12):
-        Image.new("RGB", (40, 40), (20 * index, 0, 0)).save(tmp_path / f"{index}.png")
-    arguments = ["--dataset", str(tmp_path), "--limit", "5", "--calibration-images", "9", "--precision", "int8"]
-    held_back, calibration = export.choose_images(
-        export.make_parser().parse_args(["--model", str(folder), "--output", str(tmp_path / "out"), *arguments])
-    )
-    paths = [{image["path"] for image in images["image"]} for images in (held_back, calibration)]
-    assert [len(each) for each in paths] == [5, 7]
-    assert not paths[0] & paths[1]
+    parts = {"model": changed | {"agreement": 0.5}, "lost": changed | {"mean_cosine": float("nan"), "agreement": None}}
+    lines = export.shortcomings({"precision": "float32", "parts": parts})
+    assert len(lines) == 3 and lines[1] == "agreement 0.5000 of model on 4 inputs, expected 0.99"
+    assert lines[2] == "mean cosine nan of lost on 4 inputs, expected 0.99"
 
 
 def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, folder):
@@ -354,77 +189,11 @@ def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, fol
     assert rois is not None
 
 
-def test_the_number_of_tokens_of_a_program_is_chosen(elastic, photograph, tmp_path, capsys):
-    """By the commands, the lines of the card and applications; the gate stands before each number."""
-    source, output = elastic("grid"), tmp_path / "out"
-    arguments = ["--num-tokens", "16", "4", "--format", "onnx", "--precision", "int8", "--force", *FEW]
-    assert main(["export", "--model", str(source), "--output", str(output), *arguments]) == 0
-    assert len(re.findall(r"^model.onnx +(?:4|16) ", capsys.readouterr().out, re.MULTILINE)) == 2
-    measured = json.loads((output / "report.json").read_text())["parts"]["model"]["measured"]
-    assert [each["num_tokens"] for each in measured] == [4, 16] and {each["compared"] for each in measured} == {16}
-    assert measured[0]["mean_cosine"] != measured[1]["mean_cosine"]
-
-    program, image_processor = load_image_classifier(output)
-    pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    scores = {count: program(pixel_values, num_tokens=count).logits.softmax(-1) for count in program.token_counts}
-    assert not torch.equal(scores[4], scores[16])
-    # The model is made for 6 tokens, too, and the program is not.
-    outputs = program._runner(pixel_values=pixel_values, num_tokens=torch.tensor(6))
-    assert torch.equal(outputs["logits"].softmax(-1), scores[4])
-    [lines] = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
-    assert '"num_tokens": np.array(16)' in lines
-    script = BLOCKED + lines.replace("photo.jpg", str(photograph))
-    process = subprocess.run([sys.executable, "-c", script], cwd=output, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    best, labels = process.stdout.strip(), {}
-    for count in (4, 16):
-        command = ["predict", str(photograph), "--model", str(output), "--num-tokens", str(count), "--json", "--exact"]
-        assert main(command) == 0
-        labels[count] = json.loads(capsys.readouterr().out)[0]["labels"]
-        [array] = frugalvit.Classifier(output, num_tokens=count, exact=True)([photograph])
-        assert labels[count][0]["score"] == pytest.approx(array.max(), abs=1e-6)
-    assert labels[16][0]["label"] == best and labels[4] != labels[16]
-    evaluated = ["evaluate", "classification", "--model", str(output), "--limit", "8", "--json", "--num-tokens"]
-    assert main([*evaluated, "4"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_tokens"] == 4
-    assert main([*evaluated, "5"]) == 1
-    assert "`num_tokens` is 5, expected one that the program takes: 4, 16" in capsys.readouterr().err
-    assert demo.token_counts(program) == [4, 16]
-    shown = [demo.look(program, image_processor, Image.open(photograph), num_tokens=count)[0] for count in (4, 16)]
-    assert shown[0] != shown[1]
-
-
-@pytest.mark.parametrize(
-    "command, message",
-    [
-        (["predict", "PHOTO", "--model", "OUT", "--num-tokens", "2"], "only the one that it was exported with"),
-        (
-            ["predict", "PHOTO", "--model", "OUT", "--confidence", "0.5"],
-            "A confidence is for classifiers that are SparseFormers",
-        ),
-        (["predict", "PHOTO", "--model", "OUT", "--rois", "rois.png"], "has no RoIs to draw"),
-        (["predict", "PHOTO", "--model", "OUT", "--device", "meta"], "runs on the CPU here"),
-        (["evaluate", "classification", "--model", "OUT", "--attack", "fgsm"], "needs a gradient"),
-    ],
-)
-def test_what_programs_cannot_do(command, message, write, photograph, capsys):
-    places = {"PHOTO": str(photograph), "OUT": str(write("--format", "openvino"))}
-    assert main([places.get(word, word) for word in command]) == 1
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--precision", "bfloat16"], "--precision bfloat16 is not for onnx, which takes float32, int8"),
-        (["--format", "openvino", "--page"], "--page runs ONNX in the browser; got --format openvino"),
-        (["--float-layers", "classifier"], "--float-layers is for --precision int8, not for float32"),
-        (
-            ["--precision", "int8", "--float-layers", "classifier", "no.such"],
-            "--float-layers: PatchSparseFormerForImageClassification has no module 'no.such'",
-        ),
         (["--num-tokens", "99"], "`num_tokens` is 99, expected 1 to 4"),
-        (["--num-tokens", "all"], "--num-tokens all: the model is made for one number of tokens alone"),
         (["--dataset", "nowhere.parquet"], "nowhere.parquet"),
     ],
 )
@@ -456,10 +225,9 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
     assert "--page shows labels; got a SparseFormerCLIPModel" in capsys.readouterr().err
     assert main(["export", "--model", str(source), "--output", str(tmp_path / "out"), *FEW, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    compared = {name: part["measured"][0]["compared"] for name, part in report["parts"].items()}
+    compared = {name: part["compared"] for name, part in report["parts"].items()}
     assert compared == {"vision_model": 16, "text_model": 10}
     model = export.load_model(source)
-    assert programs.first_layer(model).startswith("vision_model.")
     for name, part in parts_of(model).items():
         inputs = part.example(3)
         with torch.no_grad():
@@ -472,68 +240,11 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-class Waiting(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder. A page that has the image `hold` is loaded when it asks for `done`, and not before."""
-
-    done = threading.Event()
-
-    def do_GET(self):
-        if self.path == "/done":
-            self.done.set()
-        if self.path == "/hold":
-            self.done.wait(110)
-        super().do_GET()
-
-    def log_message(self, *arguments):
-        pass
-
-
-# Asks for `done` when the page has its answer, however long that takes.
-WAIT = """<img src="hold" hidden><script>
-new MutationObserver((changes, observer) => {
-  const status = document.getElementById("status");
-  if (status && status.textContent.includes("ms on")) { observer.disconnect(); fetch("done"); }
-}).observe(document.body, {subtree: true, childList: true, characterData: true});
-</script>"""
-
-
-def test_the_page_labels_in_a_browser(elastic, photograph, tmp_path):
-    """In headless Chromium, from this machine alone, with the number of tokens that is chosen."""
-    chromium, npm = shutil.which("chromium"), shutil.which("npm")
-    if not (chromium and npm):
-        pytest.skip("needs Chromium, and npm for the browser's runtime")
-    output = tmp_path / "out"
-    if main(["export", "--model", str(elastic("tree")), "--output", str(output), *FEW, "--page"]):
-        pytest.skip("npm fetched no runtime")
-    assert all((output / name).is_file() for name in RUNTIME_FILES)
-    page = (output / "index.html").read_text()
-    assert "<h1>out</h1>" in page
+def test_the_page_asks_no_other_host(tmp_path, monkeypatch):
+    page = (Path(export.__file__).parent / "page" / "index.html").read_text()
     assert "//" not in re.sub(r"^\s*//.*$", "", page, flags=re.MULTILINE).replace("</", "")
-    (output / "index.html").write_text(page.replace("</h1>", f"</h1>{WAIT}"))
-    shutil.copyfile(photograph, output / "photo.png")
-    Waiting.done.clear()
-    handler = functools.partial(Waiting, directory=output)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-        options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
-        address = f"http://127.0.0.1:{server.server_port}/?image=photo.png&tokens=7"
-        process = subprocess.run(
-            [chromium, *options, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=False
-        )
-        server.shutdown()
-        thread.join()
-    model, image_processor = load_image_classifier(output)
-    found = re.findall(r"<tr><td>(\w+)</td>.*?<td>([\d.]+) %</td></tr>", process.stdout)
-    assert len(found) == 5 and '<output id="count">7</output>' in process.stdout
-    shown = {label: float(share) / 100 for label, share in found}
-    assert list(shown.values()) == sorted(shown.values(), reverse=True)
-    differences = {}
-    for count in (7, 16):
-        model.set_num_tokens(count)
-        [prediction] = predict(model, image_processor, [Image.open(photograph).convert("RGB")], top=10)
-        scores = dict(prediction.labels)
-        differences[count] = max(abs(share - scores[label]) for label, share in shown.items())
-    # Browsers resize images in their own ways.
-    assert differences[7] < 0.05 < differences[16]
+    with pytest.raises(ValueError, match="--page runs ONNX in the browser"):
+        check_page("openvino")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="from npm, and there is no npm here"):
+        check_page("onnx")

@@ -31,13 +31,8 @@ class Model(PreTrainedModel):
 class Processor(ViTImageProcessor):
     pass
 """
-AUTO_MAP = {
-    "AutoConfig": "foreign.Config",
-    **{
-        f"AutoModel{task}": "foreign.Model"
-        for task in ("", "ForImageClassification", "ForSemanticSegmentation", "ForImageTextToText")
-    },
-}
+TASKS = ("", "ForImageClassification", "ForSemanticSegmentation", "ForImageTextToText")
+AUTO_MAP = {"AutoConfig": "foreign.Config"} | {f"AutoModel{task}": "foreign.Model" for task in TASKS}
 
 
 @pytest.fixture
@@ -85,7 +80,6 @@ def data(tmp_path):
         "info {model}",
         "bootstrap --teacher {model} --output_dir {out}",
         "train --model {model} --output_dir {out} --train_split train[:64]",
-        "train --distill_from {model} --output_dir {out} --train_split train[:64]",
         "segment --model {model} --dataset {data} --output_dir {out} --num_labels 2 --drop_path 0",
         "evaluate classification --model {model} --limit 2",
         "evaluate knn --model {model} --limit 2",

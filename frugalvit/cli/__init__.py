@@ -57,9 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     command, *rest = argv
     if command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}."
-        print(f"frugalvit: error: there is no command {command!r}; {hint}", file=sys.stderr)
+        close = ", ".join(difflib.get_close_matches(command, COMMANDS, n=1) or COMMANDS)
+        print(f"frugalvit: error: there is no command {command!r}; did you mean {close}?", file=sys.stderr)
         return 2
     # Labels may have letters that a terminal has not.
     if hasattr(sys.stdout, "reconfigure"):

@@ -37,7 +37,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
@@ -45,7 +44,6 @@ def positive(text: str) -> int:
 
 
 def probability(text: str) -> float:
-    """A number from 0 to 1, for argparse."""
     value = float(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 0 to 1")
@@ -57,11 +55,7 @@ def add_device_argument(parser: argparse.ArgumentParser):
 
 
 def add_device_map_argument(parser: argparse.ArgumentParser):
-    parser.add_argument(
-        "--device-map",
-        choices=DEVICE_MAPS,
-        help="share the model out among the accelerators, the memory and the disk, as Accelerate does",
-    )
+    parser.add_argument("--device-map", choices=DEVICE_MAPS, help="share the model among devices, as Accelerate does")
 
 
 def add_trust_argument(parser: argparse.ArgumentParser):
@@ -78,33 +72,21 @@ def add_worker_argument(parser: argparse.ArgumentParser):
 
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--num-tokens",
-        type=int,
-        metavar="COUNT",
-        help="latent tokens of a SparseFormer, [CLS] not counted (default: the model's own)",
+        "--num-tokens", type=int, metavar="COUNT", help="latent tokens of a SparseFormer, without [CLS]"
     )
     parser.add_argument(
-        "--confidence",
-        type=probability,
-        metavar="SCORE",
-        help="few tokens first, and those images again with more whose likeliest label has a lower score, 0 to 1",
+        "--confidence", type=probability, metavar="SCORE", help="few tokens first, more for images of a lower score"
     )
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options that name the images."""
-    parser.add_argument(
-        "--dataset",
-        nargs="+",
-        default=[SUBSET],
-        help=f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)",
-    )
+    images = f"datasets hub id, image folder, parquet files or folder of them, or {SUBSET} (default)"
+    parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=images)
     add_part_arguments(parser)
     parser.add_argument("--label-column", help="where types do not tell")
 
 
 def add_part_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options that name a part of a data set and the images in it."""
     parser.add_argument("--dataset-config", help="configuration of a hub data set with several")
     parser.add_argument("--split", help="default: test, else validation, else train")
     parser.add_argument("--image-column", help="where names and types do not tell")
@@ -115,13 +97,11 @@ def add_limit_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options for reading the images."""
     add_skip_argument(parser)
     add_worker_argument(parser)
 
 
 def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:
-    """Add the options of every task: device, batches and output."""
     parser.add_argument("--batch-size", type=positive, default=batch_size, help="default: %(default)s")
     parser.add_argument("--output", metavar="FILE", help="write the results into this .json, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -132,6 +112,4 @@ def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) ->
 def add_training_images_arguments(parser: argparse.ArgumentParser):
     """Add the options that `read_labeled_parts` reads besides those of `add_dataset_arguments`."""
     parser.add_argument("--train-split", default="train", help="to learn from (default: %(default)s)")
-    parser.add_argument(
-        "--eval-dataset", nargs="+", help="to judge by, where it is not a split of --dataset (default: --dataset)"
-    )
+    parser.add_argument("--eval-dataset", nargs="+", help="to judge by (default: --dataset)")

@@ -40,13 +40,8 @@ def load_images(
             see `ImageFolder`, a folder that `datasets.load_dataset` reads, parquet files, or `"cifar10-subset"`.
         split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
-        image_column, label_column (`str`, *optional*): Their names, where the types do not tell.
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
         default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
-        streaming (`bool`): Read images as training goes, without a copy on disk.
-
-    Raises:
-        ValueError: if there is no such data set, split or column, or a label is none of the classes.
     """
     loaded = load_table(dataset, split, name, streaming)
     return select_images(loaded, dataset, image_column, label_column, class_names, default_names)
@@ -189,7 +184,6 @@ def find_column(features: Mapping, given: str | None, found: list[str], what: st
 
 
 def is_image(feature) -> bool:
-    """Whether a column is one of images, by its type."""
     # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
     return isinstance(feature, datasets.Image) or (
         isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
@@ -197,7 +191,6 @@ def is_image(feature) -> bool:
 
 
 def holds(feature, *types: str) -> bool:
-    """Whether a column is one of values of such types."""
     return isinstance(feature, datasets.Value) and feature.dtype.removeprefix("large_").startswith(types)
 
 

@@ -81,8 +81,7 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
 
 
 def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> Image.Image:
-    """Read the RGB image in a file, upright, see `to_rgb`; raise a ValueError if it has more than `max_pixels`, or
-    what Pillow raises for a broken file."""
+    """Read the upright RGB image in a file; raise a ValueError if it has more than `max_pixels`."""
     with open_image(file) as image:
         if max_pixels and image.width * image.height > max_pixels:
             size = f"{image.width:,} x {image.height:,}"
@@ -99,14 +98,8 @@ def read_record(record: Mapping | Image.Image | Path) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to 8-bit RGB as it is meant to be seen, with transparent parts on white.
-
-    Other numbers are scaled to 8 bits. A file does not note the range of 32-bit integers and of floats: it is the
-    smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds all values, rounding aside.
-
-    Raises:
-        ValueError: if values are negative or no numbers.
-    """
+    """Convert an image of any mode to 8-bit RGB, with transparent parts on white. The range of 32-bit integers and of
+    floats is the smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds all values."""
     if ";16" in image.mode:
         values = np.asarray(image)
         # As rounding a 257th, in 16 bits.
@@ -127,11 +120,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def undecoded(path: str | Path) -> dict[str, str | None]:
-    """The record of an image file, as `datasets` has it.
-
-    Raises:
-        ValueError: if its name is not UTF-8.
-    """
+    """Return the record of an image file, as `datasets` has it, whose names are UTF-8."""
     path = str(path)
     try:
         path.encode()
@@ -141,11 +130,7 @@ def undecoded(path: str | Path) -> dict[str, str | None]:
 
 
 def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
-    """Read the RGB image of an undecoded `datasets` record, or of a PIL image, upright.
-
-    Raises:
-        CorruptImageError: with the index, if it cannot be read.
-    """
+    """Read the upright RGB image of an undecoded `datasets` record or a PIL image, or raise a `CorruptImageError`."""
     try:
         return read_record(image)
     except Exception as error:

@@ -1,8 +1,4 @@
-"""Models as programs of OpenVINO or ONNX Runtime, written and run by Transformers' exporters.
-
-A folder has the programs, Transformers' `export.json`, the model's configuration and `report.json`, which
-`frugalvit export` writes.
-"""
+"""Models as programs of OpenVINO or ONNX Runtime, written and run by Transformers' exporters."""
 
 import contextlib
 import importlib.util
@@ -11,7 +7,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,14 +18,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, exporters
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
-from ..modeling.layers import place_among
 from .files import forget_code
 from .tables import first_line
 from .views import vision_config_of
 
 
 MANIFEST, REPORT = "export.json", "report.json"
-MAX_BATCH_SIZE = 4_096
 
 
 class Format(NamedTuple):
@@ -62,23 +56,15 @@ OUTPUTS = {
 
 
 class Part(nn.Module):
-    """The part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors.
+    """The part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors; `kind` is
+    "model", "image_embeds" or "text_embeds"."""
 
-    Args:
-        model (`PreTrainedModel`): In evaluation mode, on the CPU, in float32.
-        kind (`str`): "model", "image_embeds" or "text_embeds".
-        output_rois (`bool`): With `rois` and `sampling_points`.
-        token_counts (sequence of `int`): Latent token counts among which the program's input `num_tokens` chooses,
-            increasing; empty if the number is fixed.
-    """
-
-    def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False, token_counts: Sequence[int] = ()):
+    def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False):
         super().__init__()
-        self.model, self.kind = model, kind
-        self.output_rois, self.token_counts = output_rois, tuple(token_counts)
+        self.model, self.kind, self.output_rois = model, kind, output_rois
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """Return noise as inputs, with the largest number of tokens if it can be chosen."""
+        """Return noise as inputs."""
         generator = torch.Generator().manual_seed(0)
         if self.kind == "text_embeds":
             text = self.model.config.text_config
@@ -86,40 +72,31 @@ class Part(nn.Module):
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         vision = vision_config_of(self.model.config)
         shape = (batch_size, vision.num_channels, *pair(vision.image_size))
-        inputs = {"pixel_values": torch.randn(shape, generator=generator)}
-        return inputs | ({"num_tokens": torch.tensor(self.token_counts[-1])} if self.token_counts else {})
+        return {"pixel_values": torch.randn(shape, generator=generator)}
 
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        num_tokens: torch.Tensor | int | None = None,
     ) -> dict[str, torch.Tensor | tuple[torch.Tensor, ...]]:
-        if isinstance(num_tokens, torch.Tensor):
-            # Round down to a count that was compared with the original.
-            num_tokens = torch.tensor(self.token_counts)[place_among(self.token_counts, num_tokens)]
-        options = {} if num_tokens is None else {"num_tokens": num_tokens}
         if self.kind == "text_embeds":
             texts = self.model.get_text_features(input_ids=input_ids, attention_mask=attention_mask)
             return {"text_embeds": F.normalize(texts.pooler_output, dim=-1)}
         if self.kind == "image_embeds":
-            images = self.model.get_image_features(pixel_values=pixel_values, **options)
+            images = self.model.get_image_features(pixel_values=pixel_values)
             return {"image_embeds": F.normalize(images.pooler_output, dim=-1)}
-        if self.output_rois:
-            options["output_rois"] = True
-        outputs = self.model(pixel_values, **options)
+        outputs = self.model(pixel_values, **({"output_rois": True} if self.output_rois else {}))
         return {name: outputs[name] for name in OUTPUTS if outputs.get(name) is not None}
 
 
-def parts_of(model: PreTrainedModel, output_rois: bool = False, token_counts: Sequence[int] = ()) -> dict[str, Part]:
-    """Return the programs that a model becomes, by name; arguments as in `Part`."""
+def parts_of(model: PreTrainedModel, output_rois: bool = False) -> dict[str, Part]:
+    """Return the programs that a model becomes, by name."""
     if hasattr(model, "get_text_features"):
-        vision = Part(model, "image_embeds", token_counts=token_counts)
-        return {"vision_model": vision, "text_model": Part(model, "text_embeds")}
+        return {"vision_model": Part(model, "image_embeds"), "text_model": Part(model, "text_embeds")}
     if hasattr(model, "get_image_features"):
         raise ValueError(f"Cannot export a {type(model).__name__}; export the SparseFormer that was swapped into it.")
-    return {"model": Part(model, "model", output_rois, token_counts)}
+    return {"model": Part(model, "model", output_rois)}
 
 
 def check_format(name: str, precision: str):
@@ -145,8 +122,8 @@ def export_parts(
         exporter = getattr(exporters, f"{prefix}Exporter")()
         for part_name, part in parts.items():
             example = part.example(2)
-            batch = torch.export.Dim("batch", min=1, max=MAX_BATCH_SIZE)
-            options = {"dynamic_shapes": {key: {0: batch} if value.dim() else None for key, value in example.items()}}
+            batch = torch.export.Dim("batch", min=1, max=4_096)
+            options = {"dynamic_shapes": {key: {0: batch} for key in example}}
             if precision == "int8":
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
                 options["quantizer"] = make_quantizer(part, calibration[part_name])
@@ -199,7 +176,6 @@ def _quiet():
 
 
 def is_exported(folder: str | os.PathLike) -> bool:
-    """Return whether `frugalvit export` wrote a folder."""
     return all((Path(folder).expanduser() / name).is_file() for name in (MANIFEST, REPORT))
 
 
@@ -224,12 +200,8 @@ def read_report(folder: Path) -> dict:
 
 
 class ExportedModule(nn.Module):
-    """A program, called like the model that it was made from, with its `config`, `device` and named outputs.
-
-    Args:
-        folder (`str` or `os.PathLike`): Folder that `frugalvit export` wrote.
-        part (`str`, *optional*): The program, of several; by default the one that sees images.
-    """
+    """A program in a folder that `frugalvit export` wrote, by default the one that sees images, called like the model
+    that it was made from, with its `config`, `device` and named outputs."""
 
     def __init__(self, folder: str | os.PathLike, part: str | None = None):
         super().__init__()
@@ -251,40 +223,17 @@ class ExportedModule(nn.Module):
         self.config = program.config
         self._runner = program.runners[part]
         self.outputs = self.report["parts"][part]["outputs"]
-        self.token_counts = self.report["parts"][part].get("num_tokens", [])
-        self.num_tokens = None
-        if self.token_counts:
-            own = getattr(vision_config_of(self.config), "default_num_tokens", None)
-            self.num_tokens = own if own in self.token_counts else self.token_counts[-1]
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.eval()
 
-    def check_num_tokens(self, num_tokens: int) -> int:
-        """Return the number if the program takes it; raise a ValueError if it does not."""
-        if num_tokens not in self.token_counts:
-            counts = ", ".join(map(str, self.token_counts)) or "only the one that it was exported with"
-            raise ValueError(f"`num_tokens` is {num_tokens}, expected one that the program takes: {counts}.")
-        return num_tokens
-
-    def set_num_tokens(self, num_tokens: int):
-        """Set the default number of latent tokens."""
-        self.num_tokens = self.check_num_tokens(num_tokens)
-
     def forward(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        output_rois: bool | None = None,
-        num_tokens: int | None = None,
-        **inputs,
+        self, pixel_values: torch.Tensor | None = None, output_rois: bool | None = None, **inputs
     ) -> ModelOutput:
         """Run the program on inputs of the original model."""
         if output_rois and "rois" not in self.outputs:
             raise ValueError("The model was exported without its RoIs; `frugalvit export --output-rois` keeps them.")
         if pixel_values is not None:
             inputs["pixel_values"] = pixel_values.to(self.device, self.dtype)
-        num_tokens = self.num_tokens if num_tokens is None else self.check_num_tokens(num_tokens)
-        if num_tokens is not None:
-            inputs["num_tokens"] = torch.tensor(num_tokens)
         return ModelOutput(**self._runner(**inputs))
 
 

@@ -12,8 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Patterns of files of a model folder, besides source files and the card's pictures; those of them that `save_pretrained`
-# of the model does not write; and the files of `frugalvit export`.
+# Files of a model folder, besides source files and the card's pictures; those that no model itself writes; and of
+# `frugalvit export`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
@@ -82,12 +82,8 @@ def forget_code(folder: Path):
 
 @contextmanager
 def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a new folder beside `output` that takes its name if the block succeeds and is removed if it does not.
-
-    Raises:
-        ValueError: if `output` is a file, or a folder that is not empty, unless it holds a model and nothing else and
-            `overwrite` is set.
-    """
+    """Yield a new folder beside `output` that takes its name if the block succeeds. `output` must be new or empty, or,
+    with `overwrite`, hold a model and nothing else; a ValueError otherwise."""
     output = Path(os.path.realpath(output))
     _check_free(output, overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)

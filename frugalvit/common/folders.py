@@ -27,13 +27,11 @@ PART_FOLDERS = {
 }
 # Tables of images and labels that `datasets` reads.
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# Shards of a stream of a folder's images.
-FOLDER_SHARDS = 1_024
 
 
 class ImageFolder:
-    """The images of a folder: `parts` has class (or "") and file of each, by split, see `PART_FOLDERS`. The first folder
-    in a part is an image's class, however deep the image lies. A part without folders has no labels."""
+    """The images of a folder: `parts` has class (or "") and file of each, by split. The first folder in a part is an
+    image's class, however deep the image lies. A part without folders has no labels."""
 
     def __init__(self, folder: Path, images: list[Path]):
         self.parts = {}
@@ -63,17 +61,16 @@ class ImageFolder:
             features["label"] = datasets.ClassLabel(names=names)
             columns["label"] = features["label"].str2int(labels)
         table = datasets.Dataset.from_dict(columns, features)
-        return table.to_iterable_dataset(min(len(table), FOLDER_SHARDS)) if streaming else table
+        return table.to_iterable_dataset(min(len(table), 1_024)) if streaming else table
 
 
 def part_called(name: str) -> str | None:
-    """The split that a folder's name stands for, or None."""
     return next((split for split, names in PART_FOLDERS.items() if name.lower() in names), None)
 
 
 def find_parts(folder: Path, holding: Collection[Path]) -> dict[str, Path]:
-    """Find the folders that are parts of a data set, given all folders that hold images themselves. A single one beside
-    others is a class. A folder that holds one folder alone is entered. Without parts, all images are "train"."""
+    """Find the folders that are parts of a data set, given all folders that hold images. A single one beside others is
+    a class. A folder that holds one folder alone is entered. Without parts, all images are "train"."""
     while True:
         below = [parent.relative_to(folder).parts for parent in holding if parent.is_relative_to(folder)]
         children = sorted({folder / parts[0] for parts in below if parts})
@@ -89,7 +86,6 @@ def find_parts(folder: Path, holding: Collection[Path]) -> dict[str, Path]:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders in a folder, but those that programs made."""
     return sorted(path for path in folder.iterdir() if path.is_dir() and not made_by_machines(path.name))
 
 
@@ -115,7 +111,6 @@ def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]
 
 
 def image_files(folder: str | Path) -> Iterator[Path]:
-    """Yield the images in a folder and all within it, see `files_within`."""
     return files_within(folder, IMAGE_ENDINGS)
 
 

@@ -28,7 +28,6 @@ def compose(text: str) -> str:
 
 
 def class_names(images) -> list[str] | None:
-    """Names of the labels, or None if there are no labels."""
     return list(images.features["label"].names) if "label" in images.features else None
 
 

@@ -100,9 +100,8 @@ def load_vision_model(
     """
     if os.fspath(name).startswith(OPEN_CLIP):
         return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
-    model, image_processor = load_with_image_processor(
-        name, device, trust_remote_code, "a vision transformer", _vision_class, unread=_UNREAD
-    )
+    kind = "a vision transformer"
+    model, image_processor = load_with_image_processor(name, device, trust_remote_code, kind, _vision_class, _UNREAD)
     tower = getattr(getattr(model, "model", None), "vision_tower", None)
     if tower is not None and model.config.model_type in GRID_VLMS:
         image_processor = _tile_processor(image_processor, model.config.vision_config)
@@ -158,9 +157,8 @@ def load_llava(
             raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(types)}")
         return transformers.AutoModelForImageTextToText
 
-    model = load_pretrained(
-        name, device, False, "a LLaVA", choose_class, dtype=dtype, quantize=quantize, device_map=device_map
-    )
+    options = {"dtype": dtype, "quantize": quantize, "device_map": device_map}
+    model = load_pretrained(name, device, False, "a LLaVA", choose_class, **options)
     hub_id, revision = split_revision(name)
     with one_error(name, "a LLaVA"):
         return model, transformers.AutoProcessor.from_pretrained(hub_id, **revision)
@@ -206,20 +204,15 @@ def load_pretrained(
     quantize: str | None = None,
     device_map: str | None = None,
 ) -> PreTrainedModel:
-    """Load a model of Transformers or of this package for inference, whole or not at all.
+    """Load a model of Transformers or of this package for inference; raise a ValueError if weights are missing.
 
     Args:
         name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
-        device (`str` or `torch.device`, *optional*): See `choose_device`.
-        trust_remote_code (`bool`): Run code that comes with the model.
+        device, trust_remote_code, device_map: See `choose_device` and `from_pretrained`.
         kind (`str`): Expected kind of model, with an article, for messages.
         choose_class (`Callable`): Returns the class to load, given the configuration.
         unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for a language model.
-        device_map (`str`, *optional*): As in `from_pretrained`, instead of `device`.
-
-    Raises:
-        ValueError: if there is no such model, it is of another kind, or weights are missing or left over.
     """
     given, (name, revision) = os.fspath(name), split_revision(name)
     device = choose_device(device and str(device))
@@ -257,8 +250,7 @@ def load_pretrained(
 def check_complete(
     given: str | os.PathLike, model: PreTrainedModel, report: dict, unread: frozenset[str] = frozenset()
 ):
-    """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`;
-    other arguments as of `load_pretrained`."""
+    """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`."""
     for problem, found in (
         ("checkpoint lacks", report["missing_keys"]),
         ("model class does not know", report["unexpected_keys"]),

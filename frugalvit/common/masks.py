@@ -47,13 +47,9 @@ def masked_split_names(dataset: str | list[str], name: str | None = None) -> lis
 def load_masked_images(
     dataset: str | list, split: str, name=None, image_column=None, mask_column=None, class_names=None, streaming=False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load images and their masks into the columns `image` and `mask`, not decoded.
-
-    A data set is what `load_table` takes, with a column of images and one of masks; a folder with
-    `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or one with
-    `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A single part needs no SPLIT. `split` may be a slice.
-    `class_names` are labelme's labels in the order of their numbers, by default `_background_` and all others, sorted.
-    """
+    """Load images and their masks into the columns `image` and `mask`, not decoded, from what `load_table` takes; a
+    folder with `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or
+    `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`, with the labels `class_names`. A single part needs no SPLIT."""
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)
     table = load_table(dataset, split, name, streaming)
@@ -143,8 +139,8 @@ def _draw(file: Path, names: list[str]) -> dict:
 
 
 class MaskReader:
-    """Reads masks of classes from 0 to `num_labels` - 1. `ignored_labels` are numbers in the files that do not count;
-    with `reduce_labels`, 0 does not either, and 1 is the first class, as in ADE20K."""
+    """Reads masks of `num_labels` classes. `ignored_labels` are numbers in the files that do not count; with
+    `reduce_labels`, 0 does not either, and 1 is the first class, as in ADE20K."""
 
     def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):
         self.num_labels = num_labels

@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def is_place(name: str) -> bool:
-    """Whether the name of a model or a data set is a path on this machine."""
     return name.startswith(("/", "~", "./", "../")) or os.path.exists(name)
 
 

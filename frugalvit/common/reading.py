@@ -22,8 +22,7 @@ def stack_pixels(pixels: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def count_threads(num_workers: int = 0) -> int:
-    """Number of threads that decode: `num_workers`, or one for each CPU that the process may use, up to
-    `MOST_THREADS`."""
+    """Return `num_workers`, or one for each CPU that the process may use, up to `MOST_THREADS`."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return num_workers if num_workers > 0 else min(usable, MOST_THREADS)
 

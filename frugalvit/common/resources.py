@@ -10,7 +10,6 @@ IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 
 
 def shipped_checkpoints() -> list[str]:
-    """Return the names of the models that ship with frugalvit."""
     return sorted(file.parent.name for file in Path(str(files("frugalvit.checkpoints"))).glob("*/config.json"))
 
 

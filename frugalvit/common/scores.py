@@ -5,13 +5,9 @@ import torch
 
 
 def negative_log_likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the sum over images of minus the logarithm of the probability of all right classes together. If one class
-    is right, that is the cross-entropy.
-
-    Args:
-        logits (`torch.Tensor`): `(batch, classes)`.
-        labels (`torch.Tensor`): `(batch,)`, or `(batch, several)`, filled up with -1.
-    """
+    """Return the sum over images of minus the logarithm of the probability of all right classes together, the
+    cross-entropy if one is right, for `logits` `(batch, classes)` and `labels` `(batch,)` or, filled up with -1,
+    `(batch, several)`."""
     labels = labels[:, None] if labels.ndim == 1 else labels
     chosen = logits.gather(1, labels.clamp(min=0)).masked_fill(labels < 0, -torch.inf)
     return (logits.logsumexp(1) - chosen.logsumexp(1)).sum()

@@ -14,8 +14,6 @@ from .tables import shortened
 
 # Splits for evaluation, the first choice first.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
-# Images that are held back to evaluate on, where there is no split for that: a share of them, and the most.
-HELD_BACK_SHARE, MOST_HELD_BACK = 0.1, 5_000
 
 
 def load_splits(data, learns_labels: bool = False) -> tuple:
@@ -79,8 +77,8 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
     two may be `None`.
 
     Without `eval_split`, the best epoch is chosen on the split for validation and tested on "test", if both have
-    labels or none has; or else chosen on one of them; or on the first split of an `eval_dataset`; or on a part of the
-    training images, see `hold_back`. `data.evaluated` and `data.tested` are filled in.
+    labels or none has; or else chosen on one of them, on the first split of an `eval_dataset` or on a part of the
+    training images. `data.evaluated` and `data.tested` are filled in.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
     source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None
@@ -104,17 +102,15 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
         raise ValueError(f"{' '.join(source)} has no split to evaluate on; give eval_split (of {choice}).")
     train, evaluation = hold_back(train)
     data.evaluated = f"{data.train_split}, held back"
-    PartialState().print(
-        f"{' '.join(source)} has no split to evaluate on: {len(evaluation):,} images of {data.train_split} are held "
-        "back for that. To choose: eval_split, eval_dataset."
-    )
+    count = f"{len(evaluation):,} of {len(train) + len(evaluation):,} images of {data.train_split}"
+    PartialState().print(f"{count} are held back to evaluate on; to choose: eval_split, eval_dataset.")
     return train, evaluation, None
 
 
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Split images into those to train on and those to evaluate on: a tenth, at most 5,000, drawn at random, but
     always the same. Each class has its share where it has several images, and keeps one to train on."""
-    count = min(max(int(HELD_BACK_SHARE * len(images)), 1), MOST_HELD_BACK)
+    count = min(max(len(images) // 10, 1), 5_000)
     labels = label_numbers(images) if "label" in images.features else np.zeros(len(images), dtype=np.int64)
     _, firsts, sizes = np.unique(labels, return_index=True, return_counts=True)
     if len(images) == len(firsts):

@@ -57,22 +57,18 @@ def seeded(*keys: int):
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """Size and normalization of a model's images.
+    """Size and normalization of a model's images."""
 
-    Args:
-        size (`tuple[int, int]`): Height and width in pixels.
-        mean, std (`tuple[float, ...]`): Normalization of red, green and blue, of values in 0..1.
-        resample (`int`): PIL's number of the interpolation, 2 bilinear, 3 bicubic.
-        resize (`int`, *optional*): Pixels of the shorter side before the center crop of evaluation; without it the
-            image is resized to `size`.
-        rounds_center (`bool`): Whether half a pixel at the crop's edge is rounded to even, as timm does, not down.
-    """
-
+    # Height and width in pixels.
     size: tuple[int, int]
+    # Of values in 0..1.
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    # PIL's number of the interpolation.
     resample: int = 2
+    # Pixels of the shorter side before the center crop of evaluation; without it the image is resized to `size`.
     resize: int | None = None
+    # Whether half a pixel at the crop's edge is rounded to even, as timm does, not down.
     rounds_center: bool = False
 
     @classmethod
@@ -165,8 +161,8 @@ def _normalization(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
-    """Return the `pixel_values` that a Transformers image processor makes of RGB images. If it crops the middle of a
-    strip, only the middle is resized."""
+    """Return the `pixel_values` that an image processor makes of RGB images; of a cropped strip, only the middle is
+    resized."""
     if _keeps_middle(image_processor):
         images = [middle_of(image) for image in images]
     return image_processor(list(images), return_tensors="pt")["pixel_values"]
@@ -181,8 +177,7 @@ def _keeps_middle(image_processor) -> bool:
 
 
 def restore_images(image_processor, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Turn pixel values of a Transformers image processor, `(batch, 3, height, width)`, back into red, green and
-    blue, 0 to 1, float32 on the CPU."""
+    """Turn pixel values of an image processor back into red, green and blue, 0 to 1, float32 on the CPU."""
     image_format = ImageFormat(tuple(pixel_values.shape[-2:]), *_normalization(image_processor))
     return image_format.denormalize(pixel_values.detach().float().cpu()).clamp(0, 1)
 
@@ -197,8 +192,7 @@ def size_made_by(image_processor) -> tuple[int, int]:
 
 
 def middle_of(image: Image.Image) -> Image.Image:
-    """Return the middle of a strip, `LONGEST` times as long as wide or one pixel more, so that both ends lose as much;
-    other images as they are."""
+    """Return the middle of a strip, `LONGEST` times as long as wide; other images as they are."""
     longest = LONGEST * min(image.size)
     left, top = (max(length - longest, 0) // 2 for length in image.size)
     return image.crop((left, top, image.width - left, image.height - top)) if left or top else image
@@ -215,9 +209,6 @@ class View:
     """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`, which `formats` normalizes."""
 
     formats: dict[str, ImageFormat]
-
-    def __call__(self, image: Image.Image) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
 
 
 class EvalView(View):

@@ -37,13 +37,7 @@ def test_embedded_subset(split, count):
 def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
     (tmp_path / "photos").mkdir()
     files = [write_parquet("photos/part-0 [a].parquet", 4), write_parquet("photos/part-1.parquet", 6)]
-    for source, count in (
-        (files[0], 4),
-        (files, 10),
-        (str(tmp_path / "*" / "*.parquet"), 10),
-        ([str(tmp_path / "photos*" / "*-1.parquet")], 6),
-        (str(tmp_path / "photos"), 10),
-    ):
+    for source, count in ((files[0], 4), (files, 10), (str(tmp_path / "photos"), 10)):
         images = load_images(source)
         assert (len(images), class_names(images), split_names(source)) == (count, ["even", "odd"], ["train"])
     assert len(load_images(files, "train[:3]")) == 3 and value(load_images(files), 5) == 1
@@ -60,13 +54,10 @@ def test_files_name_their_classes_alike(write_parquet, tmp_path):
     (tmp_path / "set").mkdir()
     files = [write_parquet("set/train-0.parquet"), write_parquet("set/test-0.parquet", names=("odd", "even"))]
     for source in (str(tmp_path / "set"), files):
-        with pytest.raises(
-            ValueError, match=r"has the classes .* in its column label, .*; expected the same"
-        ) as error:
+        with pytest.raises(ValueError, match=r"column label has the classes .*odd, even \(2\)"):
             load_images(source)
-        assert "odd, even (2)" in str(error.value)
     data = DataArguments(dataset=files[:1], eval_dataset=files[1:])
-    with pytest.raises(ValueError, match=r"even, odd \(2\), .* odd, even \(2\)"):
+    with pytest.raises(ValueError, match=r"even, odd \(2\) .* odd, even \(2\)"):
         load_splits(data)
     data.class_names = ["a", "b"]
     assert class_names(load_splits(data)[0]) == ["a", "b"]
@@ -80,7 +71,7 @@ def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
     assert class_names(images) == ["0", "1"] and images["label"][:3] == [0, 1, 0] and value(images, 3) == 3
     assert class_names(load_images(file, class_names=["a", "b", "c"])) == ["a", "b", "c"]
     assert class_names(load_images(file, label_column="size")) == list("012345")
-    with pytest.raises(ValueError, match="go up to 1, expected class numbers from 0 to less than 1 "):
+    with pytest.raises(ValueError, match="go up to 1, expected less than 1 "):
         load_images(file, class_names=["a"])
     with pytest.raises(ValueError, match="have no names; give them with --class-names"):
         load_images(file, streaming=True)
@@ -96,8 +87,8 @@ def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
         (["b", "a", "c"], {"class_names": ["c", "b", "a"]}, ["c", "b", "a"], [1, 2, 0]),
         (["b", "a", "c"], {"default_names": ["c", "b", "a", "d"]}, ["c", "b", "a", "d"], [1, 2, 0]),
         (["b", "a", "c"], {"class_names": ["c", "b", "a"], "streaming": True}, ["c", "b", "a"], [1, 2, 0]),
-        (["b", "a", "c"], {"class_names": ["a", "b"]}, r"not all among the classes a, b \(2\) .*c", None),
-        ([10**9, 1, 2], {}, "expected class numbers from 0 to less than 100,000", None),
+        (["b", "a", "c"], {"class_names": ["a", "b"]}, r"Not all labels are among the classes a, b \(2\) .*c", None),
+        ([10**9, 1, 2], {}, "expected less than 100,000", None),
         ([0.5, 1, 2], {"label_column": "label"}, "holds .*float64.*, expected class numbers", None),
     ],
 )
@@ -113,7 +104,7 @@ def test_labels_are_numbers_or_texts(labels, options, names, numbers, tmp_path):
 
 def test_columns_of_bytes_or_paths(tmp_path):
     Image.new("RGB", (8, 8), (30, 0, 0)).save(tmp_path / "a.png")
-    columns = {"hash": [b"x"], "photo": [(tmp_path / "a.png").read_bytes()], "file": [str(tmp_path / "a.png")]}
+    columns = {"photo": [(tmp_path / "a.png").read_bytes()], "file": [str(tmp_path / "a.png")]}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     for column in (None, "photo", "file"):
         for streaming in (False, True):
@@ -141,18 +132,14 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
     pq.write_table(two, tmp_path / "two.parquet")
     for source, options, message in (
         ("nobody/nothing", {}, "expected a hub id, a folder of images"),
-        (str(tmp_path / "none*.parquet"), {}, "There is no file .*none"),
-        (
-            str(tmp_path / "empty"),
-            {},
-            "Cannot load .*empty.*: it has no images, and 0 zip files; expected a hub id, a folder",
-        ),
+        (str(tmp_path / "none.parquet"), {}, "There is no file .*none"),
+        (str(tmp_path / "empty"), {}, "Cannot load .*empty.*: it has no images, and 0 zip files"),
         (str(tmp_path / "none"), {}, "is no data set; expected a hub id, a folder"),
         (str(tmp_path / "broken.parquet"), {}, "Cannot load .*: Parquet magic bytes not found"),
         ([parquet, SUBSET], {}, "expected one, or several parquet files"),
         (parquet, {"split": "test"}, "split 'test' of"),
         (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image-column\); it has image, label"),
-        (str(tmp_path / "two.parquet"), {}, "has 2 image columns among left, right; expected one"),
+        (str(tmp_path / "two.parquet"), {}, "has 2 image columns among left, right; name one"),
         (parquet, {"image_column": "label"}, "column 'label' of .* holds ClassLabel.*, expected images"),
         (parquet, {"label_column": "image"}, "column 'image' of .* holds Image.*, expected class numbers"),
     ):

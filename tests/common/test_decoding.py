@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, UnidentifiedImageError
 
-from frugalvit.common.decoding import (
-    IMAGE_ENDINGS,
-    UNREAD_ENDINGS,
-    CorruptImageError,
-    decode_image,
-    is_image_file,
-    read_image,
-)
-from frugalvit.common.image_files import decode_file
+from frugalvit.common.decoding import CorruptImageError, decode_image, is_image_file, read_image
 from frugalvit.common.masks import MaskReader
 
 
@@ -59,7 +51,6 @@ def test_is_read_the_same_everywhere(image, ending, expected, options, tmp_path)
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, **options)
     expected = expected if expected.ndim == 3 else expected[..., None].repeat(3, axis=2)
     for read in (
-        decode_file(file, str(file)),
         read_image(file),
         decode_image({"path": str(file), "bytes": None}, 0),
         decode_image({"path": None, "bytes": file.read_bytes()}, 0),
@@ -68,17 +59,14 @@ def test_is_read_the_same_everywhere(image, ending, expected, options, tmp_path)
         np.testing.assert_allclose(np.asarray(read).astype(float), expected, atol=1)
 
 
-@pytest.mark.parametrize("values", [[-1.0, 1.0], [np.nan, 1.0], [0.0, np.inf]])
-def test_values_without_a_range_are_refused(values, tmp_path):
-    Image.fromarray(np.array([values], dtype=np.float32)).save(tmp_path / "image.tif")
-    with pytest.raises(CorruptImageError, match="Image 5 .* expected none below 0 or above"):
-        decode_image({"path": str(tmp_path / "image.tif"), "bytes": None}, 5)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_what_is_no_image_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(CorruptImageError, match="it is no file but a device, a pipe or a folder"):
         decode_image({"path": str(tmp_path / "pipe.png"), "bytes": None}, 0)
+    for values in ([-1.0, 1.0], [np.nan, 1.0], [0.0, np.inf]):
+        Image.fromarray(np.array([values], dtype=np.float32)).save(tmp_path / "image.tif")
+        with pytest.raises(CorruptImageError, match="Image 5 .* expected none below 0 or above"):
+            decode_image({"path": str(tmp_path / "image.tif"), "bytes": None}, 5)
 
 
 def test_too_many_pixels_are_known_before_they_are_decoded(monkeypatch):
@@ -89,35 +77,10 @@ def test_too_many_pixels_are_known_before_they_are_decoded(monkeypatch):
         read_image(buffer, max_pixels=200_000)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_image"),
-    [
-        *(
-            (name, True)
-            for name in ("a.jpg", "a.PNG", "a.tiff", "a.avif", "a.Webp", "a.mpo", "a.qoi", "a.jp2", "a.jfif")
-        ),
-        *((name, False) for name in ("a.pdf", "._a.jpg", "a.txt", "a.h5", "a.mpg", "a.eps", "a.ps", "a.heic", "a.db")),
-    ],
-)
-def test_what_looks_like_an_image(name, is_image, tmp_path):
-    assert is_image_file(tmp_path / name) == is_image
-
-
-def test_pictures_that_are_not_read_are_known():
-    endings = {".heic", ".heif", ".jxl", ".cr2", ".nef", ".dng", ".svg", ".eps"}
-    assert endings <= UNREAD_ENDINGS and not IMAGE_ENDINGS & UNREAD_ENDINGS
-
-
-def test_every_ending_is_of_a_format_that_is_read(tmp_path):
-    """Pillow reads all formats of which it also writes images; icons, which have sizes of their own, are left out."""
-    formats = Image.registered_extensions()
-    modes, tried = {".blp": "P", ".xbm": "1", ".msp": "1", ".pfm": "F"}, set()
-    for ending in IMAGE_ENDINGS:
-        if formats[ending] in Image.SAVE and formats[ending] not in ("ICNS", "ICO"):
-            Image.new(modes.get(ending, "RGB"), (32, 32)).save(tmp_path / f"a{ending}")
-            assert read_image(tmp_path / f"a{ending}").size == (32, 32)
-            tried.add(formats[ending])
-    assert tried >= {"JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP", "MPO", "JPEG2000", "PPM"}
+def test_what_looks_like_an_image(tmp_path):
+    images = ("a.jpg", "a.PNG", "a.tiff", "a.avif", "a.Webp", "a.mpo", "a.qoi", "a.jp2", "a.jfif")
+    others = ("a.pdf", "._a.jpg", "a.txt", "a.h5", "a.mpg", "a.eps", "a.ps", "a.heic", "a.db")
+    assert [name for name in (*images, *others) if is_image_file(tmp_path / name)] == [*images]
 
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
@@ -142,7 +105,6 @@ def test_postscript_never_reaches_another_program(name, data, tmp_path, monkeypa
     for read in (
         lambda: read_image(file),
         lambda: read_image(io.BytesIO(data)),
-        lambda: decode_file(file, str(file)),
         lambda: decode_image({"path": str(file), "bytes": None}, 0),
         lambda: decode_image({"path": None, "bytes": data}, 0),
         lambda: MaskReader(4)({"path": None, "bytes": data}, 0, (20, 20)),

@@ -4,15 +4,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import (
-    BitImageProcessor,
-    CLIPImageProcessor,
-    ConvNextImageProcessor,
-    ViTImageProcessor,
-)
+from transformers import BitImageProcessor, CLIPImageProcessor, ViTImageProcessor
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 
-from frugalvit.common.masks import MaskReader
 from frugalvit.common.views import LONGEST, EvalView, ImageFormat, middle_of, prepare_images, random_seed, seeded
 from frugalvit.training.segment import SegmentationView, resize_pair
 
@@ -22,7 +16,6 @@ TIMM = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.5] * 3, "interpo
 CROPPING = {
     "CLIP": CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SQUARE),
     "DINOv2": BitImageProcessor(size={"shortest_edge": 18}, crop_size=SQUARE),
-    "ConvNeXt": ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=0.875),
     "timm": TimmWrapperImageProcessor(TIMM | {"crop_pct": 0.9}),
 }
 WHOLE = {

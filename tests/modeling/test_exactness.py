@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
-from frugalvit.convert import convert_checkpoint
+from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, convert
 from frugalvit.modeling.focusing import (
     adjust_rois,
     encode_rois,
@@ -34,10 +33,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """The fixtures' checkpoints, converted and saved."""
     root = tmp_path_factory.mktemp("converted")
     for variant in VARIANTS:
-        fixture = load_file(FIXTURES / f"sparseformer_{variant}.safetensors")
-        state = {name.removeprefix("state."): fixture[name] for name in fixture if name.startswith("state.")}
-        save_file(state, root / f"{variant}.safetensors")
-        convert_checkpoint(root / f"{variant}.safetensors", root / variant)
+        source = str(FIXTURES / f"sparseformer_{variant}.safetensors")
+        convert.main(["showlab", source, "--output", str(root / variant)])
     return {variant: root / variant for variant in VARIANTS}
 
 
