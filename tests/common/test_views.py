@@ -7,6 +7,7 @@ from PIL import Image
 from transformers import BitImageProcessor, CLIPImageProcessor, ViTImageProcessor
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 
+from frugalvit.common.masks import MaskReader
 from frugalvit.common.views import LONGEST, EvalView, ImageFormat, middle_of, prepare_images, random_seed, seeded
 from frugalvit.training.segment import SegmentationView, resize_pair
 

@@ -5,7 +5,7 @@ import torch
 from frugalvit_cli import main
 from processes import compute_without_frugalvit
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
-from vlms import ROWS, SIZE, VLM, VLMS
+from vlms import IMAGE, ROWS, SIZE, VLM, VLMS
 
 import frugalvit
 import tiny
