@@ -1,16 +1,7 @@
-"""A model's scores, of which commands that measure nothing need no metric."""
+"""Scores of a model."""
 
 import numpy as np
 import torch
-
-
-def negative_log_likelihood(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the sum over images of minus the logarithm of the probability of all right classes together, the
-    cross-entropy if one is right, for `logits` `(batch, classes)` and `labels` `(batch,)` or, filled up with -1,
-    `(batch, several)`."""
-    labels = labels[:, None] if labels.ndim == 1 else labels
-    chosen = logits.gather(1, labels.clamp(min=0)).masked_fill(labels < 0, -torch.inf)
-    return (logits.logsumexp(1) - chosen.logsumexp(1)).sum()
 
 
 def check_scores(scores: torch.Tensor | np.ndarray, what: str = "scores"):

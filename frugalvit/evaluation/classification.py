@@ -5,6 +5,7 @@ import time
 
 import datasets
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ..common.exported import ExportedModule
@@ -12,7 +13,6 @@ from ..common.labels import check_labels, class_names, label_numbers, match_labe
 from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.packing import pack_linear_layers
-from ..common.scores import negative_log_likelihood
 from ..common.views import ImageFormat
 from ..inference import choose_tokens
 from .images import image_batches, images_to_evaluate, reading_options
@@ -63,7 +63,7 @@ def classification_accuracy(
             if fgsm_eps:
                 pixel_values = fgsm(model, pixel_values, right, fgsm_eps, image_format)
             logits = model(pixel_values=pixel_values).logits.float()
-            loss += negative_log_likelihood(logits, right).item()
+            loss += F.cross_entropy(logits, right, reduction="sum").item()
             count += len(indices)
             measured.add_batch(predictions=logits.cpu().numpy(), references=right.cpu().numpy())
     speed = count / (time.perf_counter() - start)
