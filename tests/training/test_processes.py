@@ -82,7 +82,7 @@ def test_accelerate_launch_takes_what_ships():
 @pytest.mark.nightly
 def test_a_student_whose_weights_are_shared_out(finished, teacher):
     environment = {name: value for name, value in launched("fsdp2").items() if "FSDP" in name}
-    environment |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "SparseFormerLayer"}
+    environment |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "EncoderLayer"}
     run(finished, teacher, {"name": "sharded", "environment": environment, **HALF})
     assert log(finished / "sharded", "loss") == pytest.approx(log(finished / "one", "loss"), rel=1e-3)
     ours, theirs = (load_file(finished / name / "model.safetensors") for name in ("sharded", "one"))
