@@ -39,7 +39,7 @@ from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.contenders import Contender, Vision, as_teacher
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
-from frugalvit.modeling.layers import divergence
+from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
 from frugalvit.training import bootstrap
 from shared import (

@@ -55,9 +55,8 @@ class HubModel(PreTrainedModel):
     """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
     `trust_remote_code=True` where frugalvit is not installed.
 
-    Families set `auto_classes`, Auto class name to class name, for `auto_map`. `embeds` tells sentence-transformers
-    what embeds images and texts: by the kind of input, a method of what `AutoModel` reads from the folder, and one of
-    its outputs. It may be given what `embedding_arguments` names, too.
+    Families set `auto_classes`, for `auto_map`, and `embeds`, for sentence-transformers: by the kind of input, a method
+    of what `AutoModel` reads from the folder, which may be given `embedding_arguments`, and one of its outputs.
     """
 
     auto_classes: dict[str, str] = {}
@@ -71,8 +70,7 @@ class HubModel(PreTrainedModel):
 
     @classmethod
     def family_class(cls) -> type:
-        """The class that sets `auto_classes`. Its module is what a folder ships, also for classes that were derived
-        from the family's elsewhere, for example in a notebook."""
+        """The class that sets `auto_classes`; a folder ships its module, also for classes derived from it elsewhere."""
         return next(base for base in cls.__mro__ if "auto_classes" in vars(base))
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
@@ -133,8 +131,7 @@ class HubModel(PreTrainedModel):
         }
 
     def push_to_hub(self, repo_id: str, *, private=None, token=None, revision=None, **commit):
-        """Save the complete repository and upload it in one commit; a model card that is already there stays. `commit`
-        is what `HfApi.upload_folder` takes."""
+        """Save the repository and upload it by one `HfApi.upload_folder`; a model card that is there stays."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):

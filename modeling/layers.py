@@ -415,10 +415,3 @@ def image_classification_loss(
     else:
         loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=reduction)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Kullback-Leibler divergence of a student from a teacher, times temperature^2, the mean over the batch. Logits
-    are `(batch, classes)`; those of the teacher get no gradient."""
-    student, teacher = (F.log_softmax(in_float32(x) / temperature, dim=1) for x in (logits, teacher_logits.detach()))
-    return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -20,9 +20,16 @@ from ..configuration.configuration_bootstrapped_vit import BootstrappedViTConfig
 from .generalized_convolution import generalized_conv2d
 from .hub import HubModel
 from .initialization import is_drawn, parts_of_layers, start_attention_
-from .layers import divergence, in_float32
+from .layers import in_float32
 from .modeling_agent_cnn import AgentCNNForImageClassification, AgentCNNLayer, AgentCNNMLP
 from .reference_initialization import REFERENCE, reference_init_
+
+
+def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Kullback-Leibler divergence of a student from a teacher, times temperature^2, the mean over the batch. Logits
+    are `(batch, classes)`; those of the teacher get no gradient."""
+    student, teacher = (F.log_softmax(in_float32(x) / temperature, dim=1) for x in (logits, teacher_logits.detach()))
+    return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
 @dataclass

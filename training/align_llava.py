@@ -25,7 +25,7 @@ from ..common.loading import load_llava, load_vision_model
 from ..common.names import without_place
 from ..common.splits import load_parts, load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
-from ..modeling.layers import divergence
+from ..modeling.modeling_bootstrapped_vit import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from ..modeling.swap import first_layer, matching_processor, swap_vision_tower
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, check, run_as_program

@@ -11,7 +11,7 @@ from transformers.backbone_utils import BackboneMixin
 from ..modeling.dense import shares_of_tokens, spread
 from ..modeling.focusing import sample_features
 from ..modeling.hosts import Anatomy
-from ..modeling.layers import divergence
+from ..modeling.modeling_bootstrapped_vit import divergence
 
 
 # Points on each side of a token's RoI at which the teacher's tokens are read and averaged.

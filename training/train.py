@@ -19,7 +19,7 @@ from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
 from ..common.splits import load_splits
 from ..common.views import EvalView, ImageFormat, View
-from ..modeling.layers import divergence
+from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
 from .cards import name_images
 from .data import labeled_images, mixing

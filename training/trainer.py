@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +77,8 @@ class ImageTrainer(Trainer):
         self.model_accepts_loss_kwargs = False
         # For the card: names of the images, and the command.
         self.data, self.command = None, None
+        # Step and time of the first step, for the speed in the logs.
+        self.begun = None
         # Images to measure the model on that was chosen on others.
         self.test_images = None
 
@@ -116,6 +119,7 @@ class ImageTrainer(Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """As in Transformers; SAM computes a second gradient."""
+        self.begun = self.begun or (self.state.global_step, time.perf_counter())
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.sam_rho:
             if self.args.max_grad_norm:
@@ -125,17 +129,23 @@ class ImageTrainer(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        """As in Transformers; raise a ValueError if the loss is not finite. The last checkpoint stays."""
+        """As in Transformers, with images per second. Raise a ValueError if the loss is not finite; the last
+        checkpoint stays."""
         if not math.isfinite(logs.get("loss", logs.get("train_loss", 0))):
             checkpoint = last_checkpoint(self.args.output_dir)
             raise ValueError(
                 f"The loss at step {self.state.global_step} is not finite, so training stopped. Lower learning_rate "
                 f"or warm up longer. {f'{checkpoint} is kept.' if checkpoint else 'There is no checkpoint yet.'}"
             )
+        if "loss" in logs and self.begun:
+            step, time_then = self.begun
+            images = (self.state.global_step - step) * self.get_total_train_batch_size(self.args)
+            logs["images_per_second"] = images / (time.perf_counter() - time_then)
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
         """As in Transformers; an error leaves no signal handler and no open progress bar behind."""
+        self.begun = None
         try:
             return super().train(*args, **kwargs)
         finally:
