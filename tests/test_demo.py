@@ -2,21 +2,20 @@
 
 import base64
 import contextlib
-import functools
 import io
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import torch
 from frugalvit_cli import main
+from gradio_client import Client, handle_file
+from gradio_client.exceptions import AppError
 from PIL import Image
 
 import frugalvit
@@ -38,10 +37,27 @@ def ask(tmp_path_factory):
     elastic = tmp_path_factory.mktemp("models") / "elastic"
     frugalvit.PatchSparseFormerForImageClassification(config).save_pretrained(elastic)
     folders = [*(str(frugalvit.checkpoint_path(name)) for name in NAMES), str(elastic)]
-    command, port = [sys.executable, "-m", "frugalvit", "demo", *folders, "--device", "cpu"], free_port()
-    temporary = tmp_path_factory.mktemp("temporary")
-    with served([*command, "--port", str(port)], port, tmp_path_factory.mktemp("demo"), TMPDIR=str(temporary)) as ask:
-        yield ask
+    folder, port = tmp_path_factory.mktemp("demo"), free_port()
+    command = [sys.executable, "-m", "frugalvit", "demo", *folders, "--device", "cpu", "--port", str(port)]
+    temporary, log = tmp_path_factory.mktemp("temporary"), folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, cwd=folder, env={**os.environ, "TMPDIR": str(temporary)}
+        )
+        try:
+            for _ in range(4000):
+                assert process.poll() is None, log.read_text()
+                with contextlib.suppress(httpx.TransportError):
+                    httpx.get(f"http://127.0.0.1:{port}/gradio_api/info")
+                    break
+                time.sleep(0.05)
+            client = Client(f"http://127.0.0.1:{port}", verbose=False)
+            yield lambda name, file, tokens=256: client.predict(
+                file and handle_file(file), name, tokens, api_name="/look"
+            )
+        finally:
+            process.terminate()
+            process.wait()
     assert not list(temporary.iterdir())
 
 
@@ -49,49 +65,6 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-@contextlib.contextmanager
-def served(command: list[str], port: int, folder: Path, **environment: str):
-    """A page in a process that runs in a folder; the function that asks it."""
-    log = folder / "log"
-    with (
-        log.open("w") as output,
-        subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, **environment}, cwd=folder
-        ) as process,
-    ):
-        try:
-            api = f"http://127.0.0.1:{port}/gradio_api"
-            wait_for(f"{api}/info", process, log)
-            yield functools.partial(look, api)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def wait_for(url: str, process: subprocess.Popen, log, seconds: float = 200):
-    for _ in range(int(20 * seconds)):
-        assert process.poll() is None, log.read_text()
-        try:
-            if httpx.get(url, verify=False).is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.05)
-    raise TimeoutError(log.read_text())
-
-
-def look(api: str, model: str, image_file: str | None, fails: bool = False, tokens: int = 256):
-    """The page's answer: labels and picture, or an error."""
-    image = None
-    if image_file:
-        with open(image_file, "rb") as file:
-            [path] = httpx.post(f"{api}/upload", files={"files": file}).raise_for_status().json()
-        image = {"path": path, "meta": {"_type": "gradio.FileData"}}
-    event = httpx.post(f"{api}/call/look", json={"data": [image, model, tokens]}).raise_for_status().json()["event_id"]
-    answer = httpx.get(f"{api}/call/look/{event}", timeout=120).raise_for_status().text
-    assert ("event: error" if fails else "event: complete") in answer, answer
-    return json.loads(answer.rpartition("data: ")[2])
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +98,15 @@ def test_what_is_no_image_is_said(ask, tmp_path):
     file = tmp_path / "image.png"
     # A small file of 60 million pixels.
     Image.new("1", (10_000, 6_000)).save(file)
-    assert "at most 50 million" in ask("cifar10-sparseformer", str(file), fails=True)["error"]
+    with pytest.raises(AppError, match="at most 50 million"):
+        ask("cifar10-sparseformer", str(file))
     for text in ("no image", "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"):
         file.write_text(text)
-        assert "cannot identify image" in ask("cifar10-sparseformer", str(file), fails=True)["error"]
-    with pytest.raises(httpx.HTTPStatusError, match="413"):
-        [api] = ask.args
-        files = {"files": io.BytesIO(bytes(21_000_000))}
-        httpx.post(f"{api}/upload", files=files, timeout=60).raise_for_status()
+        with pytest.raises(AppError, match="cannot identify image"):
+            ask("cifar10-sparseformer", str(file))
+    file.write_bytes(bytes(21_000_000))
+    with pytest.raises(ValueError, match="exceeds the maximum file size"):
+        ask("cifar10-sparseformer", str(file))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from PIL import Image
 
 from drawn import encode
 from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images, load_table, sample, split_names
+from frugalvit.common.data import load_images, sample, split_names
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.labels import class_names
 from frugalvit.common.splits import load_splits
@@ -110,17 +110,6 @@ def test_columns_of_bytes_or_paths(tmp_path):
         for streaming in (False, True):
             images = load_images(str(tmp_path / "a.parquet"), image_column=column, streaming=streaming)
             assert value(list(images), 0) == 3 and class_names(images) is None
-
-
-def test_a_hub_id_may_pin_a_revision(monkeypatch):
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda **arguments: asked.append(arguments))
-    load_table("owner/name@v1", "train", "small")
-    load_table("owner/name", "test")
-    assert [(source["path"], source["name"], source.get("revision")) for source in asked] == [
-        ("owner/name", "small", "v1"),
-        ("owner/name", None, None),
-    ]
 
 
 def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
