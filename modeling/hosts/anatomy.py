@@ -235,7 +235,7 @@ class Anatomy:
     patch_positions: Callable[[tuple[int, int]], torch.Tensor] | None = None  # `GridPositions` or a function of a grid
     pooling_head: AttentionPooling | None = None
     classifier: nn.Linear | None = None
-    labels: dict = field(default_factory=dict)  # `id2label` and `label2id`
+    labels: dict = field(default_factory=dict)  # `id2label`, `label2id` and `problem_type`
     projection: Linear | None = None
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None  # images to the embedding, (batch, embedding_size)
     run_classifier: Callable[[torch.Tensor], torch.Tensor] | None = None  # images to logits
@@ -441,10 +441,14 @@ def norm_eps(norm: nn.Module) -> float:
 
 
 def labels_of(config) -> dict:
-    """The names of classes of a Transformers configuration; its `label2id` is None where it was given the other
-    alone."""
+    """The names of classes and the `problem_type` of a Transformers configuration; its `label2id` is None where it was
+    given the other alone."""
     names = dict(config.id2label)
-    return {"id2label": names, "label2id": dict(config.label2id or {name: index for index, name in names.items()})}
+    return {
+        "id2label": names,
+        "label2id": dict(config.label2id or {name: index for index, name in names.items()}),
+        "problem_type": config.problem_type,
+    }
 
 
 def find(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:

@@ -34,6 +34,15 @@ def timm_vit(**arguments) -> nn.Module:
     return of_timm(**arguments)()
 
 
+def test_classes_and_the_kind_of_problem_are_the_teachers():
+    teacher = transformers_vit(problem_type="multi_label_classification")
+    # A configuration that is given `id2label` alone has no `label2id`.
+    teacher.config.label2id = None
+    config = PatchSparseFormerForImageClassification.from_teacher(teacher).config
+    assert config.label2id == {name: index for index, name in teacher.config.id2label.items()}
+    assert config.problem_type == "multi_label_classification"
+
+
 def test_defaults_are_the_papers():
     teacher = transformers_vit(num_hidden_layers=6, hidden_size=128, num_attention_heads=2)
     student = SparseFormerForImageClassification.from_teacher(teacher)
