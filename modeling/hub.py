@@ -55,7 +55,7 @@ class HubModel(PreTrainedModel):
     """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
     `trust_remote_code=True` where frugalvit is not installed.
 
-    Families set `auto_classes`, for `auto_map`, and `embeds`, for sentence-transformers: by the kind of input, a method
+    Families set `auto_classes`, for `auto_map`, and `embeds`, for sentence-transformers: by kind of input, a method
     of what `AutoModel` reads from the folder, which may be given `embedding_arguments`, and one of its outputs.
     """
 
@@ -70,7 +70,7 @@ class HubModel(PreTrainedModel):
 
     @classmethod
     def family_class(cls) -> type:
-        """The class that sets `auto_classes`; a folder ships its module, also for classes derived from it elsewhere."""
+        """The class that sets `auto_classes`; a folder ships its module, also for classes derived elsewhere."""
         return next(base for base in cls.__mro__ if "auto_classes" in vars(base))
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
