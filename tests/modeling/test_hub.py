@@ -178,7 +178,7 @@ def test_shipped_models_load_in_float32(pixel_values, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "files", "lines"),
     [
-        pytest.param("patches", 6, 1800, marks=pytest.mark.xfail(reason="layers and configurations are to shrink")),
+        ("patches", 6, 1800),
         ("bootstrapped", 7, 2200),
     ],
 )
