@@ -312,25 +312,14 @@ def reads_class_tokens_alone(config, **kwargs) -> bool:
     return config.pooling == "cls" and not recorded
 
 
-def place_among(counts: Sequence[int], number: torch.Tensor) -> torch.Tensor:
-    """The place, `()`, of the largest of increasing counts that is not above a number, `()`, else of the smallest."""
-    return (torch.tensor(counts, device=number.device) <= number).sum().sub(1).clamp(min=0)
-
-
-def read_at(place: torch.Tensor, values: Sequence[int]) -> int:
-    """The value at a place, `()`, which is not known while a program is exported; its bounds are."""
-    value = torch.tensor(values, device=place.device)[place].item()
-    torch._check(value >= min(values))
-    torch._check(value <= max(values))
-    return value
-
-
-def check_num_tokens(config, num_tokens: int) -> int:
-    """Return the count that a model computes with when `num_tokens` latent tokens are asked for, with the errors of
-    `set_num_tokens`. Warn once if the model was not trained for it."""
-    if not 1 <= num_tokens <= config.num_latent_tokens:
+def check_num_tokens(config, num_tokens: int | None) -> int:
+    """Return the count that a model computes with when `num_tokens` latent tokens are asked for, by default its own,
+    with the errors of `set_num_tokens`. Warn once if the model was not trained for it."""
+    if num_tokens is None:
+        return config.default_num_tokens
+    if type(num_tokens) is not int or not 1 <= num_tokens <= config.num_latent_tokens:
         raise ValueError(
-            f"`num_tokens` is {num_tokens}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
+            f"`num_tokens` is {num_tokens!r}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
             "model has; `resize_tokens` adds more, which then have to be trained."
         )
     num_tokens = config.round_tokens(num_tokens)
@@ -363,6 +352,8 @@ def classify_adaptively(
     returns logits, `(chosen, num_labels)`, of some indices for a count."""
     if not 0 <= confidence <= 1:
         raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
+    if not token_counts:
+        raise ValueError("`token_counts` is empty, expected the numbers of tokens to try.")
     left = images
     logits = num_tokens = None
     for count in token_counts:

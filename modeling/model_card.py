@@ -54,6 +54,8 @@ def loading_example(model: PreTrainedModel) -> str:
     own = remote if loader == "AutoModelForImageTextToText" else ""
     lines += [f'processor = {processor}.from_pretrained("path/or/id"{own})']
     lines += [f'model = {loader}.from_pretrained("path/or/id"{remote})']
+    if name.endswith("Backbone"):
+        lines += ['maps = model(**processor(image, return_tensors="pt")).feature_maps']
     return "\n".join(lines)
 
 

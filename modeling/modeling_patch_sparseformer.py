@@ -36,9 +36,7 @@ from .layers import (
     image_classification_loss,
     in_float32,
     norm_factory,
-    place_among,
     pool_tokens,
-    read_at,
     reads_class_tokens_alone,
     resize,
     rotary_embeddings,
@@ -126,7 +124,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
         return self.config.cell_grids() if self.config.placement == "content" else [self.config.token_grid]
 
     def forward(
-        self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None
+        self, pixel_values: torch.Tensor, num_tokens: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return tokens, `(batch, prefix + tokens, hidden_size)`, the cells of those that are no prefix, `(batch,
         tokens, 4)`, and the placement's forecast."""
@@ -140,41 +138,21 @@ class PatchSparseFormerEmbeddings(nn.Module):
         tokens = torch.cat([*(each.expand(batch, -1, -1) for each in front), tokens], dim=1)
         return self.norm(tokens), rois.expand(batch, -1, -1), forecast
 
-    def cut_grid(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> tuple:
+    def cut_grid(self, pixel_values: torch.Tensor, num_tokens: int | None) -> tuple:
         """Patches `(batch, tokens, pixels)`, positions `(tokens, hidden_size)`, RoIs `(tokens, 4)`, and None."""
         config = self.config
-        if isinstance(num_tokens, torch.Tensor):
-            # A program does not know the grid before it runs: it has tables of all grids.
-            counts = config.trained_token_counts
-            grids = [config.grid_of(count) for count in counts]
-            place = place_among(counts, num_tokens)
-            rows = read_at(place, [grid[0] for grid in grids])
-            columns = read_at(place, [grid[1] for grid in grids])
-            first = read_at(place, [sum(counts[:number]) for number in range(len(counts))])
-            cells = first + torch.arange(read_at(place, counts), device=num_tokens.device)
-            positions = torch.cat([self.positions_of([grid]) for grid in grids])[cells]
-            rois = cells_of(grids).to(pixel_values.device)[cells]
-        else:
-            count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
-            rows, columns = config.grid_of(count)
-            positions = self.positions_of([(rows, columns)])
-            rois = grid_rois((rows, columns)).to(pixel_values.device)
+        rows, columns = config.grid_of(check_num_tokens(config, num_tokens))
         height, width = self.patch_size
         patches = cut_patches(resize(pixel_values, (rows * height, columns * width)), self.patch_size)
-        return patches.flatten(1, 2), positions, rois, None
+        rois = grid_rois((rows, columns)).to(pixel_values.device)
+        return patches.flatten(1, 2), self.positions_of([(rows, columns)]), rois, None
 
-    def cut_tree(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> tuple:
+    def cut_tree(self, pixel_values: torch.Tensor, num_tokens: int | None) -> tuple:
         """As `cut_grid`, with positions and RoIs of each image, `(batch, tokens, …)`, and the placement's forecast."""
         config = self.config
         size = tuple(pixel_values.shape[-2:])
         grids = config.cell_grids(size)
-        if isinstance(num_tokens, torch.Tensor):
-            # The only counts that trees can have.
-            counts, base = config.trained_token_counts, math.prod(config.cell_grids()[0])
-            count = base + 3 * read_at(place_among(counts, num_tokens), [(each - base) // 3 for each in counts])
-        else:
-            count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
-            count = config.tokens_of_tree(count, size)
+        count = config.tokens_of_tree(check_num_tokens(config, num_tokens), size)
         height, width = self.patch_size
         levels = [resize(pixel_values, (rows * height, columns * width)) for rows, columns in grids]
         cells, forecast = self.placement(levels, count)
@@ -324,7 +302,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
     def forward(
         self,
         pixel_values: torch.Tensor,
-        num_tokens: int | torch.Tensor | None = None,
+        num_tokens: int | None = None,
         output_rois: bool = False,
         output_attention_forecast: bool = False,
         output_tokens: bool = True,
@@ -334,10 +312,9 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size.
-            num_tokens (`int` or `torch.LongTensor` of shape `()`, *optional*):
+            num_tokens (`int`, *optional*):
                 Latent tokens to compute with, up to `config.num_latent_tokens`; `config.num_tokens`, else all, by
-                default. Best one of `config.elastic_token_counts`: another one warns, once. A tensor, as an exported
-                program takes it, chooses among these.
+                default. Best one of `config.elastic_token_counts`: another one warns, once.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):

@@ -35,9 +35,7 @@ from .layers import (
     classify_adaptively,
     image_classification_loss,
     norm_factory,
-    place_among,
     pool_tokens,
-    read_at,
     reads_class_tokens_alone,
     rotary_embeddings,
 )
@@ -281,7 +279,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
     def forward(
         self,
         pixel_values: torch.Tensor,
-        num_tokens: int | torch.Tensor | None = None,
+        num_tokens: int | None = None,
         output_rois: bool = False,
         output_focusing_hidden_states: bool = False,
         output_stem_features: bool = False,
@@ -293,10 +291,9 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size from 4 x 4 pixels.
-            num_tokens (`int` or `torch.LongTensor` of shape `()`, *optional*):
+            num_tokens (`int`, *optional*):
                 Latent tokens to compute with, the first ones; `config.num_tokens`, else all, by default. Best one of
-                `config.elastic_token_counts`: another one warns, once. A tensor, as an exported program takes it,
-                chooses among these.
+                `config.elastic_token_counts`: another one warns, once.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.
@@ -313,7 +310,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         """
         features = self.stem(pixel_values) if features is None else features
         # Before the first sampling, all images have the same tokens and RoIs: they are computed once.
-        hidden_states, rois, prefix = self.latents(pixel_values.shape[0], self.choose_num_tokens(num_tokens))
+        hidden_states, rois, prefix = self.latents(pixel_values.shape[0], check_num_tokens(self.config, num_tokens))
         all_rois, all_points = [], []
         for iteration in range(self.config.num_focusing_iterations):
             hidden_states, rois, points = self.focusing_layer(hidden_states, rois, features, iteration, **kwargs)
@@ -355,15 +352,6 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             sampling_points=tuple(all_points) if output_rois else None,
             stem_features=features if output_stem_features else None,
         )
-
-    def choose_num_tokens(self, num_tokens: int | torch.Tensor | None) -> int:
-        """Return the count of tokens to compute with, see `forward`."""
-        if num_tokens is None:
-            return self.config.default_num_tokens
-        if not isinstance(num_tokens, torch.Tensor):
-            return check_num_tokens(self.config, num_tokens)
-        counts = self.config.trained_token_counts
-        return read_at(place_among(counts, num_tokens), counts)
 
 
 class SparseFormerForImageClassification(SparseFormerPreTrainedModel):

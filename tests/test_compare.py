@@ -135,7 +135,7 @@ def test_picture():
     ("arguments", "message"),
     [
         ([VIT, "--output", "full"], "exists and is no empty folder"),
-        ([VIT, "no/folder/here", "--output", "out"], "There is no folder 'no/folder/here'"),
+        ([VIT, "no/folder/here", "--output", "out"], "Cannot load 'no/folder/here'"),
         ([str(checkpoint_path("cifar10-convmixer")), "--output", "out"], "Cannot compare students with"),
         ([VIT, "--output", "out", "--dataset", "animals"], "The model does not know the classes"),
     ],

@@ -40,7 +40,7 @@ def test_what_a_device_refuses():
         "predict {image} --model {cifar10-sparseformer} --rois {out}/rois.png",
         "info {cifar10-sparseformer}",
         "evaluate classification --model {cifar10-sparseformer} --limit 4",
-        "evaluate zero-shot --model {cifar10-sparseformer-clip} --limit 4 --templates simple",
+        "evaluate zero-shot --model {cifar10-sparseformer-clip} --limit 4",
     ],
     ids=lambda command: " ".join(command.split()[:2]),
 )

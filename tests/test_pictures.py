@@ -56,7 +56,7 @@ def test_saved_picture_is_large_and_not_blank(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, error", [("rois.xyz", ValueError), ("missing/rois.png", FileNotFoundError), ("folder.png", ValueError)]
+    "name, error", [("rois.xyz", ValueError), ("missing/rois.png", OSError), ("folder.png", ValueError)]
 )
 def test_unwritable_paths(tmp_path, name, error):
     (tmp_path / "folder.png").mkdir()

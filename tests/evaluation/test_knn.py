@@ -116,7 +116,7 @@ def test_image_processors_that_return_patches():
     ("arguments", "message"),
     [
         (["--train-split", "train[:5]"], "--neighbors is 20, expected at most the 5 labeled images"),
-        (["--model", "no/such/folder"], "There is no folder"),
+        (["--model", "no/such/folder"], "Cannot load"),
         (["--eval-dataset", "OTHER"], "expected the same"),
         (["--dataset", "UNLABELED", "--train-split", "train"], "no labels"),
     ],

@@ -92,20 +92,6 @@ class TestCounts:
 SHALLOW = {"num_hidden_layers": 1}
 
 
-@torch.no_grad()
-def test_a_tensor_chooses_among_the_counts(elastic, pixel_values):
-    """In a program, too, which does not know it before."""
-    model = elastic("ForImageClassification", **SHALLOW)
-    smallest, between, largest = model.config.elastic_token_counts
-    chosen = {"num_tokens": torch.tensor(between)}
-    program = torch.export.export(model, (pixel_values,), chosen).module()
-    for asked, count in ((1, smallest), (between, between), (largest - 1, between), (99, largest)):
-        expected = model(pixel_values, num_tokens=count).logits
-        for each in (model, program):
-            found = each(pixel_values, num_tokens=torch.tensor(asked)).logits
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
 class TestAdaptive:
     @pytest.fixture
     def images(self) -> torch.Tensor:
