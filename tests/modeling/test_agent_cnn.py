@@ -37,6 +37,14 @@ class TestGeneralizedConvolution:
         given = generalized_conv2d(FIXTURE["shared_input"], weight, FIXTURE["shared_o_bias"])
         torch.testing.assert_close(given, FIXTURE["shared_output"], atol=1e-5, rtol=1e-4)
 
+    def test_matrices_select_at_most_one_token(self):
+        """Eqs. 4 and 6: each matrix shifts all tokens. The middle one of 3 x 3 leaves them where they are."""
+        matrices = matrix_form.shift_matrices(3, 4, 9)
+        assert matrices.shape == (9, 12, 12) and set(matrices.unique().tolist()) == {0, 1}
+        assert torch.equal(matrices[4], torch.eye(12)) and matrices.sum(-1).max() == 1
+        tokens = torch.arange(12.0)
+        assert (matrices[0] @ tokens).view(3, 4).tolist() == [[0, 0, 0, 0], [0, 0, 1, 2], [0, 4, 5, 6]]
+
     @settings(max_examples=60, deadline=None)
     @given(
         num_positions=st.integers(1, 27),

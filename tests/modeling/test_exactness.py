@@ -168,6 +168,12 @@ class TestGeometry:
         expected = adjust_rois(rois, delta) * scale + shift.repeat(2)
         torch.testing.assert_close(adjust_rois(moved, delta), expected, atol=2e-5, rtol=1e-5)
 
+    def test_deltas_are_in_units_of_the_roi(self):
+        rois = torch.tensor([[[0.0, 0.2, 0.5, 0.4]]])
+        delta = torch.tensor([[[1.0, -0.5, math.log(2), 0.0]]])
+        expected = torch.tensor([[[0.25, 0.1, 1.25, 0.3]]])
+        torch.testing.assert_close(adjust_rois(rois, delta), expected)
+
     @properties
     @given(boxes(2), st.integers(2, 40), st.integers(0, 1000))
     def test_points_have_the_mean_and_spread_of_the_roi(self, rois, num_points, seed):

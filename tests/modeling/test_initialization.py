@@ -74,6 +74,14 @@ def test_mimetic_initialization_puts_the_identity_into_attention():
         mimetic_init_(timm.create_model("resnet10t"))
 
 
+def test_sincos_positions_follow_the_formula():
+    encoding = sincos_position_encoding(2, 3, 8)
+    x, y, omega = 2, 1, 10000 ** -(1 / 1)
+    expected = torch.tensor([x, x * omega]), torch.tensor([y, y * omega])
+    row = torch.cat([expected[0].sin(), expected[0].cos(), expected[1].sin(), expected[1].cos()])
+    torch.testing.assert_close(encoding[y * 3 + x], row)
+
+
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
