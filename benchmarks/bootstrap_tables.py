@@ -21,9 +21,9 @@ from pathlib import Path
 from transformers import AutoModelForImageClassification
 
 import frugalvit
+from frugalvit.baselines import load_students, load_teacher, load_teachers
 from frugalvit.common.data import load_images
 from frugalvit.compare import compare
-from frugalvit.contenders import load_students, load_teacher, load_teachers
 from frugalvit.training import bootstrap, train
 from shared import (
     STUDENT,
@@ -209,15 +209,15 @@ def run_elastic(arguments, name: str, seed: int) -> dict:
 def compare_elastic(arguments):
     """Compare the students of the first seed with their teacher, with smaller images and with fewer patches."""
     seed = arguments.seeds[0]
-    contenders = load_teachers(arguments.teacher, "ViT", [16, 24])
-    contenders += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]
+    baselines = load_teachers(arguments.teacher, "ViT", [16, 24])
+    baselines += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]
     for name in ELASTIC:
         method = "one student for all numbers" if name == "all numbers" else "one student for each number"
-        contenders += load_students(str(arguments.runs_dir / folder_name(name, seed)), method, f"student, {name}")
+        baselines += load_students(str(arguments.runs_dir / folder_name(name, seed)), method, f"student, {name}")
     if arguments.tome:
-        contenders += [merging(*load_teacher(arguments.teacher), arguments.tome, merged) for merged in (4, 8, 12)]
+        baselines += [merging(*load_teacher(arguments.teacher), arguments.tome, merged) for merged in (4, 8, 12)]
     images = load_images(arguments.eval_dataset or arguments.dataset, "train" if arguments.eval_dataset else "test")
-    rows = compare(contenders, images, rounds=arguments.rounds)
+    rows = compare(baselines, images, rounds=arguments.rounds)
     write_comparison(arguments, "compare_cifar10", len(images), rows, "CIFAR-10, test images, 32 px")
 
 

@@ -35,6 +35,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+from frugalvit.baselines import WithTokens, load_students, load_teacher, load_teachers
 from frugalvit.common.data import load_images, sample
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
@@ -44,7 +45,6 @@ from frugalvit.common.macs import count_macs
 from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare, describe_score, embed_all
-from frugalvit.contenders import WithTokens, load_students, load_teacher, load_teachers
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
@@ -61,7 +61,7 @@ from shared import (
     write_comparison,
     write_table,
 )
-from token_merging import SEARCH_RATE, MergedViT, contender, diffrate, merging, tome, tune, with_random_patches
+from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, tome, tune, with_random_patches
 
 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
@@ -284,24 +284,24 @@ def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Ima
 def compare_all(arguments):
     """Compare the students that are there, of the first seed and of as many views, with the teacher and its peers."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
-    contenders = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS)
+    baselines = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS)
     original, image_processor = load_teacher(str(teacher))
-    contenders += [with_random_patches(original, image_processor, (side // 14) ** 2, seed) for side in RESOLUTIONS]
+    baselines += [with_random_patches(original, image_processor, (side // 14) ** 2, seed) for side in RESOLUTIONS]
     for variant, method in METHODS.items():
         for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-{arguments.steps[0]}steps-seed{seed}")):
             tokens = folder.name.split("-")[-3].removesuffix("tokens")
             if int(tokens) in arguments.tokens:
                 name = variant if variant == "elastic" else f"{variant}, {tokens} tokens"
-                contenders += load_students(str(folder), method, name)
+                baselines += load_students(str(folder), method, name)
     if arguments.tome:
-        contenders += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
+        baselines += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
     if arguments.diffrate:
         model = tuned_diffrate(arguments, original, image_processor, seed)
-        contenders.append(contender("DiffRate, tuned", "DiffRate, tuned", model.cpu(), original, image_processor))
+        baselines.append(baseline("DiffRate, tuned", "DiffRate, tuned", model.cpu(), original, image_processor))
     fast = choose_mixed_precision(torch.device("cpu")) == "bf16"
     precisions = ["float32", "bf16"] if fast else ["float32"]
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
-    rows = compare(contenders, images, batch_size=32, precisions=precisions, rounds=arguments.rounds)
+    rows = compare(baselines, images, batch_size=32, precisions=precisions, rounds=arguments.rounds)
     data = f"{arguments.title}, test images chosen at random, 224 px"
     write_comparison(arguments, f"compare_{file_name(arguments)}", len(images), rows, data=data)
 
@@ -396,12 +396,12 @@ def compare_features(arguments):
     student = runs / f"features-elastic-seed{seed}"
     argv = shared_arguments(arguments, arguments.model, kept, seed)
     run_training(bootstrap, student, [*argv, "--num_train_epochs", str(epochs), *VARIANTS["elastic"]])
-    contenders = load_teachers(arguments.model, "ViT-S/14", RESOLUTIONS)
+    baselines = load_teachers(arguments.model, "ViT-S/14", RESOLUTIONS)
     teacher = load_teacher(arguments.model)
-    contenders += [with_random_patches(*teacher, (side // 14) ** 2, seed) for side in RESOLUTIONS]
-    contenders += load_students(str(student), METHODS["elastic"], "student")
-    rows, teachers = compare(contenders, test, batch_size=32, rounds=1), {}
-    (asked, indices), (known, known_indices) = (embed_all(contenders, images, 32) for images in (test, train))
+    baselines += [with_random_patches(*teacher, (side // 14) ** 2, seed) for side in RESOLUTIONS]
+    baselines += load_students(str(student), METHODS["elastic"], "student")
+    rows, teachers = compare(baselines, test, batch_size=32, rounds=1), {}
+    (asked, indices), (known, known_indices) = (embed_all(baselines, images, 32) for images in (test, train))
     labels = torch.from_numpy(label_numbers(test))[indices]
     known_labels = torch.from_numpy(label_numbers(train))[known_indices]
     for row, embeddings, known_embeddings in zip(rows, asked, known, strict=True):

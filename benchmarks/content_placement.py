@@ -31,6 +31,7 @@ from caltech101 import CANVAS, VIEWS, accuracy_of, outputs_for, print_accuracy, 
 from matplotlib.figure import Figure
 
 import frugalvit
+from frugalvit.baselines import WithTokens, load_teacher
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
@@ -39,7 +40,6 @@ from frugalvit.common.macs import count_macs
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.configuration.configuration_base import pair
-from frugalvit.contenders import WithTokens, load_teacher
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
@@ -158,14 +158,14 @@ def measure_untrained(arguments):
     peers = [with_random_patches(anatomy, processor, count, seed=0) for count in (16, 36, 64)]
     peers += [merging(anatomy, processor, arguments.tome, merged) for merged in (20, 40)]
     for peer in peers:
-        classify = functools.partial(logits_of_contender, peer)
+        classify = functools.partial(logits_of_baseline, peer)
         rows.append({"placement": peer.name, "tokens": peer.tokens} | accuracies(arguments, classify, image_format))
     print_rows(rows)
     write_json(arguments.runs_dir / f"{arguments.name}-untrained.json", rows)
 
 
-def logits_of_contender(contender, pixel_values: torch.Tensor) -> torch.Tensor:
-    return contender.classifier(contender.embed(pixel_values))
+def logits_of_baseline(baseline, pixel_values: torch.Tensor) -> torch.Tensor:
+    return baseline.classifier(baseline.embed(pixel_values))
 
 
 def measure_larger(arguments):

@@ -36,6 +36,7 @@ from tqdm import tqdm
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrapArguments, BootstrapTrainer, PatchSparseFormerBackbone, SparseFormerBackbone
+from frugalvit.baselines import Vision
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import choose_device, load_vision_model
 from frugalvit.common.macs import count_macs
@@ -43,7 +44,6 @@ from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import ImageFormat
 from frugalvit.compare import draw_comparison
-from frugalvit.contenders import Vision
 from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.pictures import save_figure

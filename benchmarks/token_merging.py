@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from frugalvit.baselines import Baseline, Vision, as_teacher
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.common.files import whole_file
@@ -36,7 +37,6 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.views import EvalView, ImageFormat
-from frugalvit.contenders import Contender, Vision, as_teacher
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
@@ -306,15 +306,15 @@ def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageForm
     return {"eval_accuracy": torch.cat(right).float().mean().item()}
 
 
-def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Contender:
+def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Baseline:
     """ToMe, by its authors' code, without training."""
     model = tome(teacher, checkout, merged)
-    return contender(f"ToMe, {merged} a block", "ToMe, not tuned", model, teacher, image_processor)
+    return baseline(f"ToMe, {merged} a block", "ToMe, not tuned", model, teacher, image_processor)
 
 
-def contender(name: str, method: str, model: MergedViT, teacher: Anatomy, image_processor) -> Contender:
+def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_processor) -> Baseline:
     """A peer's model beside the teacher that it is made of, for `frugalvit.compare.compare`."""
-    return Contender(
+    return Baseline(
         name=name,
         method=method,
         # The classifier is cast with the model, and the embedding to what it takes.
@@ -331,14 +331,14 @@ def contender(name: str, method: str, model: MergedViT, teacher: Anatomy, image_
     )
 
 
-def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Contender:
+def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Baseline:
     """The teacher with few of its patches, chosen at random for each image.
 
     Args:
         anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
         patches (`int`): Number of patches kept after the embedding.
         seed (`int`): Seed of the choice.
-        draws (`int`): As in `Contender`.
+        draws (`int`): As in `Baseline`.
     """
     embed = RandomPatches(anatomy, patches, seed)
     return as_teacher(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torchvision.transforms import v2
 
+from .baselines import Baseline, load_students, load_teachers
 from .common.command_line import (
     CommandParser,
     add_dataset_arguments,
@@ -32,7 +33,6 @@ from .common.precision import choose_mixed_precision
 from .common.speed import images_per_second
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
-from .contenders import Contender, load_students, load_teachers
 from .evaluation.images import image_batches, images_to_evaluate
 from .pictures import save_figure
 
@@ -76,9 +76,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
     device = choose_device(arguments.device)
     options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
-    contenders = load_teachers(arguments.teacher, **options)
+    baselines = load_teachers(arguments.teacher, **options)
     for folder in arguments.students:
-        contenders += load_students(folder, **options)
+        baselines += load_students(folder, **options)
     test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
     if "label" in test.features and (label_numbers(test) < 0).all():
         test = test.remove_columns("label")
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     test = sample(test, arguments.limit, seed=0)
     with whole_folder(output) as folder:
         rows = compare(
-            contenders,
+            baselines,
             test,
             precisions=list(PRECISIONS)[: 2 if choose_mixed_precision(device) == "bf16" else 1],
             rounds=arguments.rounds,
@@ -116,14 +116,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compare(
-    contenders: Sequence[Contender],
+    baselines: Sequence[Baseline],
     test: datasets.Dataset,
     *,
     precisions: Sequence[str] = ("float32",),
     rounds: int = 10,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure contenders beside each other, the teacher first; they are in float32, and left in the last precision.
+    """Measure baselines beside each other, the teacher first; they are in float32, and left in the last precision.
 
     Each has a row: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, `accuracy` as in
     `describe_score`, `cosine`, the mean with the teacher's embedding, and `images_per_second` by precision and batch
@@ -131,20 +131,20 @@ def compare(
     """
     # Classes are matched by name before anything is computed.
     classes = [
-        torch.tensor(match_labels(class_names(test), contender.id2label))
-        if "label" in test.features and contender.classifier is not None
+        torch.tensor(match_labels(class_names(test), baseline.id2label))
+        if "label" in test.features and baseline.classifier is not None
         else None
-        for contender in contenders
+        for baseline in baselines
     ]
-    embeddings, indices = embed_all(contenders, test, **reading)
+    embeddings, indices = embed_all(baselines, test, **reading)
     rows, of_teacher, teacher = [], None, embeddings[0].mean(0)
-    for number, contender in enumerate(contenders):
-        macs = count_macs(contender.model, contender.image_size).macs_with_attention
-        row = {"model": contender.name, "method": contender.method, "image_size": list(contender.image_size)}
-        row |= {"tokens": contender.tokens, "parameters": contender.parameters, "macs": macs}
+    for number, baseline in enumerate(baselines):
+        macs = count_macs(baseline.model, baseline.image_size).macs_with_attention
+        row = {"model": baseline.name, "method": baseline.method, "image_size": list(baseline.image_size)}
+        row |= {"tokens": baseline.tokens, "parameters": baseline.parameters, "macs": macs}
         if classes[number] is not None:
             labels = classes[number][label_numbers(test)[indices]]
-            right = classifies(contender, embeddings[number], labels)
+            right = classifies(baseline, embeddings[number], labels)
             row |= describe_score("accuracy", right, of_teacher)
             of_teacher = right if number == 0 else of_teacher
         alike = embeddings[number].shape[-1] == teacher.shape[-1]
@@ -152,10 +152,10 @@ def compare(
         rows.append(row | {"images_per_second": {precision: {} for precision in precisions}})
     for precision, batch_size in itertools.product(precisions, BATCH_SIZES):
         models, images = {}, {}
-        for number, contender in enumerate(contenders):
-            models[number] = contender.model.to(PRECISIONS[precision])
-            pixels = torch.randn(batch_size, 3, *contender.image_size)
-            images[number] = pixels.to(contender.device, PRECISIONS[precision])
+        for number, baseline in enumerate(baselines):
+            models[number] = baseline.model.to(PRECISIONS[precision])
+            pixels = torch.randn(batch_size, 3, *baseline.image_size)
+            images[number] = pixels.to(baseline.device, PRECISIONS[precision])
         for number, speed in images_per_second(models, images, rounds).items():
             rows[number]["images_per_second"][precision][str(batch_size)] = speed
     return rows
@@ -163,29 +163,29 @@ def compare(
 
 @torch.inference_mode()
 def embed_all(
-    contenders: Sequence[Contender], images: datasets.Dataset, batch_size: int = 64, **reading
+    baselines: Sequence[Baseline], images: datasets.Dataset, batch_size: int = 64, **reading
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Embed images by each contender, `(draws, images, embedding_size)` float32 on the CPU, and return the embeddings
+    """Embed images by each baseline, `(draws, images, embedding_size)` float32 on the CPU, and return the embeddings
     and the indices of the images that could be read. An image is decoded once per image processor."""
-    embeddings, indices = [[] for _ in contenders], []
-    processors = {id(contender.image_processor): contender.image_processor for contender in contenders}
+    embeddings, indices = [[] for _ in baselines], []
+    processors = {id(baseline.image_processor): baseline.image_processor for baseline in baselines}
     for key, image_processor in processors.items():
         indices = []
         for pixel_values, batch in image_batches(image_processor, images, batch_size, **reading):
             indices += batch
-            for contender, found in zip(contenders, embeddings, strict=True):
-                if id(contender.image_processor) == key:
-                    pixels = pixel_values.to(contender.device)
-                    if pixels.shape[-2:] != contender.image_size:
-                        pixels = v2.functional.resize(pixels, list(contender.image_size), antialias=True)
-                    found.append(torch.stack([contender.embed(pixels).float().cpu() for _ in range(contender.draws)]))
+            for baseline, found in zip(baselines, embeddings, strict=True):
+                if id(baseline.image_processor) == key:
+                    pixels = pixel_values.to(baseline.device)
+                    if pixels.shape[-2:] != baseline.image_size:
+                        pixels = v2.functional.resize(pixels, list(baseline.image_size), antialias=True)
+                    found.append(torch.stack([baseline.embed(pixels).float().cpu() for _ in range(baseline.draws)]))
     return [torch.cat(found, dim=1) for found in embeddings], indices
 
 
 @torch.inference_mode()
-def classifies(contender: Contender, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Whether a contender's classifier is right, `(images,)`, the mean over draws."""
-    best = torch.stack([contender.classifier(draw.to(contender.device)).argmax(-1).cpu() for draw in embeddings])
+def classifies(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Whether a baseline's classifier is right, `(images,)`, the mean over draws."""
+    best = torch.stack([baseline.classifier(draw.to(baseline.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == labels).double().mean(0)
 
 

@@ -8,6 +8,7 @@ import torch
 from tqdm import tqdm
 
 from .architectures import COUNTED, architecture_of, image_side, variants
+from .baselines import WithTokens
 from .common.command_line import CommandParser, add_device_argument, positive
 from .common.loading import check_complete, choose_device, load_image_processor, one_error, split_revision
 from .common.macs import count_macs
@@ -16,7 +17,6 @@ from .common.speed import images_per_second
 from .common.tables import format_table
 from .common.views import size_made_by
 from .configuration.configuration_base import is_sparseformer, pair
-from .contenders import WithTokens
 
 
 def make_parser() -> CommandParser:

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from .baselines import load_students, load_teachers
 from .common.choices import NO_EVALUATION
 from .common.command_line import CommandParser
 from .common.data import load_images
@@ -14,7 +15,6 @@ from .common.resources import checkpoint_path, only_in_a_clone, shipped_checkpoi
 from .common.tables import format_table
 from .common.versions import origin
 from .compare import BATCH_SIZES, compare, draw_comparison, table_rows
-from .contenders import load_students, load_teachers
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .training.bootstrap import bootstrap
@@ -85,9 +85,9 @@ def main(argv: list[str] | None = None) -> None:
 
     print(f"\n2/3  Both on {num_test} photographs that were held back, and the teacher with smaller images.\n")
     images = load_images([str(photographs / "test.parquet")], f"train[:{num_test}]")
-    contenders = load_teachers(teacher, "ViT-S/14", RESOLUTIONS, device=str(device))
-    contenders += load_students(str(folder / "student"), "student", device=str(device))
-    rows = compare(contenders, images, precisions=[precision], rounds=rounds)
+    baselines = load_teachers(teacher, "ViT-S/14", RESOLUTIONS, device=str(device))
+    baselines += load_students(str(folder / "student"), "student", device=str(device))
+    rows = compare(baselines, images, precisions=[precision], rounds=rounds)
     save_figure(draw_comparison(rows), folder / "comparison.png")
 
     print(f"3/3  Where {DRAWN_TOKENS} tokens look.\n")

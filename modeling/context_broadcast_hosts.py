@@ -112,11 +112,8 @@ def remove_context_broadcast(model: nn.Module):
 
 
 def _check_positions(kind: str, position: str | Sequence[str], has_class_token: bool) -> list[str]:
-    """Return positions as a list.
-
-    Raises:
-        ValueError: if a position is unknown or repeated, or the kind needs a class token and there is none.
-    """
+    """Return positions as a list. Raise a ValueError if a position is unknown or repeated, or the kind needs a class
+    token and there is none."""
     positions = [position] if isinstance(position, str) else list(position)
     if not positions or len(set(positions)) < len(positions) or not {*positions} <= {*CONTEXT_BROADCAST_POSITIONS}:
         raise ValueError(

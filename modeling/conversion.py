@@ -86,11 +86,8 @@ OUTER_NAMES = {
 
 def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
     """Read the state dict of a checkpoint of the reference implementation, a `.safetensors` file or one of
-    `torch.save`, bare or under "model" or "state_dict"; nothing in it is executed.
-
-    Raises:
-        ValueError: if the file cannot be read, or holds no state dict.
-    """
+    `torch.save`, bare or under "model" or "state_dict"; nothing in it is executed. Raise a ValueError if the file
+    cannot be read, or holds no state dict."""
     path = Path(path)
     try:
         if path.suffix == ".safetensors":
@@ -187,11 +184,7 @@ def showlab_model_class(config: SparseFormerConfig) -> type:
 
 def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerConfig) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint of the reference implementation under the names of the model that
-    `showlab_model_class(config)` builds, in float32.
-
-    Raises:
-        ValueError: if names do not fit the configuration.
-    """
+    `showlab_model_class(config)` builds, in float32. Raise a ValueError if names do not fit the configuration."""
     projects = isinstance(config, SparseFormerProjectionConfig)
     iterates_once = config.num_focusing_iterations == 1
     names = showlab_names(config.generation, config.num_hidden_layers, projects, iterates_once)

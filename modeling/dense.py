@@ -129,11 +129,8 @@ class FeatureMaps(nn.Module):
         self.upsamplers = nn.ModuleDict({name: MapUpsampler(config, cells[name]) for name in names} if width else {})
 
     def size_of(self, pixel_values: torch.Tensor, scale: float = 1) -> tuple[int, int]:
-        """Height and width of a map of images.
-
-        Raises:
-            ValueError: if the images are smaller than a cell of the teacher's grid.
-        """
+        """Height and width of a map of images. Raise a ValueError if the images are smaller than a cell of the
+        teacher's grid."""
         height, width = pixel_values.shape[-2:]
         rows, columns = self.stride
         if height < rows or width < columns:

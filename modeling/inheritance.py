@@ -187,11 +187,8 @@ def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
 
 
 def configuration_fields(anatomy: Anatomy) -> dict:
-    """Fields of a `SparseFormerBaseConfig` that follow from a teacher.
-
-    Raises:
-        ValueError: if its blocks differ from each other, or have activations or norms that a SparseFormer has not.
-    """
+    """Fields of a `SparseFormerBaseConfig` that follow from a teacher. Raise a ValueError if its blocks differ from
+    each other, or have activations or norms that a SparseFormer has not."""
     block, (height, width) = anatomy.blocks[0], anatomy.image_size
     attention, mlp = block.attention, block.mlp
     for other in anatomy.blocks[1:]:

@@ -99,11 +99,8 @@ class TransformerParts:
 
 
 def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
-    """Return the parts of a plain vision transformer that adds positions to its tokens.
-
-    Raises:
-        ValueError: if the model is none.
-    """
+    """Return the parts of a plain vision transformer that adds positions to its tokens. Raise a ValueError if the
+    model is none."""
     if isinstance(model, TransformerParts):
         return model
     try:

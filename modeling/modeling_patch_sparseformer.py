@@ -216,11 +216,8 @@ class PatchSparseFormerPreTrainedModel(HubModel):
 
     def set_num_tokens(self, num_tokens: int | None):
         """Choose the number of latent tokens, [CLS] not counted, for all calls that choose none; `None` for all. The
-        model keeps the choice when it is saved, exported or given to a pipeline; weights stay.
-
-        Raises:
-            ValueError: if it is below 1, above `num_latent_tokens`, or makes no grid.
-        """
+        model keeps the choice when it is saved, exported or given to a pipeline; weights stay. Raise a ValueError if
+        it is below 1, above `num_latent_tokens`, or makes no grid."""
         self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
 
     @torch.no_grad()

@@ -168,11 +168,8 @@ class SparseFormerPreTrainedModel(HubModel):
 
     def set_num_tokens(self, num_tokens: int | None):
         """Choose the number of latent tokens, [CLS] not counted, for all calls that choose none; `None` for all. The
-        model keeps the choice when it is saved, exported or given to a pipeline; weights stay.
-
-        Raises:
-            ValueError: if it is below 1 or above `num_latent_tokens`.
-        """
+        model keeps the choice when it is saved, exported or given to a pipeline; weights stay. Raise a ValueError if
+        it is below 1 or above `num_latent_tokens`."""
         self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
 
     def resize_tokens(self, num_latent_tokens: int):

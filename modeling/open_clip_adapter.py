@@ -125,12 +125,9 @@ def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImage
 @torch.no_grad()
 def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSiglipModel:
     """Convert open_clip's `CLIP` or `CustomTextCLIP` with an `OpenClipVisual` into a model of Transformers, a SigLIP
-    where its logits have a bias. It is in evaluation mode, with copies of the weights.
-
-    Raises:
-        ValueError: if the visual tower is another one, or the text side computes something else than that of
-            Transformers' CLIP, or SigLIP.
-    """
+    where its logits have a bias. It is in evaluation mode, with copies of the weights. Raise a ValueError if the
+    visual tower is another one, or the text side computes something else than that of Transformers' CLIP, or
+    SigLIP."""
     visual = getattr(clip, "visual", None)
     is_siglip = getattr(clip, "logit_bias", None) is not None
     if not isinstance(visual, OpenClipVisual) or visual.projects == is_siglip:

@@ -13,8 +13,8 @@ from transformers import ViTForImageClassification
 from vision_transformers import KINDS
 
 from frugalvit import checkpoint_path, count_macs, read_anatomy
+from frugalvit.baselines import LOWER_RESOLUTION, as_teacher, at_lower_resolution
 from frugalvit.compare import describe_score, draw_comparison
-from frugalvit.contenders import LOWER_RESOLUTION, as_teacher, at_lower_resolution
 from frugalvit.modeling.hosts.transformers import resize_positions_
 
 
@@ -84,14 +84,14 @@ def test_a_teacher_is_timed_as_it_runs(kind):
 def test_lower_resolution():
     """The teacher's own view, smaller, through the teacher's blocks with resampled positions."""
     model = ViTForImageClassification.from_pretrained(VIT).eval()
-    contender = at_lower_resolution(read_anatomy(model), None, (16, 16))
+    baseline = at_lower_resolution(read_anatomy(model), None, (16, 16))
     view = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     small = F.interpolate(view, (16, 16), mode="bilinear", antialias=True, align_corners=False)
     with torch.no_grad():
         resized = resize_positions_(ViTForImageClassification.from_pretrained(VIT).eval(), 16)
-        assert torch.allclose(contender.model(small), resized(small).logits, atol=1e-3)
-        assert torch.allclose(contender.model(small), model.classifier(contender.embed(small)), atol=1e-5)
-    assert count_macs(contender.model, 16) == count_macs(resized, 16)
+        assert torch.allclose(baseline.model(small), resized(small).logits, atol=1e-3)
+        assert torch.allclose(baseline.model(small), model.classifier(baseline.embed(small)), atol=1e-5)
+    assert count_macs(baseline.model, 16) == count_macs(resized, 16)
 
 
 def test_errors_are_paired():

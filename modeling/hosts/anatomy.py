@@ -35,7 +35,7 @@ _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
-class Obstacle(ValueError):
+class NotAPlainViT(ValueError):
     """The reason why a model is no plain vision transformer."""
 
 
@@ -60,15 +60,12 @@ class PatchEmbedding:
 
     @classmethod
     def of(cls, module: nn.Module | None, norm: nn.Module | None = None) -> "PatchEmbedding":
-        """Read a convolution.
-
-        Raises:
-            Obstacle: if the module is no convolution, or its patches overlap or leave gaps.
-        """
+        """Read a convolution. Raise a NotAPlainViT if the module is no convolution, or its patches overlap or leave
+        gaps."""
         if not isinstance(module, nn.Conv2d):
-            raise Obstacle(f"its patches are embedded by a {type(module).__name__}, expected one convolution")
+            raise NotAPlainViT(f"its patches are embedded by a {type(module).__name__}, expected one convolution")
         if module.stride != module.kernel_size or module.padding not in ((0, 0), "valid"):
-            raise Obstacle(f"its patches overlap or leave gaps ({module})")
+            raise NotAPlainViT(f"its patches overlap or leave gaps ({module})")
         return cls(module.weight, module.bias, norm)
 
     @property
@@ -250,10 +247,10 @@ class Anatomy:
 
     @contextmanager
     def noting(self, field_name: str) -> Iterator[None]:
-        """Note an `Obstacle` that is raised inside in one of the fields for obstacles."""
+        """Note an `NotAPlainViT` that is raised inside in one of the fields for obstacles."""
         try:
             yield
-        except Obstacle as obstacle:
+        except NotAPlainViT as obstacle:
             setattr(self, field_name, str(obstacle))
 
     def require_plain(self, purpose: str, embeds: bool = False, patches: bool = False):
@@ -408,30 +405,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def activation_name(activation: nn.Module | None) -> str:
-    """Transformers' name of an activation of any library.
-
-    Raises:
-        Obstacle: if it is not known.
-    """
+    """Transformers' name of an activation of any library. Raise a NotAPlainViT if it is not known."""
     name = type(activation).__name__.lower().removeprefix("pytorch").removesuffix("activation")
     if name not in _ACTIVATIONS:
-        raise Obstacle(f"its activation {type(activation).__name__} is not one of {sorted(_ACTIVATIONS.values())}")
+        raise NotAPlainViT(f"its activation {type(activation).__name__} is not one of {sorted(_ACTIVATIONS.values())}")
     if name == "gelu" and getattr(activation, "approximate", "none") == "tanh":
         return "gelu_pytorch_tanh"
     return _ACTIVATIONS[name]
 
 
 def norm_type(norm: nn.Module) -> str:
-    """`"layer_norm"` or `"rms_norm"`.
-
-    Raises:
-        Obstacle: if it is neither.
-    """
+    """`"layer_norm"` or `"rms_norm"`. Raise a NotAPlainViT if it is neither."""
     if isinstance(norm, nn.LayerNorm):
         return "layer_norm"
     if type(norm).__name__.lower().endswith("rmsnorm"):
         return "rms_norm"
-    raise Obstacle(f"it has a {type(norm).__name__} where a LayerNorm or RMSNorm is expected")
+    raise NotAPlainViT(f"it has a {type(norm).__name__} where a LayerNorm or RMSNorm is expected")
 
 
 def norm_eps(norm: nn.Module) -> float:
@@ -477,12 +466,8 @@ def split_linear(count: int, weight: torch.Tensor, bias: torch.Tensor | Sequence
 
 
 def checked(block: Block) -> Block:
-    """Return a block.
-
-    Raises:
-        Obstacle: if it has parameters that were not read, norms of another kind, or attention that is not as wide as
-            its tokens.
-    """
+    """Return a block. Raise a NotAPlainViT if it has parameters that were not read, norms of another kind, or
+    attention that is not as wide as its tokens."""
     for norm in (block.attention_norm, block.mlp_norm):
         norm_type(norm)
     known = {tensor.untyped_storage().data_ptr() for tensor in _tensors_of(block)}
@@ -493,7 +478,7 @@ def checked(block: Block) -> Block:
         if parameter.untyped_storage().data_ptr() not in known and "context_broadcast_" not in name
     ]
     if unknown:
-        raise Obstacle(
+        raise NotAPlainViT(
             f"its {type(block.module).__name__} has parameters that no plain block has ({', '.join(unknown[:4])})"
         )
     check_width(block.attention)
@@ -501,11 +486,11 @@ def checked(block: Block) -> Block:
 
 
 def check_width(attention: Attention):
-    """Raise an `Obstacle` unless attention is as wide as the tokens, for queries, keys and values alike."""
+    """Raise an `NotAPlainViT` unless attention is as wide as the tokens, for queries, keys and values alike."""
     width = attention.query.weight.shape[1]
     for linear in (attention.query, attention.key, attention.value, attention.output):
         if linear.weight.shape != (width, width):
-            raise Obstacle("its attention is not as wide as its tokens, or shares keys and values among heads")
+            raise NotAPlainViT("its attention is not as wide as its tokens, or shares keys and values among heads")
 
 
 def _tensors_of(part) -> Iterator[torch.Tensor]:

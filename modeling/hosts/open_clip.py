@@ -11,7 +11,7 @@ from .anatomy import (
     Attention,
     Block,
     GridPositions,
-    Obstacle,
+    NotAPlainViT,
     PatchEmbedding,
     Projection,
     activation_name,
@@ -57,13 +57,13 @@ def _read_projection(head: nn.Sequential, classifier: nn.Linear | None) -> nn.Li
     linears = [module for module in head if not isinstance(module, nn.Dropout)]
     linears += [] if classifier is None else [classifier]
     if len(linears) > 1 or not all(isinstance(linear, nn.Linear) for linear in linears):
-        raise Obstacle("it projects what it pools by more than one linear layer")
+        raise NotAPlainViT("it projects what it pools by more than one linear layer")
     return linears[0] if linears else None
 
 
 def _read_plain(model: nn.Module, anatomy: Anatomy):
     if not getattr(model.transformer, "batch_first", True):
-        raise Obstacle("its blocks take the batch second; create it with batch_first=True")
+        raise NotAPlainViT("its blocks take the batch second; create it with batch_first=True")
     anatomy.blocks = [read_block(block) for block in model.transformer.resblocks]
     anatomy.image_size, anatomy.grid = pair(model.image_size), tuple(model.grid_size)
     anatomy.pooling = "cls" if model.pool_type == "tok" else "latent_mean"
@@ -81,14 +81,11 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
 
 
 def read_block(module: nn.Module) -> Block:
-    """Read a residual attention block of a visual or a text tower.
-
-    Raises:
-        Obstacle: if it is no plain pre-norm block.
-    """
+    """Read a residual attention block of a visual or a text tower. Raise a NotAPlainViT if it is no plain pre-norm
+    block."""
     attn, mlp = getattr(module, "attn", None), module.mlp
     if not isinstance(attn, nn.MultiheadAttention):
-        raise Obstacle(f"its attention is a {type(attn).__name__}, expected nn.MultiheadAttention")
+        raise NotAPlainViT(f"its attention is a {type(attn).__name__}, expected nn.MultiheadAttention")
     linears = split_linear(3, attn.in_proj_weight, attn.in_proj_bias)
     attention = Attention(*linears, attn.out_proj, attn.num_heads)
     mlp = MLP(mlp.c_fc, mlp.c_proj, activation_name(mlp.gelu))

@@ -12,7 +12,7 @@ from .anatomy import (
     AttentionPooling,
     Block,
     GridPositions,
-    Obstacle,
+    NotAPlainViT,
     PatchEmbedding,
     Rotary,
     activation_name,
@@ -50,9 +50,9 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
 def _read_plain(model: nn.Module, anatomy: Anatomy, image_size: tuple[int, int] | None):
     blocks = list(getattr(model, "blocks", ()))
     if len({info["reduction"] for info in getattr(model, "feature_info", ())}) > 1:
-        raise Obstacle("it is hierarchical or hybrid, with fewer positions from stage to stage")
+        raise NotAPlainViT("it is hierarchical or hybrid, with fewer positions from stage to stage")
     if not blocks or not hasattr(model, "patch_embed"):
-        raise Obstacle("it has no list of transformer blocks after a patch embedding")
+        raise NotAPlainViT("it has no list of transformer blocks after a patch embedding")
     anatomy.blocks = [read_block(block) for block in blocks]
     if image_size not in (None, pair(model.patch_embed.img_size)):
         model.set_input_size(img_size=image_size)
@@ -65,11 +65,11 @@ def _read_plain(model: nn.Module, anatomy: Anatomy, image_size: tuple[int, int] 
     anatomy.front = [token for token in front if token is not None]
     if (positions := getattr(model, "pos_embed", None)) is not None:
         if positions.ndim != 3:
-            raise Obstacle("its positions are no list of vectors")
+            raise NotAPlainViT("its positions are no list of vectors")
         anatomy.patch_positions = GridPositions(positions, anatomy.grid, antialias=True)
     with anatomy.noting("patch_obstacle"):
         if backbone := getattr(model.patch_embed, "backbone", None):
-            raise Obstacle(f"its patches are embedded by the layers of a {type(backbone).__name__}")
+            raise NotAPlainViT(f"its patches are embedded by the layers of a {type(backbone).__name__}")
         projection = getattr(model.patch_embed, "proj", None)
         anatomy.patch_embedding = PatchEmbedding.of(projection, find(model.patch_embed, ["norm"]))
     with anatomy.noting("embedding_obstacle"):
@@ -87,13 +87,9 @@ def _read_plain(model: nn.Module, anatomy: Anatomy, image_size: tuple[int, int] 
 
 
 def read_block(module: nn.Module) -> Block:
-    """Read a block.
-
-    Raises:
-        Obstacle: if it is no plain pre-norm block.
-    """
+    """Read a block. Raise a NotAPlainViT if it is no plain pre-norm block."""
     if type(module).__name__ not in _BLOCKS:
-        raise Obstacle(f"its blocks are {type(module).__name__}s, expected one of {', '.join(_BLOCKS)}")
+        raise NotAPlainViT(f"its blocks are {type(module).__name__}s, expected one of {', '.join(_BLOCKS)}")
     scales = [
         getattr(getattr(module, new, None), "gamma", getattr(module, old, None))
         for new, old in (("ls1", "gamma_1"), ("ls2", "gamma_2"))
@@ -111,14 +107,14 @@ def _read_attention(module: nn.Module) -> Attention:
     elif hasattr(module, "q_proj"):
         linears = [module.q_proj, module.k_proj, module.v_proj]
     else:
-        raise Obstacle(f"its attention is a {type(module).__name__}, which has no projections to read")
+        raise NotAPlainViT(f"its attention is a {type(module).__name__}, which has no projections to read")
     norms = [find(module, [name]) for name in ("q_norm", "k_norm", "norm")]
     return Attention(*linears, module.proj, module.num_heads, *norms)
 
 
 def _read_mlp(module: nn.Module) -> MLP:
     if not isinstance(getattr(module, "fc2", None), nn.Linear):
-        raise Obstacle(f"its MLP is a {type(module).__name__}, whose layers are not known")
+        raise NotAPlainViT(f"its MLP is a {type(module).__name__}, whose layers are not known")
     gate = None
     if hasattr(module, "fc1_g"):
         up, gate = module.fc1_x, module.fc1_g
@@ -146,7 +142,7 @@ def _read_rotary(model: nn.Module, anatomy: Anatomy) -> Rotary | None:
         scale = [float(count) for count in reference]
         shift = [(rope.grid_offset - 0.5) / count * ref for count, ref in zip(grid, reference, strict=True)]
     else:
-        raise Obstacle(f"its rotary positions ({kind}) are not those of EVA-02 or DINOv3")
+        raise NotAPlainViT(f"its rotary positions ({kind}) are not those of EVA-02 or DINOv3")
     channels = torch.arange(anatomy.blocks[0].attention.head_dim)
     if not rope.rotate_half:
         # Neighbors rotate together.
@@ -158,10 +154,10 @@ def _read_rotary(model: nn.Module, anatomy: Anatomy) -> Rotary | None:
 
 def _read_pooling(model: nn.Module, anatomy: Anatomy):
     if getattr(model, "head_dist", None) is not None:
-        raise Obstacle("it averages two classifiers")
+        raise NotAPlainViT("it averages two classifiers")
     norm, last = find(model, ["norm"]), find(model, ["fc_norm"])
     if norm is not None and last is not None:
-        raise Obstacle("it normalizes its tokens before and after pooling")
+        raise NotAPlainViT("it normalizes its tokens before and after pooling")
     anatomy.norm, anatomy.pool_before_norm = last or norm, last is not None
     includes_prefix = getattr(model, "pool_include_prefix", False)
     pool = getattr(model, "global_pool", None)
@@ -175,18 +171,18 @@ def _read_pooling(model: nn.Module, anatomy: Anatomy):
     elif pool in ("avg", ""):
         anatomy.pooling = "mean" if includes_prefix or not anatomy.num_prefix_tokens else "latent_mean"
     else:
-        raise Obstacle(f"it pools by {pool!r}; known are 'token', 'avg' and 'map'")
+        raise NotAPlainViT(f"it pools by {pool!r}; known are 'token', 'avg' and 'map'")
 
 
 def _read_pooling_head(module: nn.Module) -> AttentionPooling:
     if module.latent_len != 1 or module.pos_embed is not None or not isinstance(module.q, nn.Linear):
-        raise Obstacle("its attention pooling has several queries, positions or no projection of its query")
+        raise NotAPlainViT("its attention pooling has several queries, positions or no projection of its query")
     if find(module, ["q_norm", "k_norm"]) is not None:
-        raise Obstacle("its attention pooling normalizes queries and keys")
+        raise NotAPlainViT("its attention pooling normalizes queries and keys")
     key, value = split_linear(2, module.kv.weight, module.kv.bias)
     attention = Attention(module.q, key, value, module.proj, module.num_heads)
     check_width(attention)
     mlp, norm = module.mlp and _read_mlp(module.mlp), find(module, ["norm"])
     if mlp is not None and norm is None:
-        raise Obstacle("its attention pooling has an MLP without a norm")
+        raise NotAPlainViT("its attention pooling has an MLP without a norm")
     return AttentionPooling(module.latent[0], attention, norm, mlp)

@@ -23,7 +23,7 @@ from .anatomy import (
     AttentionPooling,
     Block,
     GridPositions,
-    Obstacle,
+    NotAPlainViT,
     PatchEmbedding,
     Projection,
     Rotary,
@@ -104,11 +104,7 @@ def tower_of(model: nn.Module) -> nn.Module:
 
 
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
-    """Read a model, or its tower for images, into an `Anatomy`.
-
-    Raises:
-        ValueError: if the model reads text alone.
-    """
+    """Read a model, or its tower for images, into an `Anatomy`. Raise a ValueError if the model reads text alone."""
     tower = tower_of(model)
     # Idefics3's tower has left the former as it was, and says the latter.
     modalities = getattr(tower, "input_modalities", ())
@@ -119,9 +115,9 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
     with anatomy.noting("obstacle"):
         model_type = tower.config.model_type
         if model_type not in _FAMILIES:
-            raise Obstacle(f"its model type {model_type!r} is not known")
+            raise NotAPlainViT(f"its model type {model_type!r} is not known")
         if hasattr(tower, "out_features"):
-            raise Obstacle("it is a backbone, which returns maps; give its base model")
+            raise NotAPlainViT("it is a backbone, which returns maps; give its base model")
         _read_plain(model, tower, _FAMILIES[model_type], anatomy, image_size)
     return anatomy
 
@@ -192,11 +188,7 @@ def _read_grid(
 
 
 def read_block(module: nn.Module) -> Block:
-    """Read a block of any family.
-
-    Raises:
-        Obstacle: if it is no plain pre-norm block.
-    """
+    """Read a block of any family. Raise a NotAPlainViT if it is no plain pre-norm block."""
     attention = find(module, _ATTENTIONS)
     scales = [
         getattr(getattr(module, f"layer_scale{i}", None), "lambda1", getattr(module, f"lambda_{i}", None))
@@ -204,7 +196,7 @@ def read_block(module: nn.Module) -> Block:
     ]
     norms = [find(attention, [name]) for name in ("q_norm", "k_norm", "output_norm")]
     if norms[0] is not None and len(norms[0].weight) != attention.head_dim:
-        raise Obstacle("it normalizes the queries and keys of all heads together")
+        raise NotAPlainViT("it normalizes the queries and keys of all heads together")
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, find(attention, _OUTPUTS)]
     attention = Attention(*linears, linears[0].out_features // attention.head_dim, *norms)
     mlp = _read_mlp(find(module, _MLPS))
@@ -247,7 +239,7 @@ def _read_patches(tower: nn.Module) -> PatchEmbedding:
 def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, anatomy: Anatomy):
     """Read how tokens become the embedding, which the classifier reads or a model without one returns."""
     if getattr(model, "distillation_classifier", None) is not None:
-        raise Obstacle("it averages two classifiers; give its base model")
+        raise NotAPlainViT("it averages two classifiers; give its base model")
     anatomy.pooling = family.pooling or tower.config.pooling
     if anatomy.classifier is not None and family.classifier_pooling:
         anatomy.pooling = family.classifier_pooling

@@ -1,5 +1,5 @@
 """Models that `frugalvit compare` measures beside each other: a teacher, the same teacher with less to compute, and
-students. Describe any other model as a `Contender`."""
+students. Describe any other model as a `Baseline`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ SHARES = (1 / 4, 2 / 5, 9 / 16)
 
 
 @dataclass
-class Contender:
+class Baseline:
     """A model to measure."""
 
     name: str  # of its row
-    method: str  # that made it; contenders of one method are a line of the picture
+    method: str  # that made it; baselines of one method are a line of the picture
     model: nn.Module  # to time and count, called with pixel values (batch, 3, height, width)
     image_size: tuple[int, int]  # height and width to which the image processor's images are resized
     embed: Callable[[torch.Tensor], torch.Tensor]  # pixel values to the embedding (batch, embedding_size)
@@ -74,8 +74,8 @@ class WithTokens(nn.Module):
         return self.model(pixel_values, num_tokens=self.num_tokens, **arguments)
 
 
-def as_teacher(anatomy: Anatomy, **others) -> Contender:
-    """Describe a vision transformer as it is; `others` are further fields of the `Contender`."""
+def as_teacher(anatomy: Anatomy, **others) -> Baseline:
+    """Describe a vision transformer as it is; `others` are further fields of the `Baseline`."""
     fields = {
         "name": "teacher",
         "method": "teacher",
@@ -87,7 +87,7 @@ def as_teacher(anatomy: Anatomy, **others) -> Contender:
         "tokens": anatomy.num_prefix_tokens + anatomy.num_patches,
         "parameters": count_parameters(anatomy),
     }
-    return Contender(**fields | others)
+    return Baseline(**fields | others)
 
 
 def count_parameters(anatomy: Anatomy) -> int:
@@ -110,12 +110,12 @@ def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
 
 def load_teachers(
     folder: str, name: str | None = None, resolutions: Sequence[int] | None = None, **options
-) -> list[Contender]:
+) -> list[Baseline]:
     """Load a teacher, and the same weights with smaller images and resampled positions. `resolutions` are the shorter
     sides of these images in pixels, by default those with about `SHARES` of the patches, or none if the teacher's
     positions cannot be read."""
     anatomy, image_processor = load_teacher(folder, **options)
-    contenders = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
+    baselines = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
     shorter, patch = min(anatomy.image_size), min(anatomy.patch_size)
     if resolutions is None and anatomy.patch_obstacle:
         resolutions = []
@@ -129,11 +129,11 @@ def load_teachers(
             )
         sides = zip(anatomy.image_size, anatomy.patch_size, strict=True)
         size = tuple(round(side * pixels / shorter / patch) * patch for side, patch in sides)
-        contenders.append(at_lower_resolution(anatomy, image_processor, size))
-    return contenders
+        baselines.append(at_lower_resolution(anatomy, image_processor, size))
+    return baselines
 
 
-def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Contender:
+def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Baseline:
     """Describe a teacher with smaller images and resampled positions: a student with all their patches, untrained."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
@@ -157,8 +157,8 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
     )
 
 
-def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Contender]:
-    """Load a SparseFormer, a contender for each number of tokens it is trained for, or any other model with an
+def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Baseline]:
+    """Load a SparseFormer, a baseline for each number of tokens it is trained for, or any other model with an
     embedding. `method` is by default "SparseFormer" for a single number of tokens, otherwise the name."""
     model, image_processor = load_vision_model(folder, **options)
     model = without_agent(model).requires_grad_(False).eval()
@@ -169,7 +169,7 @@ def load_students(folder: str, method: str | None = None, name: str | None = Non
     if is_sparseformer(config):
         several = len(config.trained_token_counts) > 1
         return [
-            Contender(
+            Baseline(
                 f"{name}, {count} tokens" if several else name,
                 method or (name if several else "SparseFormer"),
                 WithTokens(model, count).eval(),
@@ -183,4 +183,4 @@ def load_students(folder: str, method: str | None = None, name: str | None = Non
     if not anatomy.obstacle:
         return [as_teacher(anatomy, name=name, method=method or name, **fields)]
     embed = image_embedder(model, size)
-    return [Contender(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]
+    return [Baseline(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]
