@@ -412,7 +412,8 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
         (`docs/elastic.md`: more between them save less than they cost).
         """
         most = self.config.default_num_tokens
-        token_counts = token_counts or sorted({min(self.config.trained_token_counts[0], most), most})
+        if token_counts is None:
+            token_counts = sorted({min(self.config.trained_token_counts[0], most), most})
         features = self.sparseformer.stem(pixel_values)
         images = torch.arange(len(pixel_values), device=pixel_values.device)
         return classify_adaptively(

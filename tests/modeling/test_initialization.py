@@ -106,6 +106,7 @@ def test_an_impulse_matrix_is_the_convolution_with_an_impulse(height, width, dy,
 def test_heads_take_all_positions_of_the_kernel_before_one_again(kernel_size, num_heads, seed):
     drawn = draw_offsets(kernel_size, num_heads, seeded(seed))
     counts = [drawn.count(offset) for offset in kernel_offsets(kernel_size)]
+    assert kernel_offsets(2) == [(-1, -1), (-1, 0), (0, -1), (0, 0)] and kernel_offsets(3)[5] == (0, 1)
     assert pinv_offsets(10) == [kernel_offsets(3)[i] for i in (4, 1, 5, 3, 7, 0, 2, 6, 8, 4)]
     assert sum(counts) == num_heads and max(counts) - min(counts) <= 1
 
