@@ -64,11 +64,11 @@ def embedding_example(model: PreTrainedModel) -> str:
     searches = pipeline_tag(model) in ("image-feature-extraction", "zero-shot-image-classification")
     if not (searches and getattr(model, "embeds", None)):
         return ""
-    inputs = 'image, "a photo of a ship"' if "text" in model.embeds else "image"
+    texts = '\ntexts = searcher.encode(["a photo of a ship"])' if "text" in model.embeds else ""
     return f"""from sentence_transformers import SentenceTransformer
 
 searcher = SentenceTransformer("path/or/id", trust_remote_code=True)
-embeddings = searcher.encode([{inputs}])  # for a search, with the stores of vectors that know sentence-transformers"""
+embeddings = searcher.encode([image])  # for any store of vectors that knows sentence-transformers{texts}"""
 
 
 def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
