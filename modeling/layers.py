@@ -312,11 +312,9 @@ def reads_class_tokens_alone(config, **kwargs) -> bool:
     return config.pooling == "cls" and not recorded
 
 
-def check_num_tokens(config, num_tokens: int | None) -> int:
-    """Return the count that a model computes with when `num_tokens` latent tokens are asked for, by default its own,
-    with the errors of `set_num_tokens`. Warn once if the model was not trained for it."""
-    if num_tokens is None:
-        return config.default_num_tokens
+def check_num_tokens(config, num_tokens: int) -> int:
+    """Return the count that a model computes with when `num_tokens` latent tokens are asked for, with the errors of
+    `set_num_tokens`. Warn once if the model was not trained for it."""
     if type(num_tokens) is not int or not 1 <= num_tokens <= config.num_latent_tokens:
         raise ValueError(
             f"`num_tokens` is {num_tokens!r}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "

@@ -141,7 +141,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
     def cut_grid(self, pixel_values: torch.Tensor, num_tokens: int | None) -> tuple:
         """Patches `(batch, tokens, pixels)`, positions `(tokens, hidden_size)`, RoIs `(tokens, 4)`, and None."""
         config = self.config
-        rows, columns = config.grid_of(check_num_tokens(config, num_tokens))
+        count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+        rows, columns = config.grid_of(count)
         height, width = self.patch_size
         patches = cut_patches(resize(pixel_values, (rows * height, columns * width)), self.patch_size)
         rois = grid_rois((rows, columns)).to(pixel_values.device)
@@ -152,7 +153,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
         config = self.config
         size = tuple(pixel_values.shape[-2:])
         grids = config.cell_grids(size)
-        count = config.tokens_of_tree(check_num_tokens(config, num_tokens), size)
+        count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+        count = config.tokens_of_tree(count, size)
         height, width = self.patch_size
         levels = [resize(pixel_values, (rows * height, columns * width)) for rows, columns in grids]
         cells, forecast = self.placement(levels, count)

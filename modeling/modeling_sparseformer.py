@@ -307,7 +307,9 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         """
         features = self.stem(pixel_values) if features is None else features
         # Before the first sampling, all images have the same tokens and RoIs: they are computed once.
-        hidden_states, rois, prefix = self.latents(pixel_values.shape[0], check_num_tokens(self.config, num_tokens))
+        config = self.config
+        count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+        hidden_states, rois, prefix = self.latents(pixel_values.shape[0], count)
         all_rois, all_points = [], []
         for iteration in range(self.config.num_focusing_iterations):
             hidden_states, rois, points = self.focusing_layer(hidden_states, rois, features, iteration, **kwargs)

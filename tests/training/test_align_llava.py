@@ -7,7 +7,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
-from runs import check_resumes, error_of
 from safetensors.torch import load_file
 from trainings import logged, run_command
 from transformers import AutoModelForImageTextToText, AutoProcessor, Dinov2Config, Dinov2Model
@@ -22,6 +21,7 @@ from frugalvit.training.align_llava import (
     pad,
     read_conversations,
 )
+from runs import check_resumes, error_of
 from tiny import (
     IMAGE,
     SMALL,

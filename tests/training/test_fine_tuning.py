@@ -7,8 +7,6 @@ import datasets
 import pytest
 import timm
 import torch
-from runs import error_of
-from runs import make as make_trainer
 from safetensors.torch import load_file
 from timm.models._hub import save_for_hf
 from trainings import logged, run_command
@@ -21,6 +19,8 @@ from frugalvit import load_context_broadcast, remove_context_broadcast
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
+from runs import error_of
+from runs import make as make_trainer
 from tiny import save_vit
 
 

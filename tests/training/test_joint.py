@@ -6,8 +6,6 @@ import datasets
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from runs import check_resumes, error_of
-from runs import make as make_trainer
 from trainings import logged, run_command
 from transformers import (
     AutoImageProcessor,
@@ -18,6 +16,8 @@ from transformers import (
 from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
 from frugalvit.common.data import load_images
 from frugalvit.training import joint
+from runs import check_resumes, error_of
+from runs import make as make_trainer
 
 
 SIZES = "hidden_size=36,num_hidden_layers=2,intermediate_size=48,patch_size=8"

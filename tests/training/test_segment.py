@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from runs import check_resumes, error_of
-from runs import make as make_trainer
 from trainings import logged, run_command
 from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
@@ -15,6 +13,8 @@ from drawn import scene
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.metrics import SegmentationScores
 from frugalvit.training.segment import SegmentationTrainer
+from runs import check_resumes, error_of
+from runs import make as make_trainer
 
 
 make = functools.partial(make_trainer, "segment")

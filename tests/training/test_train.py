@@ -6,8 +6,6 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import check_resumes, error_of
-from runs import make as make_trainer
 from trainings import TINY_VIT, logged, run_command
 from transformers import (
     AutoConfig,
@@ -23,6 +21,8 @@ from frugalvit.common.loading import load_image_classifier
 from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training import models
 from frugalvit.training.train import ImageClassificationArguments, ModelArguments
+from runs import check_resumes, error_of
+from runs import make as make_trainer
 
 
 make = functools.partial(make_trainer, "train")
