@@ -341,13 +341,17 @@ class AdaptiveClassifierOutput(ModelOutput):
 
 
 def classify_adaptively(
+    config,
     classify: Callable[[torch.Tensor, int], torch.Tensor],
     images: torch.Tensor,
     confidence: float,
-    token_counts: Sequence[int],
+    token_counts: Sequence[int] | None,
 ) -> AdaptiveClassifierOutput:
     """Body of a model's `classify_adaptively`, given the indices of all images, `(batch,)`, and a function that
     returns logits, `(chosen, num_labels)`, of some indices for a count."""
+    if token_counts is None:
+        most = config.default_num_tokens
+        token_counts = sorted({min(config.trained_token_counts[0], most), most})
     if not 0 <= confidence <= 1:
         raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
     if not token_counts:

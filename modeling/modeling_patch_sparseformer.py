@@ -397,11 +397,9 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
         in this order; by default the smallest of `config.elastic_token_counts`, then `config.num_tokens` or all
         (`docs/elastic.md`: more between them save less than they cost).
         """
-        most = self.config.default_num_tokens
-        if token_counts is None:
-            token_counts = sorted({min(self.config.trained_token_counts[0], most), most})
         images = torch.arange(len(pixel_values), device=pixel_values.device)
         return classify_adaptively(
+            self.config,
             lambda chosen, count: self(pixel_values[chosen], num_tokens=count).logits,
             images,
             confidence,

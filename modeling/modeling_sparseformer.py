@@ -307,8 +307,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         """
         features = self.stem(pixel_values) if features is None else features
         # Before the first sampling, all images have the same tokens and RoIs: they are computed once.
-        config = self.config
-        count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+        count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
         hidden_states, rois, prefix = self.latents(pixel_values.shape[0], count)
         all_rois, all_points = [], []
         for iteration in range(self.config.num_focusing_iterations):
@@ -413,12 +412,10 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
         in this order; by default the smallest of `config.elastic_token_counts`, then `config.num_tokens` or all
         (`docs/elastic.md`: more between them save less than they cost).
         """
-        most = self.config.default_num_tokens
-        if token_counts is None:
-            token_counts = sorted({min(self.config.trained_token_counts[0], most), most})
         features = self.sparseformer.stem(pixel_values)
         images = torch.arange(len(pixel_values), device=pixel_values.device)
         return classify_adaptively(
+            self.config,
             lambda chosen, count: self(pixel_values[chosen], num_tokens=count, features=features[chosen]).logits,
             images,
             confidence,
