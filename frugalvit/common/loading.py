@@ -76,13 +76,12 @@ def load_image_classifier(
 
 
 def load_exported(
-    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str], part: str | None = None
+    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str]
 ) -> ExportedModule:
-    """Load a program that `frugalvit export` wrote, by default the one that sees images; it has to compute one of
-    `outputs`."""
+    """Load the program that sees images of those that `frugalvit export` wrote; it has to compute one of `outputs`."""
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"--device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
-    model = ExportedModule(name, part)
+    model = ExportedModule(name)
     if not {*outputs} & {*model.outputs}:
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
     return model

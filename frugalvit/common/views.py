@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 # Longest side of a strip, in multiples of its shorter side, where only the middle is kept.
 LONGEST = 32
 # Purposes of random numbers: uses that share (seed, epoch, index) must not share numbers.
-VIEW, MIX, ORDER, SHUFFLE, CAPTION = range(5)
+VIEW, MIX, CAPTION = 0, 1, 4
 # PIL's numbers of the filters that torchvision resizes tensors with.
 FILTERS = {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
 # Image processors of Transformers whose attributes tell all that they do.
