@@ -5,7 +5,7 @@
 The module is one of frugalvit's recipes.
 """
 
-import runpy
+import importlib
 import sys
 
 import deepspeed
@@ -18,4 +18,4 @@ if __name__ == "__main__":
     deepspeed.comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     PartialState._shared_state |= {"distributed_type": DistributedType.DEEPSPEED, "_cpu": False}
     module, *sys.argv[1:] = sys.argv[1:]
-    runpy.run_module(module, run_name="__main__")
+    importlib.import_module(module).main()

@@ -93,6 +93,8 @@ def test_a_student_whose_weights_are_shared_out(finished, teacher):
 def test_deepspeed_has_the_losses_of_one_process(finished, teacher):
     pytest.importorskip("deepspeed")
     options = STUDENT | HALF["options"] | {"teacher": teacher, "output_dir": finished / "deepspeed", "use_cpu": None}
+    # What the program has set up; `TrainingArguments` would set it up again, for one process.
+    options["accelerator_config"] = '{"use_configured_state": true}'
     program = [PROGRAMS / "deepspeed_on_cpus.py", "frugalvit.training.bootstrap"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program]
     stage = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "DS_ACCELERATOR": "cpu"}
