@@ -11,10 +11,8 @@ from frugalvit.evaluation.two_towers import load_two_towers
 from kinds import KINDS
 
 
-sentence_transformers = pytest.importorskip("sentence_transformers", reason="pip install 'frugalvit[search]'")
-
-
-def load(folder) -> "sentence_transformers.SentenceTransformer":
+def load(folder):
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="pip install 'frugalvit[search]'")
     return sentence_transformers.SentenceTransformer(str(folder), device="cpu")
 
 

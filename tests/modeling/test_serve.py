@@ -16,7 +16,6 @@ from frugalvit import SparseFormerLlavaForConditionalGeneration, matching_proces
 from tiny import make_llava, make_processor, make_tower
 
 
-openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %} "
@@ -40,6 +39,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(folder, tmp_path_factory):
     """Of a server in a process that imports no frugalvit: the folder brings its code."""
+    openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
