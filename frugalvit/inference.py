@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .common.decoding import CorruptImageError, read_record
-from .common.exported import is_exported
-from .common.loading import load_exported, load_image_classifier, load_image_processor, load_vision_model
+from .common.exported import is_exported, load_exported
+from .common.loading import load_image_classifier, load_image_processor, load_vision_model
 from .common.packing import pack_linear_layers
 from .common.reading import read_ahead, stack_pixels
 from .common.scores import check_scores

@@ -11,6 +11,15 @@ from transformers.core_model_loading import WeightRenaming, apply_renamings
 from ..configuration.configuration_vit_context_broadcast import CONTEXT_BROADCAST_POSITIONS
 from .context_broadcast import ContextBroadcast, broadcast_block, has_context_broadcast
 from .hosts import read_anatomy
+from .hosts.anatomy import find
+
+
+# Names of a block's parts in all libraries.
+_ATTENTIONS = ("attention", "self_attn", "attn")
+_MLPS = ("mlp", "ffn")
+_SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
+# Blocks whose attention returns windows: the module that is given what is put together from them.
+_AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
 def insert_context_broadcast(
@@ -51,23 +60,37 @@ def insert_context_broadcast(
     ContextBroadcast(kind, 1, scale_init=scale_init, blend=blend)
     anatomy = read_anatomy(model)
     positions = _check_positions(kind, position, anatomy.num_class_tokens > 0)
-    if not anatomy.outlines:
+    blocks = find_blocks(anatomy.model)
+    if not blocks:
         raise ValueError(f"{type(model).__name__} has no blocks that are known here (docs/models.md lists models).")
-    if "attention_end" in positions:
-        for outline in anatomy.outlines:
-            if outline.after_attention is None and getattr(outline.block, "window_size", 0):
-                raise ValueError(f"`position` 'attention_end' is not supported for {type(outline.block).__name__}.")
-    for outline in anatomy.outlines:
-        attention, side = outline.attention, "out"
-        if outline.after_attention is not None:
-            attention, side = outline.after_attention, "in"
-        broadcast_block(
-            outline.mlp, outline.second_linear, attention, side, positions, kind, scale_init=scale_init, blend=blend
-        )
+    for block in blocks:
+        has_windows = getattr(block, "window_size", 0) and type(block).__name__ not in _AFTER_ATTENTION
+        if "attention_end" in positions and has_windows:
+            raise ValueError(f"`position` 'attention_end' is not supported for {type(block).__name__}.")
+    for block in blocks:
+        mlp = find(block, _MLPS)
+        attention = find(block, _ATTENTIONS)
+        side = "out"
+        if after := _AFTER_ATTENTION.get(type(block).__name__):
+            attention = getattr(block, after)
+            side = "in"
+        second_linear = find(mlp, _SECOND_LINEARS)
+        broadcast_block(mlp, second_linear, attention, side, positions, kind, scale_init=scale_init, blend=blend)
     if hasattr(anatomy.model, "skips_unread_tokens"):
         anatomy.model.skips_unread_tokens = False
     _note(model, {"kind": kind, "position": positions, "scale_init": scale_init, "blend": blend})
     return [name for name, module in model.named_modules() if isinstance(module, ContextBroadcast)]
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of any library's model: those of a list that have an attention and an MLP."""
+    return [
+        block
+        for name, block in model.named_modules()
+        if name.rpartition(".")[2].isdigit()
+        and find(block, _ATTENTIONS) is not None
+        and isinstance(find(find(block, _MLPS), _SECOND_LINEARS), nn.Linear)
+    ]
 
 
 def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: dict | None = None):

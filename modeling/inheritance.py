@@ -36,13 +36,13 @@ def inherit_patches(
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.patch_embedding.weight.shape[1],
         "patch_size": list(anatomy.patch_size),
-        "patch_norm": anatomy.patch_embedding.norm is not None,
+        "patch_norm": anatomy.patch_norm is not None,
         "embedding_norm": anatomy.pre_norm is not None,
     }
     student = new_student(model_class, anatomy, inherited | fields)
     embeddings, patches = student.base_model.embeddings, anatomy.patch_embedding
     load_linear(embeddings.projection, Projection(patches.weight.flatten(1), patches.bias))
-    load_norm(embeddings.patch_norm, patches.norm)
+    load_norm(embeddings.patch_norm, anatomy.patch_norm)
     load_norm(embeddings.norm, anatomy.pre_norm)
     positions = [anatomy.positions_of(grid) for grid in embeddings.grids]
     if positions[0] is None:

@@ -7,12 +7,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
-from ..common.loading import check_folder, load_image_processor, one_error, split_revision
+from ..common.loading import TIMM, check_folder, load_image_processor, one_error, split_revision
 from ..configuration.configuration_base import FrugalViTConfig, pair, set_image_size
 from ..configuration.configuration_vit import AttentionStartConfig
 from ..modeling import initialization
 from ..modeling.context_broadcast_hosts import insert_context_broadcast, load_context_broadcast
-from ..modeling.hosts.timm import TIMM
 from ..modeling.hosts.transformers import has_positions, resize_positions_
 from ..modeling.hub import image_processor_config
 from ..modeling.reference_initialization import REFERENCE, reference_init_

@@ -3,7 +3,7 @@
 import torch
 from transformers import Trainer
 
-from ..modeling.hosts.timm import is_timm
+from ..modeling.hosts.anatomy import is_timm
 
 
 def parameter_groups(model: torch.nn.Module, args, factors: dict[torch.nn.Parameter, float]) -> list[dict]:

@@ -237,6 +237,18 @@ class ExportedModule(nn.Module):
         return ModelOutput(**self._runner(**inputs))
 
 
+def load_exported(
+    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str]
+) -> ExportedModule:
+    """Load the program that sees images of those that `frugalvit export` wrote; it has to compute one of `outputs`."""
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(f"--device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
+    model = ExportedModule(name)
+    if not {*outputs} & {*model.outputs}:
+        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
+    return model
+
+
 def _runner_options(name: str, precision: str) -> dict[str, object]:
     """Return a runtime's options: PyTorch's number of threads, and the precision of the export."""
     if name == "openvino":

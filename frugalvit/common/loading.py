@@ -23,15 +23,13 @@ from transformers.utils import logging
 
 from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
-from ..modeling.context_broadcast_hosts import load_context_broadcast
-from ..modeling.hosts.timm import TIMM
-from ..modeling.open_clip_adapter import open_clip_image_processor
 from .choices import OPEN_CLIP
-from .exported import ExportedModule, is_exported
 from .resources import locate_model
 from .tables import shortened
 
 
+# Transformers' model type for timm's models.
+TIMM = "timm_wrapper"
 # VLMs with a grid of patches, whose processors may cut images into tiles.
 GRID_VLMS = ("gemma3", "llava_onevision")
 # Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
@@ -68,23 +66,13 @@ def load_image_classifier(
     """Load a classifier for inference, in float32, and its image processor, from a folder that `save_pretrained` or
     `frugalvit export` wrote, or a hub id; arguments and errors as in `load_pretrained`."""
     kind = "an image classifier"
+    from .exported import is_exported, load_exported
+
     if is_exported(name):
         return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
     return load_with_image_processor(
         name, device, trust_remote_code, kind, lambda config: AutoModelForImageClassification
     )
-
-
-def load_exported(
-    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str]
-) -> ExportedModule:
-    """Load the program that sees images of those that `frugalvit export` wrote; it has to compute one of `outputs`."""
-    if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"--device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
-    model = ExportedModule(name)
-    if not {*outputs} & {*model.outputs}:
-        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
-    return model
 
 
 def load_vision_model(
@@ -241,7 +229,10 @@ def load_pretrained(
         # Other shapes are refused below, by name.
         options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, **revision}
         model, report = model_class.from_pretrained(name, dtype=dtype, **options)
-        load_context_broadcast(model, name, report)
+        if isinstance(getattr(config, "context_broadcast", None), dict):
+            from ..modeling.context_broadcast_hosts import load_context_broadcast
+
+            load_context_broadcast(model, name, report)
     check_complete(given, model, report, unread)
     return model.eval() if placed else model.eval().to(device)
 
@@ -283,6 +274,8 @@ def one_error(name: str | os.PathLike, kind: str):
 
 def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
     import open_clip
+
+    from ..modeling.open_clip_adapter import open_clip_image_processor
 
     has_weights = name.startswith(("hf-hub:", "local-dir:"))
     model_name, _, pretrained = (name, "", None) if has_weights else name.partition(":")

@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from . import open_clip, timm, transformers
-from .anatomy import Anatomy, labels_of
+from .anatomy import Anatomy, is_timm, labels_of
 
 
 def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None = None) -> Anatomy:
@@ -29,16 +28,18 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
     image_size = None if image_size is None else tuple(image_size)
     # The visual tower of an open_clip model, or the timm model inside Transformers' wrapper.
     part = model.visual if hasattr(model, "encode_image") else getattr(model, "timm_model", model)
-    if open_clip.is_open_clip(part):
-        anatomy = open_clip.read(part, image_size)
-    elif timm.is_timm(part):
-        anatomy = timm.read(part, image_size)
-        if anatomy.classifier is not None and hasattr(model, "config"):
-            anatomy.labels = labels_of(model.config)
-    elif hasattr(part, "config") and hasattr(part, "base_model"):
-        anatomy = transformers.read(part, image_size)
+    if hasattr(part, "config") and hasattr(part, "base_model"):
+        from .transformers import read
+    elif is_timm(part):
+        from .timm import read
     else:
-        anatomy = Anatomy(part, [], obstacle="it has no list of transformer blocks that is known")
+        from .open_clip import read
+
+    anatomy = read(part, image_size)
+    if anatomy is None:
+        anatomy = Anatomy(part, obstacle="it has no list of transformer blocks that is known")
+    if part is not model and anatomy.classifier is not None and hasattr(model, "config"):
+        anatomy.labels = labels_of(model.config)
     anatomy.source = model
     if not anatomy.obstacle and image_size not in (None, anatomy.image_size):
         own, other = (" x ".join(map(str, size)) for size in (anatomy.image_size, image_size))

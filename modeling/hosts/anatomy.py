@@ -5,6 +5,7 @@ that weights can be written to, and nothing is computed: the model runs its own 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,12 +28,6 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-# Names of the places of `Outline`s in all libraries.
-_ATTENTIONS = ("attention", "self_attn", "attn")
-_MLPS = ("mlp", "ffn")
-_SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# Blocks whose attention returns windows: the module that is given what is put together from them.
-_AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
 class NotAPlainViT(ValueError):
@@ -51,30 +46,6 @@ Linear = nn.Linear | Projection
 
 
 @dataclass
-class PatchEmbedding:
-    """A linear map of each patch's pixels to its token."""
-
-    weight: torch.Tensor  # (hidden_size, channels, patch height, patch width)
-    bias: torch.Tensor | None = None
-    norm: nn.Module | None = None  # of the tokens, before positions are added
-
-    @classmethod
-    def of(cls, module: nn.Module | None, norm: nn.Module | None = None) -> "PatchEmbedding":
-        """Read a convolution. Raise a NotAPlainViT if the module is no convolution, or its patches overlap or leave
-        gaps."""
-        if not isinstance(module, nn.Conv2d):
-            raise NotAPlainViT(f"its patches are embedded by a {type(module).__name__}, expected one convolution")
-        if module.stride != module.kernel_size or module.padding not in ((0, 0), "valid"):
-            raise NotAPlainViT(f"its patches overlap or leave gaps ({module})")
-        return cls(module.weight, module.bias, norm)
-
-    @property
-    def patch_size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
-        return tuple(self.weight.shape[2:])
-
-
-@dataclass
 class GridPositions:
     """Positions that are added to tokens, interpolated for other grids as the model's own library does it."""
 
@@ -84,15 +55,10 @@ class GridPositions:
     antialias: bool = False
     crops: bool = False  # a grid that is no square has the corner of a square
 
-    @property
-    def front(self) -> torch.Tensor:
-        """Positions of tokens in front, `(tokens, hidden_size)`."""
-        return self.table.flatten(0, -2)[: self.table.shape[-2] - self.grid[0] * self.grid[1]]
-
     def __call__(self, grid: tuple[int, int]) -> torch.Tensor:
         """Positions of the patches of a grid, `(rows * columns, hidden_size)`."""
         rows, columns = grid
-        table = self.table.flatten(0, -2)[len(self.front) :]
+        table = self.table.flatten(0, -2)[-math.prod(self.grid) :]
         if (rows, columns) == tuple(self.grid):
             return table
         maps = table.float().unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
@@ -146,17 +112,6 @@ class Block:
     @property
     def linears(self) -> list[nn.Linear]:
         return [module for module in self.module.modules() if isinstance(module, nn.Linear)]
-
-
-@dataclass
-class Outline:
-    """The places of a block where modules can be inserted; blocks of hierarchical transformers have them, too."""
-
-    block: nn.Module
-    mlp: nn.Module
-    second_linear: nn.Linear  # of the MLP
-    attention: nn.Module
-    after_attention: nn.Module | None = None  # is given what attention adds to the tokens, if that does not return it
 
 
 @dataclass
@@ -215,7 +170,6 @@ class Anatomy:
     """
 
     model: nn.Module  # without wrappers and towers for text
-    outlines: list[Outline]
     blocks: list[Block] = field(default_factory=list)
     image_size: tuple[int, int] = (0, 0)  # height and width
     grid: tuple[int, int] = (0, 0)  # the same in patches
@@ -227,7 +181,8 @@ class Anatomy:
     norm: nn.Module | None = None  # after the last block
     pre_norm: nn.Module | None = None  # before the first block
     rotary: Rotary | None = None
-    patch_embedding: PatchEmbedding | None = None
+    patch_embedding: nn.Conv2d | Projection | None = None  # weight (hidden_size, channels, patch height, patch width)
+    patch_norm: nn.Module | None = None  # of embedded patches, before positions are added
     front: list[torch.Tensor] = field(default_factory=list)  # class tokens and registers, (…, hidden_size) each
     patch_positions: Callable[[tuple[int, int]], torch.Tensor] | None = None  # `GridPositions` or a function of a grid
     pooling_head: AttentionPooling | None = None
@@ -236,7 +191,7 @@ class Anatomy:
     projection: Linear | None = None
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None  # images to the embedding, (batch, embedding_size)
     run_classifier: Callable[[torch.Tensor], torch.Tensor] | None = None  # images to logits
-    obstacle: str | None = None  # why it is no plain vision transformer and was not read, but for its outlines
+    obstacle: str | None = None  # why it is no plain vision transformer and was not read
     patch_obstacle: str | None = None  # why the tokens before its first block were not read
     embedding_obstacle: str | None = None
     source: nn.Module | None = None  # the model as it was given
@@ -284,7 +239,7 @@ class Anatomy:
     def patch_size(self) -> tuple[int, int]:
         """Height and width of a patch in pixels."""
         if self.patch_embedding is not None:
-            return self.patch_embedding.patch_size
+            return tuple(self.patch_embedding.weight.shape[2:])
         return tuple(pixels // count for pixels, count in zip(self.image_size, self.grid, strict=True))
 
     @property
@@ -325,9 +280,11 @@ class Anatomy:
     def front_tokens(self) -> torch.Tensor:
         """Class tokens and registers before `pre_norm`, `(prefix tokens, hidden_size)`, with their own positions."""
         self.require_plain("read the tokens of", patches=True)
-        none = self.patch_embedding.weight.new_zeros(0, self.hidden_size)
-        tokens = torch.cat([none, *(token.reshape(-1, self.hidden_size) for token in self.front)])
-        positions = getattr(self.patch_positions, "front", none)
+        tokens = [self.patch_embedding.weight.new_zeros(0, self.hidden_size)]
+        tokens = torch.cat(tokens + [token.reshape(-1, self.hidden_size) for token in self.front])
+        if not isinstance(self.patch_positions, GridPositions):
+            return tokens
+        positions = self.patch_positions.table.flatten(0, -2)[: -math.prod(self.patch_positions.grid)]
         return torch.cat([tokens[: len(positions)] + positions, tokens[len(positions) :]])
 
     def feature_maps(self, pixel_values: torch.Tensor, layers: Sequence[int] = (-1,)) -> list[torch.Tensor]:
@@ -369,7 +326,8 @@ class Anatomy:
     def queries_and_keys(self, block: Block, tokens: torch.Tensor) -> list[torch.Tensor]:
         """Queries and keys of the tokens before a block, `(batch, heads, tokens, head_dim)` each, rotated if the model
         does; their products are those of the block."""
-        attention, tokens = block.attention, block.attention_norm(tokens)
+        attention = block.attention
+        tokens = block.attention_norm(tokens)
         found = []
         for projection, norm in ((attention.query, attention.query_norm), (attention.key, attention.key_norm)):
             states = F.linear(tokens, projection.weight, projection.bias)
@@ -388,8 +346,8 @@ class Anatomy:
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Largest difference relative to the largest value."""
-    found, expected = found.float(), expected.float()
-    return (found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+    largest = expected.float().abs().max().clamp(min=1e-12)
+    return (found.float() - expected.float()).abs().max() / largest
 
 
 @contextmanager
@@ -446,16 +404,19 @@ def find(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:
     return next((part for part in parts if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)), None)
 
 
-def outlines_of(model: nn.Module) -> list[Outline]:
-    """Outlines of the blocks of any library's model, those in a list that have an attention and an MLP."""
-    outlines = []
-    for name, block in model.named_modules():
-        attention, mlp = find(block, _ATTENTIONS), find(block, _MLPS)
-        second = find(mlp, _SECOND_LINEARS)
-        if name.rpartition(".")[2].isdigit() and attention is not None and isinstance(second, nn.Linear):
-            after = _AFTER_ATTENTION.get(type(block).__name__)
-            outlines.append(Outline(block, mlp, second, attention, getattr(block, after) if after else None))
-    return outlines
+def check_patches(module: nn.Module | None) -> nn.Conv2d:
+    """Return the convolution that embeds patches. Raise a NotAPlainViT if it is none, or its patches overlap or leave
+    gaps."""
+    if not isinstance(module, nn.Conv2d):
+        raise NotAPlainViT(f"its patches are embedded by a {type(module).__name__}, expected one convolution")
+    if module.stride != module.kernel_size or module.padding not in ((0, 0), "valid"):
+        raise NotAPlainViT(f"its patches overlap or leave gaps ({module})")
+    return module
+
+
+def is_timm(model: nn.Module) -> bool:
+    """Whether a module has the interface of timm's models."""
+    return all(hasattr(model, name) for name in ("forward_features", "forward_head", "reset_classifier"))
 
 
 def split_linear(count: int, weight: torch.Tensor, bias: torch.Tensor | Sequence | None) -> list[Projection]:

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from ...configuration.configuration_base import pair
-from . import timm
 from .anatomy import (
     MLP,
     Anatomy,
@@ -12,42 +11,37 @@ from .anatomy import (
     Block,
     GridPositions,
     NotAPlainViT,
-    PatchEmbedding,
     Projection,
     activation_name,
+    check_patches,
     checked,
     find,
-    outlines_of,
+    is_timm,
     split_linear,
 )
 
 
-def is_open_clip(model: nn.Module) -> bool:
-    """Whether a module is a visual tower of open_clip."""
-    return _has_trunk(model) or all(hasattr(model, name) for name in ("transformer", "class_embedding", "ln_post"))
-
-
-def _has_trunk(model: nn.Module) -> bool:
-    return timm.is_timm(getattr(model, "trunk", None)) and isinstance(getattr(model, "head", None), nn.Sequential)
-
-
-def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
-    """Read a visual tower into an `Anatomy`."""
+def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy | None:
+    """Read a visual tower into an `Anatomy`; None if the model is no tower of open_clip."""
 
     def embed(images: torch.Tensor) -> torch.Tensor:
         outputs = model(images)
         # Some return tokens beside the embedding.
         return outputs[0] if isinstance(outputs, tuple) else outputs
 
-    if _has_trunk(model):
-        anatomy = timm.read(model.trunk, image_size)
+    if is_timm(getattr(model, "trunk", None)) and isinstance(getattr(model, "head", None), nn.Sequential):
+        from .timm import read as read_timm
+
+        anatomy = read_timm(model.trunk, image_size)
         with anatomy.noting("embedding_obstacle"):
             anatomy.projection = _read_projection(model.head, anatomy.classifier)
         anatomy.classifier = anatomy.run_classifier = None
-    else:
-        anatomy = Anatomy(model, outlines_of(model), num_class_tokens=1)
+    elif all(hasattr(model, name) for name in ("transformer", "class_embedding", "ln_post")):
+        anatomy = Anatomy(model, num_class_tokens=1)
         with anatomy.noting("obstacle"):
             _read_plain(model, anatomy)
+    else:
+        return None
     anatomy.embed = embed
     return anatomy
 
@@ -65,15 +59,17 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
     if not getattr(model.transformer, "batch_first", True):
         raise NotAPlainViT("its blocks take the batch second; create it with batch_first=True")
     anatomy.blocks = [read_block(block) for block in model.transformer.resblocks]
-    anatomy.image_size, anatomy.grid = pair(model.image_size), tuple(model.grid_size)
+    anatomy.image_size = pair(model.image_size)
+    anatomy.grid = tuple(model.grid_size)
     anatomy.pooling = "cls" if model.pool_type == "tok" else "latent_mean"
     anatomy.pool_before_norm = bool(model.final_ln_after_pool)
-    anatomy.norm, anatomy.pre_norm = model.ln_post, find(model, ["ln_pre"])
+    anatomy.norm = model.ln_post
+    anatomy.pre_norm = find(model, ["ln_pre"])
     anatomy.front = [model.class_embedding]
     # As open_clip resizes them when it loads weights.
     anatomy.patch_positions = GridPositions(model.positional_embedding, anatomy.grid, antialias=True)
     with anatomy.noting("patch_obstacle"):
-        anatomy.patch_embedding = PatchEmbedding.of(model.conv1)
+        anatomy.patch_embedding = check_patches(model.conv1)
     if model.proj is not None:
         anatomy.projection = Projection(model.proj.mT)
     if getattr(model, "attn_pool", None) is not None or model.pool_type not in ("tok", "avg"):
@@ -83,11 +79,11 @@ def _read_plain(model: nn.Module, anatomy: Anatomy):
 def read_block(module: nn.Module) -> Block:
     """Read a residual attention block of a visual or a text tower. Raise a NotAPlainViT if it is no plain pre-norm
     block."""
-    attn, mlp = getattr(module, "attn", None), module.mlp
+    attn = getattr(module, "attn", None)
     if not isinstance(attn, nn.MultiheadAttention):
         raise NotAPlainViT(f"its attention is a {type(attn).__name__}, expected nn.MultiheadAttention")
     linears = split_linear(3, attn.in_proj_weight, attn.in_proj_bias)
     attention = Attention(*linears, attn.out_proj, attn.num_heads)
-    mlp = MLP(mlp.c_fc, mlp.c_proj, activation_name(mlp.gelu))
+    mlp = MLP(module.mlp.c_fc, module.mlp.c_proj, activation_name(module.mlp.gelu))
     scales = [getattr(scale, "gamma", None) for scale in (module.ls_1, module.ls_2)]
     return checked(Block(module, module.ln_1, attention, module.ln_2, mlp, *scales))

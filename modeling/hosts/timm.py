@@ -13,33 +13,25 @@ from .anatomy import (
     Block,
     GridPositions,
     NotAPlainViT,
-    PatchEmbedding,
     Rotary,
     activation_name,
+    check_patches,
     check_width,
     checked,
     find,
-    outlines_of,
     split_linear,
 )
 
 
-# Transformers' model type for timm's models.
-TIMM = "timm_wrapper"
 # Blocks that are pre-norm; others have the same parts (`ResPostBlock`).
 _BLOCKS = ("Block", "EvaBlock")
 # What models have whose class token is not in all blocks: CaiT, XCiT, ConViT, VOLO.
 _LATE_CLASS_TOKENS = ("blocks_token_only", "cls_attn_blocks", "local_up_to_layer", "post_network")
 
 
-def is_timm(model: nn.Module) -> bool:
-    """Whether a module has the interface of timm's models."""
-    return all(hasattr(model, name) for name in ("forward_features", "forward_head", "reset_classifier"))
-
-
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
     """Read a model of timm into an `Anatomy`; the model is set to images of `image_size`."""
-    anatomy = Anatomy(model, outlines_of(model))
+    anatomy = Anatomy(model)
     if getattr(model, "cls_token", None) is not None:
         anatomy.num_class_tokens = 0 if any(hasattr(model, name) for name in _LATE_CLASS_TOKENS) else 1
     with anatomy.noting("obstacle"):
@@ -70,12 +62,13 @@ def _read_plain(model: nn.Module, anatomy: Anatomy, image_size: tuple[int, int] 
     with anatomy.noting("patch_obstacle"):
         if backbone := getattr(model.patch_embed, "backbone", None):
             raise NotAPlainViT(f"its patches are embedded by the layers of a {type(backbone).__name__}")
-        projection = getattr(model.patch_embed, "proj", None)
-        anatomy.patch_embedding = PatchEmbedding.of(projection, find(model.patch_embed, ["norm"]))
+        anatomy.patch_embedding = check_patches(getattr(model.patch_embed, "proj", None))
+        anatomy.patch_norm = find(model.patch_embed, ["norm"])
     with anatomy.noting("embedding_obstacle"):
         _read_pooling(model, anatomy)
     if isinstance(head := getattr(model, "head", None), nn.Linear):
-        anatomy.classifier, anatomy.run_classifier = head, model
+        anatomy.classifier = head
+        anatomy.run_classifier = model
 
     def embed(images: torch.Tensor) -> torch.Tensor:
         features = model.forward_features(images)
@@ -94,8 +87,8 @@ def read_block(module: nn.Module) -> Block:
         getattr(getattr(module, new, None), "gamma", getattr(module, old, None))
         for new, old in (("ls1", "gamma_1"), ("ls2", "gamma_2"))
     ]
-    attention, mlp = _read_attention(module.attn), _read_mlp(module.mlp)
-    return checked(Block(module, module.norm1, attention, module.norm2, mlp, *scales))
+    attention = _read_attention(module.attn)
+    return checked(Block(module, module.norm1, attention, module.norm2, _read_mlp(module.mlp), *scales))
 
 
 def _read_attention(module: nn.Module) -> Attention:
@@ -115,15 +108,11 @@ def _read_attention(module: nn.Module) -> Attention:
 def _read_mlp(module: nn.Module) -> MLP:
     if not isinstance(getattr(module, "fc2", None), nn.Linear):
         raise NotAPlainViT(f"its MLP is a {type(module).__name__}, whose layers are not known")
-    gate = None
-    if hasattr(module, "fc1_g"):
-        up, gate = module.fc1_x, module.fc1_g
-    elif module.fc1.out_features == 2 * module.fc2.in_features:
-        gate, up = split_linear(2, module.fc1.weight, module.fc1.bias)
-        if module.gate_last:
-            gate, up = up, gate
-    else:
-        up = module.fc1
+    up = module.fc1_x if hasattr(module, "fc1_g") else module.fc1
+    gate = getattr(module, "fc1_g", None)
+    if gate is None and up.out_features == 2 * module.fc2.in_features:
+        halves = split_linear(2, up.weight, up.bias)
+        up, gate = halves if module.gate_last else halves[::-1]
     return MLP(up, module.fc2, activation_name(module.act), gate, find(module, ["norm"]))
 
 
@@ -131,16 +120,16 @@ def _read_rotary(model: nn.Module, anatomy: Anatomy) -> Rotary | None:
     rope = getattr(model, "rope", None)
     if rope is None:
         return None
-    kind, grid = type(rope).__name__, anatomy.grid
+    kind = type(rope).__name__
     if kind == "RotaryEmbeddingDinoV3" and rope.normalize_coords == "separate" and rope.min_period is None:
         # Coordinates 2 (i + 0.5 + offset) / n - 1, angles 2 pi times that.
         scale = [4 * torch.pi] * 2
-        shift = [2 * torch.pi * (2 * rope.grid_offset / count - 1) for count in grid]
+        shift = [2 * torch.pi * (2 * rope.grid_offset / count - 1) for count in anatomy.grid]
     elif kind == "RotaryEmbeddingCat" and rope.grid_type == "index":
         # Coordinates (i + offset) / n * reference.
-        reference = rope.ref_feat_shape or grid
+        reference = rope.ref_feat_shape or anatomy.grid
         scale = [float(count) for count in reference]
-        shift = [(rope.grid_offset - 0.5) / count * ref for count, ref in zip(grid, reference, strict=True)]
+        shift = [(rope.grid_offset - 0.5) / count * ref for count, ref in zip(anatomy.grid, reference, strict=True)]
     else:
         raise NotAPlainViT(f"its rotary positions ({kind}) are not those of EVA-02 or DINOv3")
     channels = torch.arange(anatomy.blocks[0].attention.head_dim)
@@ -155,10 +144,12 @@ def _read_rotary(model: nn.Module, anatomy: Anatomy) -> Rotary | None:
 def _read_pooling(model: nn.Module, anatomy: Anatomy):
     if getattr(model, "head_dist", None) is not None:
         raise NotAPlainViT("it averages two classifiers")
-    norm, last = find(model, ["norm"]), find(model, ["fc_norm"])
+    norm = find(model, ["norm"])
+    last = find(model, ["fc_norm"])
     if norm is not None and last is not None:
         raise NotAPlainViT("it normalizes its tokens before and after pooling")
-    anatomy.norm, anatomy.pool_before_norm = last or norm, last is not None
+    anatomy.norm = last or norm
+    anatomy.pool_before_norm = last is not None
     includes_prefix = getattr(model, "pool_include_prefix", False)
     pool = getattr(model, "global_pool", None)
     if pool == "map" and model.attn_pool is not None:
@@ -182,7 +173,8 @@ def _read_pooling_head(module: nn.Module) -> AttentionPooling:
     key, value = split_linear(2, module.kv.weight, module.kv.bias)
     attention = Attention(module.q, key, value, module.proj, module.num_heads)
     check_width(attention)
-    mlp, norm = module.mlp and _read_mlp(module.mlp), find(module, ["norm"])
+    mlp = module.mlp and _read_mlp(module.mlp)
+    norm = find(module, ["norm"])
     if mlp is not None and norm is None:
         raise NotAPlainViT("its attention pooling has an MLP without a norm")
     return AttentionPooling(module.latent[0], attention, norm, mlp)

@@ -24,14 +24,13 @@ from .anatomy import (
     Block,
     GridPositions,
     NotAPlainViT,
-    PatchEmbedding,
     Projection,
     Rotary,
     activation_name,
+    check_patches,
     checked,
     find,
     labels_of,
-    outlines_of,
     split_linear,
 )
 
@@ -110,8 +109,18 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
     modalities = getattr(tower, "input_modalities", ())
     if getattr(tower, "main_input_name", None) == "input_ids" and "image" not in modalities:
         raise ValueError(f"{type(model).__name__} reads text; expected a model that sees images.")
-    anatomy = Anatomy(tower, outlines_of(tower))
-    _read_front(tower, anatomy)
+    anatomy = Anatomy(tower)
+    if is_sparseformer(tower.config):
+        anatomy.num_class_tokens = tower.config.num_class_tokens
+        anatomy.num_register_tokens = tower.config.num_register_tokens
+    else:
+        tokens = [getattr(getattr(tower, "embeddings", None), name, None) for name in _FRONT]
+        anatomy.front = [token for token in tokens if token is not None]
+    if anatomy.front:
+        # A distillation token counts as a register.
+        counts = [token.numel() // token.shape[-1] for token in anatomy.front]
+        anatomy.num_class_tokens = getattr(tower.config, "num_cls_tokens", counts[0])
+        anatomy.num_register_tokens = sum(counts) - anatomy.num_class_tokens
     with anatomy.noting("obstacle"):
         model_type = tower.config.model_type
         if model_type not in _FAMILIES:
@@ -122,39 +131,26 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
     return anatomy
 
 
-def _read_front(tower: nn.Module, anatomy: Anatomy):
-    """Read class tokens and registers, with a distillation token among them."""
-    if is_sparseformer(tower.config):
-        anatomy.num_class_tokens = tower.config.num_class_tokens
-        anatomy.num_register_tokens = tower.config.num_register_tokens
-        return
-    tokens = [getattr(getattr(tower, "embeddings", None), name, None) for name in _FRONT]
-    anatomy.front = [token for token in tokens if token is not None]
-    if anatomy.front:
-        counts = [token.numel() // token.shape[-1] for token in anatomy.front]
-        anatomy.num_class_tokens = getattr(tower.config, "num_cls_tokens", counts[0])
-        anatomy.num_register_tokens = sum(counts) - anatomy.num_class_tokens
-
-
 def _read_plain(
     model: nn.Module, tower: nn.Module, family: Family, anatomy: Anatomy, image_size: tuple[int, int] | None
 ):
-    config, embeddings = tower.config, tower.embeddings
     holders = (tower, getattr(tower, "encoder", None), getattr(tower, "model", None))
     blocks = next(blocks for holder in holders if (blocks := find(holder, ["layers", "layer"])) is not None)
     anatomy.blocks = [read_block(block) for block in blocks]
-    anatomy.pre_norm, anatomy.norm = find(tower, _PRE_NORMS), find(tower, _FINAL_NORMS)
+    anatomy.pre_norm = find(tower, _PRE_NORMS)
+    anatomy.norm = find(tower, _FINAL_NORMS)
     if (rope := getattr(tower, "rope_embeddings", None)) is not None:
         # DINOv3's: coordinates 2 center - 1, angles 2 pi times that.
         channels = torch.arange(anatomy.blocks[0].attention.head_dim)
         anatomy.rotary = Rotary(float(rope.base), (4 * torch.pi,) * 2, (-2 * torch.pi,) * 2, channels)
-    interpolates = _read_grid(config, embeddings, family, anatomy, image_size)
+    interpolates = _read_grid(tower.config, tower.embeddings, family, anatomy, image_size)
     with anatomy.noting("patch_obstacle"):
+        anatomy.patch_norm = find(tower.embeddings, ["rms_norm"])
         anatomy.patch_embedding = _read_patches(tower)
     if isinstance(classifier := getattr(model, "classifier", None), nn.Linear):
-        anatomy.classifier, anatomy.labels = classifier, labels_of(model.config)
-    if (projection := getattr(model, "visual_projection", None)) is not None:
-        anatomy.projection = projection
+        anatomy.classifier = classifier
+        anatomy.labels = labels_of(model.config)
+    anatomy.projection = getattr(model, "visual_projection", None)
     with anatomy.noting("embedding_obstacle"):
         _read_pooling(model, tower, family, anatomy)
     call = _caller(tower, interpolates)
@@ -218,22 +214,23 @@ def sincos_positions(hidden_size: int, grid: tuple[int, int], theta: float = 100
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
-def _read_patches(tower: nn.Module) -> PatchEmbedding:
+def _read_patches(tower: nn.Module) -> nn.Conv2d | Projection:
     module = find(tower.embeddings, _PATCHES)
     projection = find(module, ["projection"]) or module
     if not isinstance(projection, nn.Linear):
-        return PatchEmbedding.of(projection, find(tower.embeddings, ["rms_norm"]))
+        return check_patches(projection)
     size = pair(tower.config.patch_size)
     if not hasattr(tower, "input_conditioner"):
         # SigLIP 2 NaFlex takes the pixels of a patch in a row, channels last.
-        return PatchEmbedding(projection.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2), projection.bias)
+        return Projection(projection.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2), projection.bias)
     # C-RADIO has channels first, and normalizes pixels before that.
-    weight, bias = projection.weight.unflatten(1, (-1, *size)), projection.bias
+    weight = projection.weight.unflatten(1, (-1, *size))
+    bias = projection.bias
     if (conditioner := find(tower, ["input_conditioner"])) is not None:
         weight = weight / conditioner.norm_std.to(weight)
         shift = -torch.einsum("ochw,cij->o", weight, conditioner.norm_mean.to(weight))
         bias = shift if bias is None else bias + shift
-    return PatchEmbedding(weight, bias)
+    return Projection(weight, bias)
 
 
 def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, anatomy: Anatomy):
@@ -248,7 +245,8 @@ def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, anatomy: A
             anatomy.norm = None
     elif anatomy.pooling == "attention":
         head = getattr(tower, "head", None)
-        anatomy.pooling, anatomy.pooling_head = ("mean", None) if head is None else ("attention", _read_head(head))
+        anatomy.pooling = "mean" if head is None else "attention"
+        anatomy.pooling_head = None if head is None else _read_head(head)
     anatomy.class_tokens = list(tower.config.summary_idxs) if family.output == "summary" else None
 
 
@@ -292,8 +290,9 @@ def _caller(tower: nn.Module, interpolates: bool) -> Callable:
 def _call_unmasked(model: nn.Module, images: torch.Tensor, options: dict):
     """Call a ViTMAE without a mask. It masks most patches and shuffles the rest by noise that it sorts; with noise in
     ascending order, it keeps all of them in their order."""
-    config, size = model.config, model.config.patch_size
-    ratio, patches = config.mask_ratio, (images.shape[2] // size) * (images.shape[3] // size)
+    config = model.config
+    ratio = config.mask_ratio
+    patches = (images.shape[2] // config.patch_size) * (images.shape[3] // config.patch_size)
     config.mask_ratio = 0.0
     try:
         return model(images, noise=torch.arange(patches, device=images.device).expand(len(images), -1), **options)
@@ -303,12 +302,11 @@ def _call_unmasked(model: nn.Module, images: torch.Tensor, options: dict):
 
 def _as_patches(images: torch.Tensor, size: int) -> dict[str, torch.Tensor]:
     """Images as the inputs of SigLIP 2 NaFlex: patches in row order, their pixels before their channels, and grids."""
-    rows, columns = images.shape[2] // size, images.shape[3] // size
     patches = F.unfold(images, size, stride=size).mT.unflatten(-1, (-1, size * size)).mT.flatten(2)
     return {
         "pixel_values": patches,
         "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int32, device=images.device),
-        "spatial_shapes": torch.tensor([[rows, columns]] * len(images)),
+        "spatial_shapes": torch.tensor([[images.shape[2] // size, images.shape[3] // size]] * len(images)),
     }
 
 
@@ -335,7 +333,8 @@ def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
         ValueError: if its patches do not divide `image_size`.
     """
     embeddings = model.base_model.embeddings
-    patches, positions = embeddings.patch_embeddings, embeddings.position_embeddings
+    patches = embeddings.patch_embeddings
+    positions = embeddings.position_embeddings
     if any(image_size % patch for patch in patches.patch_size):
         raise ValueError(f"Images of {image_size} pixels do not divide into patches of {patches.patch_size}.")
     grid = [image_size // patch for patch in patches.patch_size]

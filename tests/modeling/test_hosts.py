@@ -150,7 +150,7 @@ class TestReading:
     @pytest.mark.parametrize("name", ["timm-vit", "timm-query-key-norm", "timm-eva02", "timm-dinov3"])
     def test_queries_and_keys_are_those_of_its_attention(self, name):
         anatomy = read_anatomy(make(name))
-        attention = anatomy.outlines[1].attention
+        attention = anatomy.blocks[1].module.attn
         attention.fused_attn, weights = False, []
         attention.attn_drop.register_forward_hook(lambda module, inputs, output: weights.append(output))
         states = anatomy.states(anatomy.example())
