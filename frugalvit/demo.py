@@ -15,7 +15,7 @@ from .common.data import load_images
 from .common.decoding import decode_image, read_image
 from .common.loading import load_image_classifier
 from .common.resources import checkpoint_path, shipped_checkpoints, shipped_images
-from .predict import draw_predictions, predict
+from .predict import draw_predictions, format_labels, predict
 
 
 MAX_PIXELS, CACHE_SECONDS = 50_000_000, 3_600
@@ -122,10 +122,12 @@ def token_counts(model: PreTrainedModel) -> list[int]:
 
 def look(
     model: PreTrainedModel, image_processor, image: Image.Image, num_tokens: int | None = None
-) -> tuple[dict[str, float], Figure | None]:
-    """Return the scores of an image's best labels, and a picture of the token RoIs if the model has them."""
+) -> tuple[dict[str, float] | str, Figure | None]:
+    """Return the scores of an image's best labels, or a regression's numbers as a text, and a picture of the token
+    RoIs if the model has them."""
     if num_tokens is not None:
         model.set_num_tokens(num_tokens)
     [prediction] = predict(model, image_processor, [image], output_rois=has_rois(model))
     figure = draw_predictions([prediction], all_steps=True) if has_rois(model) else None
-    return dict(prediction.labels), figure
+    # The page shows scores in percent.
+    return format_labels(prediction) if prediction.regression else dict(prediction.labels), figure

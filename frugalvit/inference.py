@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
-from transformers import PreTrainedConfig
 
 from .common.decoding import CorruptImageError, read_record
 from .common.exported import is_exported, load_exported
@@ -20,15 +19,7 @@ from .common.scores import check_scores
 from .common.tables import first_line
 from .common.views import prepare_images, size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
-
-
-def class_scores(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Turn logits into scores by `config.problem_type`: sigmoids of a multi-label model, the numbers of a regression,
-    otherwise softmax probabilities."""
-    logits = logits.float()
-    if config.problem_type == "regression":
-        return logits
-    return logits.sigmoid() if config.problem_type == "multi_label_classification" else logits.softmax(-1)
+from .modeling.layers import class_scores
 
 
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):

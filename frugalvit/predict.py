@@ -28,7 +28,8 @@ from .common.packing import pack_linear_layers
 from .common.scores import check_scores
 from .common.tables import printable
 from .common.views import prepare_images, restore_images
-from .inference import Classifier, choose_tokens, class_scores
+from .inference import Classifier, choose_tokens
+from .modeling.layers import class_scores
 from .pictures import check_picture_path, draw_rois, save_figure
 
 
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
             tqdm.write(format_prediction(name, prediction))
         if arguments.rois and len(drawn) < MAX_DRAWN:
             drawn.append(prediction)
-            captions.append(f"{printable(Path(name).name)}: {format_labels(prediction.labels[:3])}")
+            captions.append(f"{printable(Path(name).name)}: {format_labels(prediction, 3)}")
         count += 1
         if count == arguments.limit:
             break
@@ -184,8 +185,9 @@ def draw_predictions(
     return draw_rois(views, rois, points, captions=captions, all_steps=all_steps)
 
 
-def format_labels(labels: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{printable(label)} {score:.1%}" for label, score in labels)
+def format_labels(prediction: Prediction, count: int | None = None) -> str:
+    number = ".5g" if prediction.regression else ".1%"
+    return ", ".join(f"{printable(label)} {score:{number}}" for label, score in prediction.labels[:count])
 
 
 def format_prediction(name: str, prediction: Prediction) -> str:

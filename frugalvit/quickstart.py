@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     shown = [decode_image(images[index]["image"], index) for index in range(4)]
     student.set_num_tokens(DRAWN_TOKENS)
     predictions = predict(student, processor, shown, top=1, output_rois=True)
-    captions = [format_labels(prediction.labels) for prediction in predictions]
+    captions = [format_labels(prediction) for prediction in predictions]
     save_figure(draw_predictions(predictions, captions), folder / "rois.png")
     seconds = round(time.perf_counter() - started)
     settings = {"photographs": num_train, "held_back": len(images), "precision": precision, "seed": arguments.seed}

@@ -340,6 +340,16 @@ class AdaptiveClassifierOutput(ModelOutput):
     confidence: float | None = None
 
 
+def class_scores(config, logits: torch.Tensor) -> torch.Tensor:
+    """Turn logits into scores as Transformers' pipeline does: the numbers of a regression, sigmoids of a multi-label
+    model or of a single label, otherwise softmax probabilities. Float32."""
+    logits = in_float32(logits)
+    if config.problem_type == "regression":
+        return logits
+    several = config.problem_type == "multi_label_classification" or config.num_labels == 1
+    return logits.sigmoid() if several else logits.softmax(-1)
+
+
 def classify_adaptively(
     config,
     classify: Callable[[torch.Tensor, int], torch.Tensor],
@@ -356,6 +366,8 @@ def classify_adaptively(
         raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
     if not token_counts:
         raise ValueError("`token_counts` is empty, expected the numbers of tokens to try.")
+    if config.problem_type == "regression":
+        raise ValueError("`confidence` is a probability, and a regression has none; choose `num_tokens` instead.")
     left = images
     logits = num_tokens = None
     for count in token_counts:
@@ -366,7 +378,7 @@ def classify_adaptively(
         else:
             logits = logits.index_copy(0, left, found)
             num_tokens = num_tokens.index_fill(0, left, count)
-        left = left[found.float().softmax(dim=-1).amax(dim=-1) < confidence]
+        left = left[class_scores(config, found).amax(dim=-1) < confidence]
         if not len(left):
             break
     return AdaptiveClassifierOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)

@@ -124,7 +124,7 @@ class LinearDecoder(nn.Module):
             features if features.shape[-2:] == size else F.interpolate(features, size, mode="bilinear")
             for features in maps
         ]
-        return self.classifier(torch.cat(maps, dim=1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.classifier(torch.cat(maps, dim=1).flatten(2).mT).mT.unflatten(-1, size)
 
 
 def semantic_segmentation_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,14 @@ import pytest
 import torch
 from frugalvit_cli import main
 from PIL import Image
+from transformers import ViTImageProcessor, pipeline
 
 from drawn import noise
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit import Classifier, SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.predict import format_prediction, predict
+from frugalvit.demo import look
+from frugalvit.predict import format_labels, format_prediction, predict
+from tiny import make_vit, randomize
 
 
 LABELS = ["airplane", "bird", "cat", "dog"]
@@ -157,18 +160,25 @@ def test_rois(model_folder, images, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("problem_type", "score"), [("multi_label_classification", torch.sigmoid), ("regression", lambda logits: logits)]
+    ("problem_type", "num_labels"),
+    [("multi_label_classification", 4), ("regression", 2), (None, 1), (None, 4)],
 )
-def test_scores_follow_the_problem_type(problem_type, score, model_folder, images):
-    model, processor = load_image_classifier(model_folder, "cpu")
-    model.config.problem_type = problem_type
-    image = Image.open(images / "a.png")
+def test_scores_are_those_of_transformers_pipeline(problem_type, num_labels, images):
+    model = randomize(make_vit(num_labels=num_labels, problem_type=problem_type))
+    processor, image = ViTImageProcessor(size={"height": 32, "width": 32}), Image.open(images / "a.png").convert("RGB")
+    answers = pipeline("image-classification", model=model, image_processor=processor, top_k=4)(image)
+    expected = {answer["label"]: answer["score"] for answer in answers}
     (prediction,) = predict(model, processor, [image])
-    with torch.no_grad():
-        logits = model(processor(image, return_tensors="pt").pixel_values).logits[0]
+    assert dict(prediction.labels) == pytest.approx(expected, rel=1e-4)
+    (scores,) = Classifier(model, processor)([image])
+    assert scores == pytest.approx([expected[name] for name in model.config.id2label.values()], rel=1e-4)
+    shown, _ = look(model, processor, image)
     if problem_type == "regression":
-        assert f"{max(score(logits)):8.5g}  {prediction.labels[0][0]}" in format_prediction("a.png", prediction)
-    assert dict(prediction.labels) == pytest.approx(dict(zip(LABELS, score(logits).tolist(), strict=True)))
+        label, score = prediction.labels[0]
+        assert f"{score:8.5g}  {label}" in format_prediction("a.png", prediction)
+        assert shown == format_labels(prediction) and shown.startswith(f"{label} {score:.5g}")
+    else:
+        assert shown == pytest.approx(expected, rel=1e-4)
 
 
 def test_corrupt_parquet(model_folder, images, tmp_path, capsys):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from transformers import HfArgumentParser, PreTrainedModel
 from transformers.backbone_utils import BackboneMixin
 
+from ..common.labels import check_single_label
 from ..common.loading import load_vision_model
 from ..common.names import without_place
 from ..common.precision import hold_teacher
@@ -182,6 +183,8 @@ class BootstrapTrainer(ImageTrainer):
         self.labels = self.classify and config.id2label
         if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
             raise ValueError(f"loss kl and label_loss_weight compare classes, and {base_model} is no classifier.")
+        if args.loss == "kl" or args.label_loss_weight:
+            check_single_label(config, "loss kl or label_loss_weight")
         teacher.source.eval().requires_grad_(False)
         self.tuned = freeze(model, args, len(teacher.blocks))
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)

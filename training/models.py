@@ -70,7 +70,7 @@ def new_classifier(options, labels: dict):
 
 def load_classifier(options, args, labels: dict):
     trust = args.trust_remote_code
-    config = read_config(options.model, CLASSIFIER, trust, **labels)
+    config = read_config(options.model, CLASSIFIER, trust, problem_type="single_label_classification", **labels)
     if config.model_type == TIMM:
         # timm's own names and number of classes.
         for name in ("label_names", "label_descriptions"):

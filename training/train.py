@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torchvision.transforms import InterpolationMode, v2
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
-from ..common.labels import class_names, match_labels
+from ..common.labels import check_single_label, class_names, match_labels
 from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
@@ -138,10 +138,8 @@ class ImageClassificationTrainer(ImageTrainer):
         **kwargs,
     ):
         config = model.config
-        if config.problem_type not in (None, "single_label_classification"):
-            raise ValueError(
-                f"The model's problem_type is {config.problem_type!r}, expected None or 'single_label_classification'."
-            )
+        check_single_label(config, PROG)
+        config.problem_type = "single_label_classification"
         train, evaluation = labeled_images(train_dataset, eval_dataset)
         names, own = class_names(train), [config.id2label[label] for label in range(config.num_labels)]
         self.image_format = image_format = ImageFormat.from_processor(processing_class)
@@ -162,6 +160,7 @@ class ImageClassificationTrainer(ImageTrainer):
         choose_attention(model, args)
         if args.distill_from:
             self.teacher, processor = load_image_classifier(args.distill_from, args.device, args.trust_remote_code)
+            check_single_label(self.teacher.config, "distill_from")
             hold_teacher(self.accelerator, self.teacher)
             self.teacher_format = ImageFormat.from_processor(processor)
             if (count := self.teacher.config.num_labels) != config.num_labels:

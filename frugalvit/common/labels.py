@@ -88,6 +88,15 @@ def say_if_few_classes(images: datasets.Dataset, part: str):
             PartialState().print(note, file=sys.stderr)
 
 
+def check_single_label(config, use: str):
+    """Raise a ValueError if a classifier gives several labels or a number, for messages about a `use` of one label."""
+    if config.problem_type not in (None, "single_label_classification"):
+        raise ValueError(
+            f"{use} is for one label an image; the classifier's problem_type is {config.problem_type!r}, expected "
+            "None or 'single_label_classification'."
+        )
+
+
 def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
     """Return the model's index of each class of a data set; raise a ValueError if it does not know one, or has several
     of that name, as ImageNet's two cranes.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ..common.exported import ExportedModule
-from ..common.labels import check_labels, class_names, label_numbers, match_labels
+from ..common.labels import check_labels, check_single_label, class_names, label_numbers, match_labels
 from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.packing import pack_linear_layers
@@ -50,6 +50,7 @@ def classification_accuracy(
     if class_names(images) is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     check_labels(images, str(images.split or "given"))
+    check_single_label(model.config, "Accuracy")
     labels = torch.tensor(match_labels(class_names(images), model.config.id2label))[label_numbers(images)]
     image_format = ImageFormat.from_processor(image_processor) if fgsm_eps else None
 

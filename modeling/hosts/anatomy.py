@@ -447,9 +447,11 @@ def checked(block: Block) -> Block:
 
 
 def check_width(attention: Attention):
-    """Raise an `NotAPlainViT` unless attention is as wide as the tokens, for queries, keys and values alike."""
+    """Raise a `NotAPlainViT` unless attention is as wide as the tokens, for queries, keys and values alike."""
     width = attention.query.weight.shape[1]
     for linear in (attention.query, attention.key, attention.value, attention.output):
+        if not linear.weight.is_floating_point():
+            raise NotAPlainViT(f"its weights are {linear.weight.dtype}; load it without a quantization_config")
         if linear.weight.shape != (width, width):
             raise NotAPlainViT("its attention is not as wide as its tokens, or shares keys and values among heads")
 

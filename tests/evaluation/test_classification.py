@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 from drawn import encode
 from frugalvit.common.labels import match_labels
 from frugalvit.evaluation.robustness import occlude_center
-from tiny import make_vit
+from tiny import make_vit, save_vit
 
 
 LABELS = ["airplane", "bird", "cat", "dog", "frog", "horse", "ship"]
@@ -98,6 +98,13 @@ def test_equals_brute_force(options, change, noted, folder, tmp_path, capsys):
     assert 0 < results["accuracy"] < results["top5_accuracy"] < 1
     assert (results["images"], results["skipped"], results["split"]) == (COUNT, 0, "train")
     assert f"{results['accuracy']:.4g}" in capsys.readouterr().out
+
+
+def test_several_labels_and_numbers_have_no_accuracy(tmp_path, capsys):
+    write_images(tmp_path / "images.parquet", names=["LABEL_0", "LABEL_1"])
+    model = save_vit(tmp_path / "vit", problem_type="multi_label_classification")
+    error = fails("--model", model, "--dataset", tmp_path / "images.parquet", capsys=capsys)
+    assert "Accuracy is for one label an image; the classifier's problem_type is 'multi_label_classification'" in error
 
 
 def test_occlusion_hides_the_middle():

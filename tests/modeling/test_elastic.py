@@ -97,12 +97,14 @@ class TestAdaptive:
     def images(self) -> torch.Tensor:
         return torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
-    def test_sure_images_stop(self, elastic, images):
-        model = elastic("ForImageClassification")
+    @pytest.mark.parametrize("problem_type", ["single_label_classification", "multi_label_classification"])
+    def test_sure_images_stop(self, problem_type, elastic, images):
+        model = elastic("ForImageClassification", problem_type=problem_type)
         counts = model.config.elastic_token_counts
         with torch.no_grad():
             logits = {count: model(images, num_tokens=count).logits for count in counts}
-        sure = {count: found.softmax(-1).amax(-1) for count, found in logits.items()}
+        probabilities = torch.softmax if problem_type == "single_label_classification" else lambda x, _: x.sigmoid()
+        sure = {count: probabilities(found, -1).amax(-1) for count, found in logits.items()}
         # Some images are done at once, and some go through all.
         confidence = sure[counts[0]].median().item()
         found = model.classify_adaptively(images, confidence, counts)
@@ -130,3 +132,6 @@ class TestAdaptive:
             model.classify_adaptively(images, 90)
         with pytest.raises(ValueError, match="`token_counts` is empty"):
             model.classify_adaptively(images, 0.5, [])
+        model.config.problem_type = "regression"
+        with pytest.raises(ValueError, match="a regression has none"):
+            model.classify_adaptively(images, 0.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from trainings import STUDENT, TINY_STUDENT, Pairs, assert_equal, command_words, logged, run_command
-from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor
 from vision_transformers import KINDS, save_kind
 
 import frugalvit
@@ -189,6 +189,12 @@ def test_one_call_gives_what_the_command_gives(kind, of_command, images, picture
     assert "ipykernel" not in card and str(tmp_path) not in card
 
 
+MULTI_LABEL = {
+    "teacher": make_vit(num_labels=10, problem_type="multi_label_classification"),
+    "processing_class": ViTImageProcessor(size={"height": 32, "width": 32}),
+}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -199,6 +205,7 @@ def test_one_call_gives_what_the_command_gives(kind, of_command, images, picture
         ({"student": "{teacher}"}, "no SparseFormer but a vit"),
         ({"tune": 7.0}, "tune asks for 7 blocks, the student has 2"),
         ({"config_overrides": "stem_chanels=8"}, "sparseformer configurations have no 'stem_chanels'"),
+        (MULTI_LABEL | {"loss": "kl"}, "loss kl or label_loss_weight is for one label an image"),
         ({"upsampler_hidden_size": 8}, "upsampler_hidden_size needs dense_loss_weight"),
     ],
 )

@@ -20,9 +20,10 @@ from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training import models
-from frugalvit.training.train import ImageClassificationArguments, ModelArguments
+from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
 from runs import check_resumes, error_of
 from runs import make as make_trainer
+from tiny import save_vit
 
 
 make = functools.partial(make_trainer, "train")
@@ -118,6 +119,18 @@ def test_learns_from_a_teacher(kind, token, taught, tmp_path):
     own.teacher = None
     both = F.cross_entropy(heads[1], labels, label_smoothing=0.1)
     torch.testing.assert_close(own.compute_loss(own.model, inputs), (of_labels + both) / 2)
+
+
+def test_the_kind_of_problem_is_single_labels(tmp_path):
+    """Which the loss is for."""
+    folder = save_vit(tmp_path / "vit", num_labels=10, problem_type="multi_label_classification")
+    own = make(tmp_path / "out", model=folder)
+    assert own.model.config.problem_type == "single_label_classification"
+    images, processor = own.images, own.processing_class
+    with pytest.raises(ValueError, match="problem_type is 'multi_label_classification', expected None or 'single"):
+        ImageClassificationTrainer(load_image_classifier(folder)[0], own.args, images, processing_class=processor)
+    with pytest.raises(ValueError, match="distill_from is for one label an image"):
+        make(tmp_path / "out", distill_from=folder, **VIT)
 
 
 def test_context_broadcasting_is_inserted_learns_and_is_saved(tmp_path):
