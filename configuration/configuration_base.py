@@ -51,8 +51,8 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         for name in ("image_mean", "image_std"):
-            if not isinstance(getattr(self, name, 0.0), float):
-                setattr(self, name, tuple(getattr(self, name)))
+            if isinstance(value := getattr(self, name, None), list):
+                setattr(self, name, tuple(value))
         super().__post_init__(**kwargs)
 
     @staticmethod
@@ -94,6 +94,8 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
 
     def validate_preprocessing(self):
         """In families that prepare images, there is a mean and a standard deviation for every channel."""
+        if (getattr(self, "image_mean", 0) is None) != (getattr(self, "image_std", 0) is None):
+            raise ValueError("One of `image_mean` and `image_std` is None; give both or none.")
         for name in ("image_mean", "image_std"):
             value = getattr(self, name, None)
             if isinstance(value, (list, tuple)) and len(value) != self.num_channels:
@@ -194,7 +196,8 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
             Width of the convolutions that see the image and refine feature maps; `None` for no such convolutions.
         drop_path_rate (`float`, *optional*, defaults to 0.0): Largest stochastic depth rate; rises linearly.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
-        image_mean, image_std (`float` or sequence of `float`, *optional*): Normalization of the image processor.
+        image_mean, image_std (`float` or sequence of `float`, *optional*):
+            Normalization of the image processor; `None` where the model has no image processor.
         resize_size (`int`, *optional*):
             Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
         resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
@@ -244,8 +247,8 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
     upsampler_hidden_size: int | None = None
     drop_path_rate: float | int = 0.0
     initializer_range: float | int = 0.02
-    image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_mean: float | list[float] | tuple[float, ...] | None = (0.5, 0.5, 0.5)
+    image_std: float | list[float] | tuple[float, ...] | None = (0.5, 0.5, 0.5)
     resize_size: int | None = None
     resample: int = 2
 

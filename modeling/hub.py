@@ -10,10 +10,12 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..configuration.configuration_base import pair
 
 
+logger = logging.get_logger(__name__)
 _RELATIVE_IMPORT = re.compile(r"^from\s+(\.+[\w.]*)\s+import\s", re.MULTILINE)
 _CONFIGURATION_IMPORT = re.compile(r"^(from )\.\.configuration\.", re.MULTILINE)
 
@@ -113,8 +115,14 @@ class HubModel(PreTrainedModel):
         return files | {"README.md": str(model_card(self))}
 
     def image_processor_config(self) -> dict | None:
-        """The content of `preprocessor_config.json`, or `None` where the model does not say."""
-        return image_processor_config(getattr(self.config, "vision_config", self.config))
+        """The content of `preprocessor_config.json`, or `None` where the configuration has no image format."""
+        config = getattr(self.config, "vision_config", self.config)
+        if config.image_mean is not None:
+            return image_processor_config(config)
+        logger.warning_once(
+            "No image processor is saved: give the teacher's to `from_teacher(…, image_processor=…)` or save it here."
+        )
+        return None
 
     def sentence_transformers_config(self) -> dict[str, object]:
         """The files by which `SentenceTransformer` gives the model's embeddings; without, it averages all tokens."""

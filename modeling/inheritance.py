@@ -5,12 +5,16 @@ Channels of rotary attention are put into the order in which a SparseFormer rota
 leaves their products as they are.
 """
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 from .hosts import Anatomy, read_anatomy
 from .hosts.anatomy import Block, Projection, difference, evaluating, norm_eps, norm_type
+from .image_format import ImageFormat
 from .layers import pool_tokens, rotary_embeddings
 from .modeling_patch_sparseformer import PatchSparseFormerEmbeddings, resize_table
 from .placement import cut_patches, grid_rois
@@ -24,10 +28,15 @@ FOCUSING_EPS = 1e-5
 
 @torch.no_grad()
 def inherit_patches(
-    model_class: type, teacher: nn.Module | Anatomy, num_latent_tokens: int | None, truncate: float | int, **fields
+    model_class: type,
+    teacher: str | nn.Module | Anatomy,
+    num_latent_tokens: int | None,
+    truncate: float | int,
+    image_processor,
+    **fields,
 ) -> nn.Module:
     """`from_teacher` of a PatchSparseFormer's class, which documents it."""
-    anatomy = read_teacher(teacher, patches=True)
+    anatomy, images = read_teacher(model_class, teacher, image_processor, patches=True)
     truncated = count_truncated(anatomy, truncate)
     inherited = configuration_fields(anatomy) | {
         "num_latent_tokens": default_num_latent_tokens(anatomy, True)
@@ -39,7 +48,7 @@ def inherit_patches(
         "patch_norm": anatomy.patch_norm is not None,
         "embedding_norm": anatomy.pre_norm is not None,
     }
-    student = new_student(model_class, anatomy, inherited | fields)
+    student = new_student(model_class, anatomy, inherited | images | fields)
     embeddings, patches = student.base_model.embeddings, anatomy.patch_embedding
     load_linear(embeddings.projection, Projection(patches.weight.flatten(1), patches.bias))
     load_norm(embeddings.patch_norm, anatomy.patch_norm)
@@ -63,15 +72,16 @@ def inherit_patches(
 @torch.no_grad()
 def inherit_blocks(
     model_class: type,
-    teacher: nn.Module | Anatomy,
+    teacher: str | nn.Module | Anatomy,
     num_latent_tokens: int | None,
     truncate: float | int,
     inherits: bool,
     break_ties: bool,
+    image_processor,
     **fields,
 ) -> nn.Module:
     """`from_teacher` of a SparseFormer's class, which documents it."""
-    anatomy = read_teacher(teacher)
+    anatomy, images = read_teacher(model_class, teacher, image_processor)
     truncated = count_truncated(anatomy, truncate)
     inherited = configuration_fields(anatomy) | {
         "num_latent_tokens": default_num_latent_tokens(anatomy) if num_latent_tokens is None else num_latent_tokens,
@@ -81,7 +91,7 @@ def inherit_blocks(
         "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
         "focusing_layer_norm_eps": FOCUSING_EPS,
     }
-    student = new_student(model_class, anatomy, inherited | fields)
+    student = new_student(model_class, anatomy, inherited | images | fields)
     latents = student.base_model.latents
     if inherits:
         if latents.register_tokens is not None:
@@ -117,11 +127,23 @@ def place_by_content(model: nn.Module, rule: str, num_levels: int | None):
     base.embeddings = trees
 
 
-def read_teacher(teacher: nn.Module | Anatomy, patches: bool = False) -> Anatomy:
-    """Read a teacher, and refuse it unless it is a plain vision transformer with an embedding."""
-    anatomy = read_anatomy(teacher)
+def read_teacher(
+    model_class: type, teacher: str | os.PathLike | nn.Module | Anatomy, image_processor=None, patches: bool = False
+) -> tuple[Anatomy, dict]:
+    """Read a teacher, which a name loads with its image processor, and refuse it unless it is a plain vision
+    transformer with an embedding. Return it with the student's fields of preprocessing, unset without a processor."""
+    if isinstance(teacher, str | os.PathLike):
+        classifies = model_class.__name__.endswith("ForImageClassification")
+        image_processor = image_processor or AutoImageProcessor.from_pretrained(teacher)
+        auto_class = AutoModelForImageClassification if classifies else AutoModel
+        teacher = auto_class.from_pretrained(teacher, dtype=torch.float32)
+    if image_processor is None:
+        anatomy, images = read_anatomy(teacher), {"image_mean": None, "image_std": None}
+    else:
+        image_format = ImageFormat.from_processor(image_processor)
+        anatomy, images = read_anatomy(teacher, image_format.size), image_format.config_fields()
     anatomy.require_plain("bootstrap from", embeds=True, patches=patches)
-    return anatomy
+    return anatomy, images
 
 
 def count_truncated(anatomy: Anatomy, truncate: float | int) -> int:

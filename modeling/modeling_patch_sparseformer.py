@@ -252,19 +252,27 @@ class PatchSparseFormerPreTrainedModel(HubModel):
 
     @classmethod
     def from_teacher(
-        cls, teacher: nn.Module, num_latent_tokens: int | None = None, truncate: float | int = 0, **fields
+        cls,
+        teacher: str | nn.Module,
+        num_latent_tokens: int | None = None,
+        truncate: float | int = 0,
+        image_processor=None,
+        **fields,
     ):
         """Return a student, in evaluation mode, that is its teacher at a lower resolution: it inherits the patch
         embedding, positions, blocks, final norm and classifier or projection.
 
         Args:
-            teacher (`nn.Module`):
+            teacher (`nn.Module` or `str`):
                 A plain pre-norm vision transformer of Transformers, timm or open_clip, see docs/models.md, or what
-                `read_anatomy` read of it. The student pools as it does, and has its registers, gates, norms, layer
-                scale and rotary positions.
+                `read_anatomy` read of it; or a folder or hub id of Transformers, which brings its image processor.
+                The student pools as it does, and has its registers, gates, norms, layer scale and rotary positions.
             num_latent_tokens (`int`, *optional*): Latent tokens; a quarter of the teacher's patches by default.
             truncate (`float` or `int`, *optional*, defaults to 0):
                 Leading blocks left out: below 1 a share, from 1 on a count (1.0 is one block).
+            image_processor (*optional*):
+                The teacher's image processor, whose size, crop and normalization the student's has. Without one, the
+                student has none, and `save_pretrained` writes none.
             fields: Fields of the configuration to set differently, for example `placement="content"`.
 
         Raises:
@@ -275,7 +283,7 @@ class PatchSparseFormerPreTrainedModel(HubModel):
             from frugalvit.modeling.inheritance import inherit_patches
         except ModuleNotFoundError as error:
             raise ImportError("from_teacher needs frugalvit: pip install frugalvit.") from error
-        return inherit_patches(cls, teacher, num_latent_tokens, truncate, **fields)
+        return inherit_patches(cls, teacher, num_latent_tokens, truncate, image_processor, **fields)
 
 
 class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):

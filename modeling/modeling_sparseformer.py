@@ -193,11 +193,12 @@ class SparseFormerPreTrainedModel(HubModel):
     @classmethod
     def from_teacher(
         cls,
-        teacher: nn.Module,
+        teacher: str | nn.Module,
         num_latent_tokens: int | None = None,
         truncate: float | int = 1 / 3,
         inherit_blocks: bool = True,
         break_ties: bool = True,
+        image_processor=None,
         **fields,
     ):
         """Return a student as in section 3.2 of the bootstrapping paper: it inherits a teacher's blocks but for the
@@ -205,10 +206,10 @@ class SparseFormerPreTrainedModel(HubModel):
         bootstrapped.
 
         Args:
-            teacher (`nn.Module`):
+            teacher (`nn.Module` or `str`):
                 A plain pre-norm vision transformer of Transformers, timm or open_clip, see docs/models.md, or what
-                `read_anatomy` read of it. The student pools as it does, and has its registers, gates, norms, layer
-                scale and rotary positions.
+                `read_anatomy` read of it; or a folder or hub id of Transformers, which brings its image processor.
+                The student pools as it does, and has its registers, gates, norms, layer scale and rotary positions.
             num_latent_tokens (`int`, *optional*):
                 Latent tokens. By default, as many as are a quarter of the teacher's image tokens when [CLS] is
                 counted. For a teacher of 384 or more pixels, it is a quarter of the tokens that it would have at 224:
@@ -221,6 +222,9 @@ class SparseFormerPreTrainedModel(HubModel):
                 Whether equal initial RoIs are moved apart, by N(0, 0.05) of the image: 12 of the paper's 48 tokens
                 start alike, and would stay alike. Neither paper nor reference does so
                 (`results/bootstrap_choices.json` has the gain).
+            image_processor (*optional*):
+                The teacher's image processor, whose size, crop and normalization the student's has. Without one, the
+                student has none, and `save_pretrained` writes none.
             fields: Fields of the configuration to set differently, for example `stem_channels=32`.
 
         Returns:
@@ -235,7 +239,9 @@ class SparseFormerPreTrainedModel(HubModel):
             from frugalvit.modeling.inheritance import inherit_blocks as inherit
         except ModuleNotFoundError as error:
             raise ImportError("from_teacher needs frugalvit: pip install frugalvit.") from error
-        return inherit(cls, teacher, num_latent_tokens, truncate, inherit_blocks, break_ties, **fields)
+        return inherit(
+            cls, teacher, num_latent_tokens, truncate, inherit_blocks, break_ties, image_processor, **fields
+        )
 
 
 class SparseFormerModel(SparseFormerPreTrainedModel):

@@ -18,7 +18,6 @@ from ..configuration.configuration_base import pair
 from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
 from ..configuration.configuration_sparseformer import SparseFormerConfig
 from .dense import FeatureMaps
-from .hub import image_processor_config
 from .modeling_patch_sparseformer import PatchSparseFormerModel, PatchSparseFormerPreTrainedModel
 from .modeling_sparseformer import SparseFormerModel, SparseFormerPreTrainedModel
 from .segmentation import LinearDecoder, SegmentationHead, semantic_segmentation_loss
@@ -139,10 +138,12 @@ class PatchSparseFormerBackbone(FeatureMapsMixin, PatchSparseFormerPreTrainedMod
         self.post_init()
 
 
-def segmenter_processor_config(config) -> dict:
-    """The content of `preprocessor_config.json` of a segmentation model; pipelines need its post-processing."""
+def segmenter_processor_config(config, fields: dict | None) -> dict | None:
+    """Turn the content of a classifier's `preprocessor_config.json` into that of a segmenter: pipelines need its
+    post-processing."""
+    if fields is None:
+        return None
     height, width = pair(config.image_size)
-    fields = image_processor_config(config)
     for name in ("do_center_crop", "crop_size", "do_convert_rgb"):
         fields.pop(name, None)
     return fields | {
@@ -178,8 +179,8 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
         self.decode_head = SegmentationHead(config)
         self.post_init()
 
-    def image_processor_config(self) -> dict:
-        return segmenter_processor_config(self.config)
+    def image_processor_config(self) -> dict | None:
+        return segmenter_processor_config(self.config, super().image_processor_config())
 
     @can_return_tuple
     def forward(
@@ -237,8 +238,8 @@ class PatchSparseFormerForSemanticSegmentation(PatchSparseFormerPreTrainedModel)
         self.decode_head = LinearDecoder(config)
         self.post_init()
 
-    def image_processor_config(self) -> dict:
-        return segmenter_processor_config(self.config)
+    def image_processor_config(self) -> dict | None:
+        return segmenter_processor_config(self.config, super().image_processor_config())
 
     @can_return_tuple
     @filter_output_hidden_states

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, CLIPImageProcessor, ViTImageProcessor
 
 from ..configuration.configuration_base import pair
+from .image_format import ImageFormat
 from .modeling_sparseformer import SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from .modeling_sparseformer_clip import (
     SparseFormerCLIPConfig,
@@ -64,10 +65,10 @@ class OpenClipVisual(nn.Module):
                 "SparseFormerVisionModel that was bootstrapped from a SigLIP and pools by attention."
             )
         self.model = model
-        self.image_size = pair(config.image_size)
+        image_format = ImageFormat.from_config(config)
+        self.image_size = image_format.size
         self.output_dim = config.projection_dim if self.projects else config.hidden_size
-        self.image_mean = per_channel(config.image_mean, config.num_channels)
-        self.image_std = per_channel(config.image_std, config.num_channels)
+        self.image_mean, self.image_std = image_format.mean, image_format.std
         self.preprocess_cfg = {
             "size": self.image_size,
             "mode": "RGB",
@@ -95,10 +96,6 @@ class OpenClipVisual(nn.Module):
             self.model.activation_checkpointing_enable()
         else:
             self.model.activation_checkpointing_disable()
-
-
-def per_channel(value: float | list[float] | tuple[float, ...], channels: int) -> tuple[float, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,) * channels
 
 
 def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImageProcessor:

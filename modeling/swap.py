@@ -17,6 +17,7 @@ from transformers import (
 
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_sparseformer_vlm import image_grid as grid_of
+from .image_format import set_size
 from .modeling_sparseformer_vlm import (
     SparseFormerGemma3ForConditionalGeneration,
     SparseFormerLlavaForConditionalGeneration,
@@ -304,16 +305,3 @@ def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> Pro
         image_token=processor.image_token,
         num_prefix_tokens=config.vision_config.num_prefix_tokens,
     )
-
-
-def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
-    """Change the size of the images that an image processor makes; a center crop shows as much of them as before."""
-    height, width = pair(image_size)
-    size, crop = image_processor.size, getattr(image_processor, "crop_size", None)
-    if getattr(image_processor, "do_center_crop", False) and "shortest_edge" in size:
-        scale = min(height, width) / min(crop["height"], crop["width"])
-        image_processor.size = {"shortest_edge": round(size["shortest_edge"] * scale)}
-    else:
-        image_processor.size = {"height": height, "width": width}
-    if crop is not None:
-        image_processor.crop_size = {"height": height, "width": width}

@@ -286,8 +286,9 @@ class AlignLlavaTrainer(ImageTrainer):
         widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
         if len(widths) > 1:
             # A tower of another family than the LLaVA's own.
-            processor.image_processor.image_mean = tower.config.image_mean
-            processor.image_processor.image_std = tower.config.image_std
+            tower_format = ImageFormat.from_config(tower.config)
+            processor.image_processor.image_mean = tower_format.mean
+            processor.image_processor.image_std = tower_format.std
         train = self.take_images(train_dataset)
         self.has_teacher = "turns" not in train.features
         student_format = ImageFormat.from_processor(processor.image_processor)

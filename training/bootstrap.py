@@ -27,6 +27,7 @@ from ..common.precision import hold_teacher
 from ..common.splits import load_splits, match_classes
 from ..common.tables import format_markdown
 from ..common.views import ImageFormat
+from ..configuration.configuration_base import set_image_size
 from ..modeling.hosts import Anatomy, read_anatomy
 from .arguments import (
     ArgumentParser,
@@ -40,7 +41,7 @@ from .arguments import (
 from .augmentation import BootstrapView, PairedEvalView
 from .data import Views, as_images, split_off
 from .losses import AlignmentLoss, Targets, attended_cells
-from .students import StudentArguments, build_student, format_of, freeze, token_counts_to_train
+from .students import StudentArguments, build_student, freeze, token_counts_to_train
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
@@ -169,14 +170,19 @@ class BootstrapTrainer(ImageTrainer):
         if processing_class is None:
             raise ValueError("The teacher is a model; give its image processor, processing_class.")
         args, config = copy.copy(args), model.config
-        teacher_format, student_format = ImageFormat.from_processor(processing_class), format_of(config)
+        teacher_format = ImageFormat.from_processor(processing_class)
+        if config.image_mean is None:
+            image_size = config.image_size
+            config.update(teacher_format.config_fields())
+            set_image_size(config, image_size)
+        student_format = ImageFormat.from_config(config)
         teacher = read_anatomy(teacher, teacher_format.size)
         base_model = base_model or teacher.source.config._name_or_path or "a model without a name"
         normalizations = [(each.mean, each.std) for each in (student_format, teacher_format)]
         if config.embeds_patches and normalizations[0] != normalizations[1]:
             raise ValueError(
                 "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
-                "{} instead of {}. Give image_mean and image_std to from_teacher.".format(*normalizations)
+                "{} instead of {}. Give image_processor to from_teacher.".format(*normalizations)
             )
         args.complete(config.embeds_patches, max(teacher_format.size))
         self.anatomy, self.student, self.classify = teacher, model, getattr(model, "classifier", None)

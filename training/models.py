@@ -14,6 +14,7 @@ from ..modeling import initialization
 from ..modeling.context_broadcast_hosts import insert_context_broadcast, load_context_broadcast
 from ..modeling.hosts.transformers import has_positions, resize_positions_
 from ..modeling.hub import image_processor_config
+from ..modeling.image_format import set_size
 from ..modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import read_values
 from .optimizers import classifiers_inside
@@ -97,15 +98,7 @@ def resize(model, processor, pixels: int):
         resize_positions_(model, pixels)
     elif isinstance(config, FrugalViTConfig):
         set_image_size(config, pixels)
-    square = {"height": pixels, "width": pixels}
-    if getattr(processor, "do_center_crop", False):
-        # The crop keeps its share of the image.
-        factor = pixels / min(dict(processor.crop_size).values())
-        processor.size = {name: round(factor * value) for name, value in dict(processor.size).items()}
-        processor.crop_size = square
-    else:
-        # ConvNeXt's crops a share of what it resizes.
-        processor.size = {"shortest_edge": pixels} if "shortest_edge" in dict(processor.size) else square
+    set_size(processor, pixels)
     return processor
 
 

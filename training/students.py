@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
 from ..common.choices import FOCUSINGS, PLACEMENT_RULES, PLACEMENTS
 from ..common.loading import load_vision_model, one_error, split_revision
 from ..common.views import ImageFormat
-from ..configuration.configuration_base import is_sparseformer, pair, set_image_size
+from ..configuration.configuration_base import is_sparseformer, set_image_size
 from ..modeling.hosts import Anatomy
 from ..modeling.modeling_patch_sparseformer import (
     PatchSparseFormerForImageClassification,
@@ -93,15 +93,10 @@ def build_student(
             recipe |= {"placement": "content", "placement_rule": options.placement_rule}
         if options.truncate is not None:
             recipe["truncate"] = options.truncate
-        height, width = teacher_format.size
         counts = sorted({*(options.num_tokens or ())})
         fields = {
             "elastic_token_counts": counts if len(counts) > 1 else None,
-            "image_size": height if height == width else [height, width],
-            "image_mean": teacher_format.mean,
-            "image_std": teacher_format.std,
-            "resample": teacher_format.resample,
-            "resize_size": teacher_format.resize,
+            **teacher_format.config_fields(),
         }
         fields |= recipe | parse_overrides(student_class.config_class.model_type, options.config_overrides)
         student = student_class.from_teacher(teacher, counts[-1] if counts else None, **fields)
@@ -161,12 +156,6 @@ def token_counts_to_train(config, seed: str) -> list[int]:
         return list(config.trained_token_counts)
     smallest, *between, largest = config.trained_token_counts
     return [largest, *random.Random(seed).sample(between, min(len(between), 2)), smallest]
-
-
-def format_of(config) -> ImageFormat:
-    """Return the image format of a SparseFormer's configuration."""
-    size = pair(config.image_size)
-    return ImageFormat(size, config.image_mean, config.image_std, config.resample, config.resize_size)
 
 
 def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]:

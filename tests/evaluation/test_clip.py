@@ -71,8 +71,8 @@ def clip_folder(save):
 
 @pytest.fixture(scope="module")
 def student_folder(clip_folder, save):
-    clip = CLIPModel.from_pretrained(clip_folder)
-    return save("student", SparseFormerVisionModelWithProjection.from_teacher(clip, 4, **STUDENT))
+    clip, halves = CLIPModel.from_pretrained(clip_folder), {"image_mean": 0.5, "image_std": 0.5}
+    return save("student", SparseFormerVisionModelWithProjection.from_teacher(clip, 4, **STUDENT, **halves))
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,8 @@ def make_llava(vision_class=CLIPVisionConfig, vision_layers=6, **fields) -> Llav
 
 def make_tower(llava, tokens=7, **fields):
     tower = llava.model.vision_tower
-    return randomize(SparseFormerVisionModel.from_teacher(tower, tokens, **SMALL, **fields))
+    fields = SMALL | {"image_mean": 0.5, "image_std": 0.5} | fields
+    return randomize(SparseFormerVisionModel.from_teacher(tower, tokens, **fields))
 
 
 def make_processor(llava) -> LlavaProcessor:

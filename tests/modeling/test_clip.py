@@ -66,8 +66,8 @@ class Towers:
         self.model_class = SparseFormerSiglipModel if self.is_siglip else SparseFormerCLIPModel
         vision_class = SparseFormerVisionModel if self.is_siglip else SparseFormerVisionModelWithProjection
         self.teacher = make_teacher(name)
-        tokens = {"num_latent_tokens": 6, "elastic_token_counts": [4, 6]}
-        self.vision_model = randomize(vision_class.from_teacher(self.teacher, **tokens, **SMALL))
+        fields = SMALL | {"num_latent_tokens": 6, "elastic_token_counts": [4, 6], "image_mean": 0.5, "image_std": 0.5}
+        self.vision_model = randomize(vision_class.from_teacher(self.teacher, **fields))
         self.model = self.put_into(self.teacher)
         self.model.save_pretrained(folder)
         self.pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -6,20 +6,26 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
+    AutoImageProcessor,
+    BitImageProcessor,
     DeiTConfig,
     DeiTForImageClassificationWithTeacher,
     ViTConfig,
     ViTForImageClassification,
+    ViTImageProcessor,
     ViTModel,
 )
 from vision_transformers import KINDS, clip, of_open_clip, of_timm, of_transformers
 
+from drawn import noise
 from frugalvit import (
+    PatchSparseFormerBackbone,
     PatchSparseFormerForImageClassification,
     PatchSparseFormerModel,
     SparseFormerForImageClassification,
     SparseFormerModel,
 )
+from frugalvit.modeling import hub
 from frugalvit.modeling.hosts import read_anatomy
 
 
@@ -56,6 +62,37 @@ def test_defaults_are_the_papers():
     torch.testing.assert_close(
         student.sparseformer.layers[0].mlp.fc1.weight, teacher.vit.layers[2].mlp.fc1.weight, rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("model_class", [SparseFormerForImageClassification, PatchSparseFormerBackbone])
+def test_images_are_prepared_as_the_teachers(model_class, tmp_path):
+    teacher = transformers_vit()
+    square = {"height": 24, "width": 24}
+    processors = {
+        "crop": BitImageProcessor(size={"shortest_edge": 28}, crop_size=square),
+        "squash": ViTImageProcessor(size=square, image_mean=[0.1, 0.2, 0.3], do_normalize=True),
+    }
+    for name, processor in processors.items():
+        expected = processor(noise(), return_tensors="pt")["pixel_values"]
+        teacher.save_pretrained(tmp_path / name)
+        processor.save_pretrained(tmp_path / name)
+        for student in (
+            model_class.from_teacher(teacher, 4, image_processor=processor),
+            model_class.from_teacher(str(tmp_path / name), 4),
+        ):
+            student.save_pretrained(tmp_path / f"{name}-student")
+            own = AutoImageProcessor.from_pretrained(tmp_path / f"{name}-student")
+            torch.testing.assert_close(own(noise(), return_tensors="pt")["pixel_values"], expected)
+
+
+def test_no_image_processor_is_invented(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(hub.logger, "warning_once", messages.append)
+    student = PatchSparseFormerForImageClassification.from_teacher(transformers_vit(), 4)
+    student.save_pretrained(tmp_path)
+    assert not (tmp_path / "preprocessor_config.json").exists()
+    assert [message.split(":")[0] for message in messages] == ["No image processor is saved"]
+    assert PatchSparseFormerForImageClassification.from_pretrained(tmp_path).config.image_mean is None
 
 
 def test_a_mean_pooled_teacher_gives_a_mean_pooled_student():
@@ -102,7 +139,7 @@ class Block(timm.models.vision_transformer.Block):
 
 
 REFUSED = {
-    "no module": (lambda: "google/vit-base-patch16-224", "load it first"),
+    "no module": (lambda: SIZES, "load it first"),
     "blocks with a twist in forward": (lambda: timm_vit(block_fn=Block), "differs from the teacher's"),
     "two classifiers": (
         lambda: DeiTForImageClassificationWithTeacher(DeiTConfig(image_size=32, patch_size=4, **SIZES)),

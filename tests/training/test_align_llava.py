@@ -109,7 +109,7 @@ def test_a_tower_of_another_family_has_a_new_first_layer(options, tmp_path):
     """And brings its normalization."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     dinov2 = Dinov2Model(Dinov2Config(image_size=32, patch_size=4, mlp_ratio=2, **sizes)).eval()
-    tower = SparseFormerVisionModel.from_teacher(dinov2, 7, **SMALL, image_mean=[0.2] * 3)
+    tower = SparseFormerVisionModel.from_teacher(dinov2, 7, **SMALL, image_mean=[0.2] * 3, image_std=0.5)
     tower.save_pretrained(tmp_path / "dinov2")
     own = run_command(
         "align_llava", tmp_path / "out", **options | {"vision_model": tmp_path / "dinov2", "max_steps": 2}

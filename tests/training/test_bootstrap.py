@@ -19,11 +19,11 @@ from frugalvit import (
     bootstrap,
 )
 from frugalvit.common.data import load_images
-from frugalvit.common.views import EvalView
+from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training.bootstrap import make_parser, make_trainer
 from frugalvit.training.data import as_images
-from frugalvit.training.students import format_of, token_counts_to_train
+from frugalvit.training.students import token_counts_to_train
 from tiny import make_vit
 
 
@@ -45,7 +45,7 @@ def card_in(folder) -> str:
 def pixels_of(trainer) -> torch.Tensor:
     """Views that the student saw of the images to evaluate on."""
     views = torch.stack([trainer.eval_dataset[index]["pixel_values"] for index in range(32)])
-    return format_of(trainer.student.config).normalize(views)
+    return ImageFormat.from_config(trainer.student.config).normalize(views)
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +137,11 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     own.train()
     still = {name for name, value in own.student.state_dict().items() if torch.equal(before[name], value)}
     assert still == {"classifier.weight", "classifier.bias"}
-    with pytest.raises(ValueError, match="inherits its teacher's patches and normalizes otherwise, .*image_mean"):
-        make(PatchSparseFormerForImageClassification.from_teacher(model, 16))
+    # The teacher's, where the student has no image format.
+    own = make(PatchSparseFormerForImageClassification.from_teacher(model, 16))
+    assert own.student.config.image_std == (0.25,) * 3
+    with pytest.raises(ValueError, match="inherits its teacher's patches and normalizes otherwise, .*image_processor"):
+        make(PatchSparseFormerForImageClassification.from_teacher(model, 16, image_mean=0.4, image_std=0.5))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +317,7 @@ def test_a_folder_of_any_library_is_a_teacher(kind, pictures, tmp_path):
     student = student_class.from_pretrained(tmp_path / "out")
     assert student.config.architectures == [student_class.__name__] and student.config.pooling == anatomy.pooling
     assert student.config.num_register_tokens == anatomy.num_register_tokens
-    image_format = format_of(student.config)
+    image_format = ImageFormat.from_config(student.config)
     pixels = image_format.normalize(EvalView(image_format)(pictures[0])["pixel_values"][None])
     expected = AutoImageProcessor.from_pretrained(tmp_path / "out")(pictures[0], return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,169 @@
+"""Size and normalization of a model's images, read from image processors and written into configurations."""
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
+
+from ..configuration.configuration_base import pair
+
+
+# PIL's numbers of the filters that torchvision resizes tensors with.
+FILTERS = {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
+# Image processors of Transformers whose attributes tell all that they do.
+SUPPORTED = re.compile(
+    "(Beit|Bit|Blip|CLIP|DeiT|DINOv3ViT|Flava|Llava|Segformer|Siglip|Siglip2|ViT)ImageProcessor(Pil)?"
+)
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """Size and normalization of a model's images."""
+
+    # Height and width in pixels.
+    size: tuple[int, int]
+    # Of values in 0..1.
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    # PIL's number of the interpolation.
+    resample: int = 2
+    # Pixels of the shorter side before the center crop of evaluation; without it the image is resized to `size`.
+    resize: int | None = None
+    # Whether half a pixel at the crop's edge is rounded to even, as timm does, not down.
+    rounds_center: bool = False
+
+    @classmethod
+    def from_processor(cls, processor) -> "ImageFormat":
+        """Read the format from the attributes of an image processor of Transformers or timm; raise a ValueError if
+        training does not follow it.
+
+        A processor that resizes to a larger square before the crop (DeiT's) is taken for one that resizes the shorter
+        side, as DeiT's authors do, and one for any shape (SigLIP 2's NaFlex) for its largest square.
+        """
+        if (timm := getattr(processor, "data_config", None)) is not None:
+            size, mode, resample = timm["input_size"][1:], timm.get("crop_mode") or "center", timm["interpolation"]
+            crops = mode == "center"
+            if mode not in ("center", "squash") or (crops and size[0] != size[1]):
+                raise ValueError(f"The crop_mode is {mode!r} and the size {size}, expected squash, or a square.")
+            resize = math.floor(min(size) / timm["crop_pct"]) if crops else None
+        else:
+            size, resize = _size_and_resize(processor)
+            resample, crops = processor.resample, False
+        number = getattr(Image.Resampling, resample.upper(), None) if isinstance(resample, str) else resample
+        if number not in FILTERS:
+            raise ValueError(f"Images are resized by {resample!r}, expected nearest (0), bilinear (2) or bicubic (3).")
+        mean, std = normalization_of(processor)
+        return cls(tuple(size), mean, std, int(number), resize, rounds_center=crops)
+
+    @classmethod
+    def from_config(cls, config) -> "ImageFormat":
+        """Read the format from a SparseFormer's configuration; raise a ValueError if that has none."""
+        if config.image_mean is None:
+            raise ValueError("The model has no image format; give `from_teacher` the teacher's `image_processor`.")
+        mean, std = (
+            (value,) * config.num_channels if isinstance(value, int | float) else tuple(value)
+            for value in (config.image_mean, config.image_std)
+        )
+        return cls(pair(config.image_size), mean, std, config.resample, config.resize_size)
+
+    def config_fields(self) -> dict:
+        """Return the fields of a SparseFormer's configuration that hold the format."""
+        height, width = self.size
+        return {
+            "image_size": height if height == width else [height, width],
+            "image_mean": self.mean,
+            "image_std": self.std,
+            "resample": self.resample,
+            "resize_size": self.resize,
+        }
+
+    @property
+    def interpolation(self) -> InterpolationMode:
+        return FILTERS[self.resample]
+
+    @property
+    def fill(self) -> list[int]:
+        """The color that normalizes to zero, or the nearest one, 0..255."""
+        return [min(max(round(255 * value), 0), 255) for value in self.mean]
+
+    def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Normalize pixels, `(batch, channels, height, width)` uint8, to float32, on their device."""
+        return self._standardize(pixels.float().mul_(1 / 255))
+
+    def _standardize(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.sub_(_channels(self.mean, pixels.device)).div_(_channels(self.std, pixels.device))
+
+    def denormalize(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Turn normalized images back into red, green and blue, 0..1."""
+        device = pixel_values.device
+        return pixel_values * _channels(self.std, device) + _channels(self.mean, device)
+
+    def convert(self, pixel_values: torch.Tensor, source: "ImageFormat") -> torch.Tensor:
+        """Convert normalized images of the format `source` to this one."""
+        if source.size != self.size:
+            pixel_values = v2.functional.resize(pixel_values, list(self.size), self.interpolation, antialias=True)
+        if (source.mean, source.std) == (self.mean, self.std):
+            return pixel_values
+        return self._standardize(source.denormalize(pixel_values))
+
+
+def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
+    """Return height and width of an image processor's images, and the shorter side before its crop, if it crops."""
+    name = type(processor).__name__
+    if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
+        raise ValueError(f"Training does not follow {name}, expected one like ViT's or CLIP's, without padding.")
+    if patches := getattr(processor, "max_num_patches", None):
+        side = math.isqrt(patches) * processor.patch_size
+        return (side, side), None
+    size = dict(processor.size or {})
+    whole, shortest = (size.get("height"), size.get("width")), size.get("shortest_edge")
+    if getattr(processor, "do_center_crop", None):
+        crop = (processor.crop_size["height"], processor.crop_size["width"])
+        if crop == whole:
+            return crop, None
+        if shortest or (whole[0] and whole[0] == whole[1]):
+            return crop, int(shortest or whole[0])
+    elif all(whole):
+        return whole, None
+    elif shortest and not processor.do_resize:
+        # C-RADIO's takes images of any size.
+        return (shortest, shortest), int(shortest)
+    raise ValueError(f'{name} has the size {size}, expected "height" and "width", or a center crop.')
+
+
+def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation, of values in 0..1, by which an image processor normalizes."""
+    if (timm := getattr(processor, "data_config", None)) is not None:
+        return tuple(timm["mean"]), tuple(timm["std"])
+    mean, std = (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", None) else (0.0, 1.0)
+    # What the processor makes of 255, before it normalizes.
+    white = 255 * processor.rescale_factor if getattr(processor, "do_rescale", None) else 255
+    triples = ((values,) * 3 if isinstance(values, int | float) else values for values in (mean, std))
+    mean, std = (tuple(value / white for value in values) for values in triples)
+    return mean, std
+
+
+def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
+    """Change the size of the images that an image processor makes; a center crop shows as much of them as before."""
+    height, width = pair(image_size)
+    square, size = {"height": height, "width": width}, dict(image_processor.size)
+    crop = getattr(image_processor, "crop_size", None)
+    if getattr(image_processor, "do_center_crop", False):
+        scale = min(height, width) / min(dict(crop).values())
+        image_processor.size = {side: round(scale * pixels) for side, pixels in size.items()}
+    else:
+        # ConvNeXt's crops a share of what it resizes.
+        image_processor.size = {"shortest_edge": min(height, width)} if "shortest_edge" in size else square
+    if crop is not None:
+        image_processor.crop_size = square
+
+
+# Cached: copying numbers to an accelerator waits for it.
+@functools.cache
+@torch.inference_mode(False)
+def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device).view(-1, 1, 1)
