@@ -13,7 +13,17 @@ import torch.nn.functional as F
 from .architectures import has_rois, load_model
 from .common.command_line import CommandParser, add_dataset_arguments, positive
 from .common.data import load_images, sample, split_names
-from .common.exported import FORMATS, PRECISIONS, REPORT, ExportedModule, Part, check_format, export_parts, parts_of
+from .common.exported import (
+    FORMATS,
+    PRECISIONS,
+    REPORT,
+    ExportedModule,
+    Part,
+    check_format,
+    export_parts,
+    parts_of,
+    program_file,
+)
 from .common.files import whole_folder, write_json
 from .common.labels import class_names
 from .common.loading import load_image_processor
@@ -119,8 +129,8 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
             calibration[name] = list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         print(f"Exporting to {arguments.format}, which takes a minute or more.", file=sys.stderr)
-        export_parts(parts, model.config, arguments.format, arguments.precision, folder, calibration)
-        report["bytes"] = sum(path.stat().st_size for path in folder.iterdir() if path.suffix != ".json")
+        export_parts(parts, arguments.format, arguments.precision, folder, calibration)
+        report["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.*") if path.suffix != ".json")
         for processor in filter(None, (image_processor, tokenizer)):
             processor.save_pretrained(folder)
         # `ExportedModule` reads it.
@@ -136,7 +146,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         write_json(folder / REPORT, report)
         write_card(folder, model, image_format, report, arguments.model)
         if arguments.page:
-            write_page(folder, Path(arguments.output).name)
+            write_page(folder, Path(arguments.output).name, program_file("onnx", arguments.precision, "model"))
     return report
 
 

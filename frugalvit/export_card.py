@@ -5,12 +5,18 @@ from pathlib import Path
 from PIL.Image import Resampling
 from transformers import PreTrainedModel
 
-from .common.exported import FORMATS, OUTPUTS, openvino_precision
+from .common.exported import OUTPUTS, openvino_precision, program_file
 from .common.loading import split_revision
 from .common.tables import format_markdown
 from .common.views import ImageFormat
 from .modeling.model_card import make_card, pipeline_tag
 from .training.cards import license_of
+
+
+PIPELINE = """import {{ pipeline }} from "@huggingface/transformers";
+
+const run = await pipeline("{}", "path/or/id");
+console.log(await run("photo.jpg"));"""
 
 
 def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, report: dict, name: str):
@@ -19,6 +25,10 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     base = split_revision(name)[0]
     hub_id = None if Path(base).is_dir() else base
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
+    is_onnx, task = report["format"] == "onnx", pipeline_tag(model)
+    if task == "zero-shot-image-classification":
+        # A CLIP's programs give embeddings.
+        task = "image-feature-extraction"
     about = f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. "
     if report["calibration_images"]:
         about += f"Activations' ranges are those of {report['calibration_images']} images. "
@@ -28,15 +38,16 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
         f"{Path(base).name}, {report['format']}, {report['precision']}",
         f"{about}These lines need neither PyTorch nor frugalvit:",
         f"```python\n{example(image_format, report)}\n```",
+        f"In node and browsers:\n\n```js\n{PIPELINE.format(task)}\n```" if is_onnx else "",
         "It computes",
         "\n".join(outputs),
         warning if report["shortcomings"] else "",
         "**Beside the original** in PyTorch, on inputs that calibration did not see:",
         format_markdown(rows(report)),
-        library_name=report["format"],
+        library_name="transformers.js" if is_onnx else report["format"],
         license=license_of(base),
         tags=[report["format"], report["precision"]],
-        pipeline_tag=pipeline_tag(model) or "image-feature-extraction",
+        pipeline_tag=task,
         base_model=hub_id,
         base_model_relation=hub_id and "quantized",
     ).save(folder / "README.md")
@@ -46,7 +57,7 @@ def example(image_format: ImageFormat, report: dict) -> str:
     """Return lines of Python that read an image and print what a program makes of it."""
     height, width = image_format.size
     part, about = next(iter(report["parts"].items()))
-    program = FORMATS[report["format"]].program.format(part)
+    program = program_file(report["format"], report["precision"], part)
     mean, std = (tuple(round(value, 6) for value in each) for each in (image_format.mean, image_format.std))
     crop = box = ""
     if image_format.resize:
@@ -85,7 +96,7 @@ def rows(report: dict) -> list[dict[str, object]]:
     """Return how near each program is to the original as rows of a table."""
     return [
         {
-            "program": FORMATS[report["format"]].program.format(part),
+            "program": program_file(report["format"], report["precision"], part),
             "compared": measured["compared"],
             "min cosine": measured["min_cosine"],
             "mean cosine": measured["mean_cosine"],

@@ -23,10 +23,10 @@ def check_page(name: str):
         raise ValueError(f"--page needs {PACKAGE} from npm, and there is no npm here; install it.")
 
 
-def write_page(folder: Path, title: str):
+def write_page(folder: Path, title: str, program: str):
     """Write the page and the runtime, fetched by npm, beside an exported model."""
     page = Path(__file__).with_name("page").joinpath("index.html").read_text(encoding="utf-8")
-    write_text(folder / "index.html", page.replace("TITLE", html.escape(title)))
+    write_text(folder / "index.html", page.replace("TITLE", html.escape(title)).replace("PROGRAM", program))
     command = [shutil.which("npm"), "pack", PACKAGE, "--silent", "--no-update-notifier", "--no-fund"]
     with tempfile.TemporaryDirectory() as aside:
         process = subprocess.run(command, cwd=aside, capture_output=True, text=True, check=False)

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from frugalvit_cli import main
 from PIL import Image
+from transformers import AutoImageProcessor
 
 import frugalvit
 from frugalvit import demo, export
@@ -29,6 +31,18 @@ from tiny import randomize, word_tokenizer
 # Labels of untrained weights are near to each other, so that 8 bits may pass no gate.
 FEW = ["--limit", "16", "--calibration-images", "8"]
 ONNX = ("--format", "onnx", "--output-rois")
+INT8 = ("--format", "onnx", "--precision", "int8")
+DOG = Path(__file__).parents[1] / "docs" / "dog.png"
+# Runs a pipeline of transformers.js on a picture.
+PIPELINE = """
+const { pipeline, env } = require("@huggingface/transformers");
+env.allowRemoteModels = false;
+const [, task, folder, name, picture] = process.argv;
+env.localModelPath = folder;
+pipeline(task, name)
+  .then((run) => run(picture, { top_k: 10, pool: true }))
+  .then((found) => console.log(JSON.stringify(found.tolist?.() ?? found)));
+"""
 # Packages that a card's lines must not need.
 BLOCKED = """
 import sys
@@ -85,7 +99,7 @@ def photograph(tmp_path_factory) -> Path:
     "arguments, tolerance",
     [
         (ONNX, 1e-4),
-        (("--format", "onnx", "--precision", "int8"), None),
+        (INT8, None),
         (("--format", "openvino"), 1e-4),
         (("--format", "openvino", "--precision", "bfloat16"), None),
         (("--format", "openvino", "--precision", "int8"), None),
@@ -106,6 +120,9 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
         else:
             assert not torch.equal(computed, expected)
             assert torch.cosine_similarity(computed, expected).min() > 0.9
+    if "onnx" in arguments:
+        [graph] = (onnx.load(file).graph for file in (output / "onnx").iterdir())
+        assert {each.type.tensor_type.shape.dim[0].dim_param for each in [*graph.input, *graph.output]} == {"batch"}
     report = json.loads((output / "report.json").read_text())
     measured = report["parts"]["model"]
     assert measured["compared"] == 16
@@ -141,6 +158,39 @@ def test_the_lines_of_the_card_need_only_the_runtime(arguments, write, photograp
     model, image_processor = load_image_classifier(output)
     [prediction] = predict(model, image_processor, [Image.open(photograph).convert("RGB")])
     assert process.stdout.strip() == prediction.labels[0][0]
+
+
+@pytest.fixture(scope="module")
+def transformers_js():
+    """Function that runs a pipeline of transformers.js in node."""
+
+    def run(task: str, output: Path, picture: Path):
+        command = ["node", "-e", PIPELINE, task, str(output.parent), output.name, str(picture)]
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    seek = ["node", "-e", 'require.resolve("@huggingface/transformers")']
+    if shutil.which("node") is None or subprocess.run(seek, capture_output=True, check=False).returncode:
+        pytest.skip("needs node, and @huggingface/transformers of npm in NODE_PATH")
+    return run
+
+
+@pytest.mark.parametrize("arguments", [ONNX, INT8])
+def test_transformers_js_labels_a_picture(arguments, write, transformers_js):
+    output = write(*arguments)
+    found = {each["label"]: each["score"] for each in transformers_js("image-classification", output, DOG)}
+    [prediction] = predict(*load_image_classifier(output), [Image.open(DOG)], top=10)
+    assert found == pytest.approx(dict(prediction.labels), abs=0.02)
+
+
+def test_transformers_js_embeds_a_picture(folder, photograph, transformers_js, tmp_path):
+    model = frugalvit.PatchSparseFormerModel.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "tower")
+    assert main(["export", "--model", str(tmp_path / "tower"), "--output", str(tmp_path / "out"), *FEW]) == 0
+    found = torch.tensor(transformers_js("image-feature-extraction", tmp_path / "out", photograph))
+    pixel_values = AutoImageProcessor.from_pretrained(folder)(Image.open(photograph), return_tensors="pt").pixel_values
+    with torch.no_grad():
+        expected = model(pixel_values).pooler_output
+    assert torch.cosine_similarity(found, expected).item() > 0.999
 
 
 def test_the_gate(folder, tmp_path, capsys, monkeypatch):
@@ -203,7 +253,7 @@ def test_bad_input(arguments, message, folder, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["report.json", "export.json", "model.onnx"])
+@pytest.mark.parametrize("name", ["report.json", "export.json", "onnx/model.onnx"])
 def test_a_damaged_folder_is_one_error(name, write, photograph, tmp_path, capsys):
     damaged = shutil.copytree(write(*ONNX), tmp_path / "damaged")
     (damaged / name).write_text("{}")

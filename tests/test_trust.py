@@ -131,7 +131,7 @@ def test_odd_exported_folders_are_refused_before_anything_is_loaded(report, desc
         (tmp_path / name).touch()
     for name, content in (("report.json", report), ("export.json", described)):
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    monkeypatch.setattr(exporters.ExportedModel, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
+    monkeypatch.setattr(exporters, "ExportedModel", lambda *_, **__: pytest.fail("it is loaded"))
     with pytest.raises(ValueError, match="^Cannot load .* is not from frugalvit export") as raised:
         ExportedModule(tmp_path)
     assert "\n" not in str(raised.value)

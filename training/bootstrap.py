@@ -156,6 +156,8 @@ class BootstrapTrainer(ImageTrainer):
         base_model (`str`, *optional*): The teacher's name, for the card; by default where it was loaded from.
     """
 
+    base_model_relation = "distill"
+
     def __init__(
         self,
         teacher: PreTrainedModel | Anatomy,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 
-from ..common.choices import SUBSET
+from ..common.choices import OPEN_CLIP, SUBSET
 from ..common.loading import split_revision
 from ..common.names import is_hub_id, portable_command
 from ..modeling.model_card import embedding_example, loading_example, make_card, pipeline_tag
@@ -39,16 +39,19 @@ def write_card(
     place of the trainer's; `use` is code that uses `model` and `processor`, where that of the task does not fit."""
     model, args, data = model or trainer.trained, trainer.args, trainer.data
     metrics = trainer.metrics if metrics is None else metrics
-    base = trainer.base_model and split_revision(trainer.base_model)[0]
+    base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
+    # The hub knows its own ids only, neither folders nor revisions.
+    hub_id = base if base and is_hub_id(base) else None
     # Projections of embeddings have no pipeline of their own.
     task = pipeline_tag(model) or "image-feature-extraction"
     # How a backbone is loaded says how it is used, too.
     if use is None and not type(model).__name__.endswith("Backbone"):
         use = {"image-classification": USE + LABEL, "image-feature-extraction": USE}.get(task)
     trained_on = hub_ids(data and data.dataset)
-    measured_on = hub_ids(data and data.eval_dataset) or trained_on or ["images"]
+    measured_on = hub_ids(data and (data.eval_dataset or data.dataset))
     metric, name, results = args.metric_for_best_model, Path(args.output_dir).name, None
-    if metric in metrics:
+    # The hub lists results by the id of their data set.
+    if metric in metrics and measured_on:
         result = EvalResult(
             task_type=task,
             dataset_type=measured_on[0],
@@ -76,8 +79,8 @@ def write_card(
         license=args.license or license_of(base),
         datasets=trained_on or None,
         pipeline_tag=task,
-        # The hub knows its own ids only, neither folders nor open_clip's names nor revisions.
-        base_model=base if base and is_hub_id(base) else None,
+        base_model=hub_id,
+        base_model_relation=hub_id and trainer.base_model_relation,
         model_name=name,
         eval_results=results,
     ).save(folder / "README.md")

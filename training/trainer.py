@@ -42,6 +42,8 @@ class ImageTrainer(Trainer):
         base_model (`str`, *optional*): The model from which training starts, for the card.
     """
 
+    base_model_relation = "finetune"
+
     def __init__(
         self,
         model,

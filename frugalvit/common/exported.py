@@ -1,6 +1,7 @@
 """Models as programs of OpenVINO or ONNX Runtime, written and run by Transformers' exporters."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
@@ -18,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, exporters
 from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
-from .files import forget_code
+from .files import write_json
 from .tables import first_line
 from .views import vision_config_of
 
@@ -31,14 +32,12 @@ class Format(NamedTuple):
     prefix: str
     packages: tuple[str, ...]
     precisions: tuple[str, ...]
-    # A program's file, by its name.
-    program: str
 
 
 FORMATS = {
-    "openvino": Format("OpenVINO", ("openvino",), ("float32", "bfloat16", "int8"), "openvino_{}.xml"),
+    "openvino": Format("OpenVINO", ("openvino",), ("float32", "bfloat16", "int8")),
     # ONNX Runtime's CPU kernels have no bfloat16.
-    "onnx": Format("Onnx", ("onnx", "onnxruntime", "onnxscript"), ("float32", "int8"), "{}.onnx"),
+    "onnx": Format("Onnx", ("onnx", "onnxruntime", "onnxscript"), ("float32", "int8")),
 }
 PRECISIONS = FORMATS["openvino"].precisions
 
@@ -108,15 +107,21 @@ def check_format(name: str, precision: str):
         raise ValueError(f"{name} needs {', '.join(missing)}: pip install 'frugalvit[export]'.")
 
 
+def program_file(name: str, precision: str, part: str) -> str:
+    """Return the file of a program in the folder; those of ONNX are named as transformers.js expects."""
+    if name == "openvino":
+        return f"openvino_{part}.xml"
+    return f"onnx/{part}_quantized.onnx" if precision == "int8" else f"onnx/{part}.onnx"
+
+
 def export_parts(
     parts: Mapping[str, Part],
-    config: PreTrainedConfig,
     name: str,
     precision: str,
     folder: Path,
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
 ):
-    """Write parts of a model as programs, with its configuration. For int8, `calibration` has inputs by part."""
+    """Write parts of a model as programs, and their configuration. For int8, `calibration` has inputs by part."""
     prefix, components = FORMATS[name].prefix, {}
     with _quiet():
         exporter = getattr(exporters, f"{prefix}Exporter")()
@@ -132,9 +137,42 @@ def export_parts(
                 options["compress_to_fp16"] = True
             with torch.no_grad():
                 exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
-            components[part_name] = exported.components["model"]
-        exporters.ExportedModel(components, exporter.export_format, config).save_pretrained(folder)
-    forget_code(folder)
+            component, file = exported.components["model"], program_file(name, precision, part_name)
+            if name == "onnx":
+                _save_onnx(component.program, folder / file)
+            else:
+                exporter.save_program(component.program, folder / file)
+            components[part_name] = {"file": file, "metadata": dataclasses.asdict(component.metadata)}
+    write_json(folder / MANIFEST, {"export_format": name, "components": components})
+    write_json(folder / "config.json", program_config(next(iter(parts.values())).model, precision))
+
+
+def _save_onnx(program, file: Path):
+    """Write an ONNX program as one file, as browsers load it, with a batch axis of that name."""
+    import onnx_ir
+
+    for value in (*program.graph.inputs, *program.graph.outputs):
+        value.shape = onnx_ir.Shape(["batch", *value.shape[1:]])
+    file.parent.mkdir(exist_ok=True)
+    onnx_ir.save(program, file)
+
+
+def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
+    """Return the contents of a program's `config.json`: labels, the images' size and, for transformers.js, which has a
+    list of model types, the one whose class runs it."""
+    config, name = model.config, type(model).__name__
+    vision = vision_config_of(config)
+    segments = name.endswith("SemanticSegmentation")
+    return {
+        "model_type": "segformer" if segments else "vit" if vision is config else "clip",
+        "architectures": [name],
+        "image_size": vision.image_size,
+        "num_channels": vision.num_channels,
+        "id2label": config.id2label,
+        "label2id": config.label2id,
+        "problem_type": config.problem_type,
+        "transformers.js_config": {"dtype": "q8" if precision == "int8" else "fp32"},
+    }
 
 
 def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
@@ -209,19 +247,24 @@ class ExportedModule(nn.Module):
         self.report = read_report(self.folder)
         self.format, self.precision = self.report["format"], self.report.get("precision")
         check_format(self.format, self.precision)
-        options = _runner_options(self.format, self.precision)
+        components = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))["components"]
+        # In the order of `parts_of`.
+        part = part or next(iter(components))
+        if part not in components or part not in self.report["parts"]:
+            raise ValueError(f"{str(self.folder)!r} has no program {part!r}.")
+        file, metadata = components[part]["file"], components[part]["metadata"]
         try:
             with _quiet():
-                program = exporters.ExportedModel.from_pretrained(self.folder, device="cpu", **options)
+                exporter = getattr(exporters, f"{FORMATS[self.format].prefix}Exporter")
+                program = exporter.load_program(self.folder / file)
+                component = exporters.ExportedComponent(program, exporters.ExportMetadata.from_dict(metadata))
+                exported = exporters.ExportedModel({part: component}, self.format)
+                exported.to("cpu", **_runner_options(self.format, self.precision))
+                self.config = PreTrainedConfig.from_pretrained(self.folder)
         # Each runtime has errors of its own.
         except Exception as error:
             raise ValueError(f"Cannot load {str(self.folder)!r} in {self.format}: {first_line(error)}") from error
-        # In the order of `parts_of`.
-        part = part or next(iter(program.runners))
-        if part not in program.runners or part not in self.report["parts"]:
-            raise ValueError(f"{str(self.folder)!r} has no program {part!r}.")
-        self.config = program.config
-        self._runner = program.runners[part]
+        self._runner = exported.runners[part]
         self.outputs = self.report["parts"][part]["outputs"]
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.eval()

@@ -17,7 +17,7 @@ from pathlib import Path
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
-EXPORT_FILES = ("*.onnx", "*.onnx.data", "openvino_*.*", "export.json", "report.json", "index.html", "ort*.*")
+EXPORT_FILES = ("onnx", "openvino_*.*", "export.json", "report.json", "index.html", "ort*.*")
 
 
 def check_file_path(path: str | os.PathLike) -> Path:
@@ -130,7 +130,8 @@ def unexpected_files(folder: Path) -> list[str]:
 
     def belongs(path: Path) -> bool:
         matches = any(fnmatch(path.name, pattern) for pattern in known) or is_picture_of(card, path)
-        return matches and path.is_file() and not path.is_symlink()
+        programs = path.name == "onnx" and path.is_dir() and all(file.suffix == ".onnx" for file in path.iterdir())
+        return matches and (programs or path.is_file()) and not path.is_symlink()
 
     return sorted(path.name for path in folder.iterdir() if not belongs(path))
 

@@ -1,12 +1,16 @@
 """Cards of trainings: the fields that the hub reads, and the names of this machine that it must not."""
 
+from types import SimpleNamespace
+
+import pytest
 from huggingface_hub import ModelCard, ModelCardData
 from trainings import TINY_STUDENT, logged, run_command
 
 from drawn import draw_classes
 from frugalvit import publish
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.cards import hub_ids, license_of, name_images
+from frugalvit.training.cards import hub_ids, license_of, name_images, write_card
+from tiny import make_vit
 
 
 def save_card(folder, **data):
@@ -27,14 +31,42 @@ def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once,
     assert f"step {step} of 2, chosen on validation (4 images), measured on test" in card.text
     assert f"cosine with the teacher's embeddings {measured:.4f}." in card.text
     assert f"embeddings {measured:.4f}." in capsys.readouterr().out
-    [result] = card.data.eval_results
-    assert (result.dataset_type, result.dataset_name, result.dataset_split) == ("images", "images", "test")
-    assert result.metric_value == round(measured, 4) and card.data.license == "mit"
+    assert (card.data.license, card.data.eval_results, card.data.datasets) == ("mit", None, None)
     assert f"--teacher {teacher.name} --dataset path/to/images" in card.text and "--output_dir out" in card.text
     publish.main([str(tmp_path / "out"), "--output", str(tmp_path / "published")])
     for file in (tmp_path / "published").iterdir():
         content = file.read_bytes()
         assert not [each for each in (str(tmp_path), "my photographs", str(teacher)) if each.encode() in content]
+
+
+@pytest.mark.parametrize(
+    "base_model, hub_id",
+    [
+        ("owner/name@main", "owner/name"),
+        ("open_clip:hf-hub:owner/name", "owner/name"),
+        ("open_clip:ViT-B-16:openai", None),
+        ("cifar10-vit", None),
+        (None, None),
+    ],
+)
+def test_a_student_names_its_teacher_and_data(base_model, hub_id, tmp_path):
+    """By the ids of the hub alone: it refuses others."""
+    trainer = SimpleNamespace(
+        trained=make_vit(),
+        args=SimpleNamespace(metric_for_best_model="alignment", output_dir="student", seed=0, license=None),
+        data=DataArguments(dataset=["cifar10-subset"], eval_dataset=["owner/images", "/data/photographs"]),
+        metrics={"alignment": 0.91},
+        state=SimpleNamespace(max_steps=2),
+        kept_step=2,
+        **{"base_model": base_model, "base_model_relation": "distill", "eval_dataset": None, "command": None},
+        summary=lambda metrics: "A student.",
+    )
+    write_card(tmp_path, trainer)
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert (data.base_model, data.get("base_model_relation")) == (hub_id, hub_id and "distill")
+    assert data.library_name == "transformers" and data.datasets == ["uoft-cs/cifar10"]
+    [result] = data.eval_results
+    assert (result.dataset_type, result.dataset_name, result.metric_value) == ("owner/images", "owner/images", 0.91)
 
 
 def test_ids_and_licenses_of_what_is_on_the_hub(tmp_path, monkeypatch):
