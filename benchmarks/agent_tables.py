@@ -32,9 +32,8 @@ import torch
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
-from frugalvit.common.data import load_images
+from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.labels import class_names
 from frugalvit.training import joint, train
 from frugalvit.training.arguments import run_as_program
 from shared import (

@@ -36,10 +36,9 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 from frugalvit.baselines import WithTokens, load_students, load_teacher, load_teachers
-from frugalvit.common.data import load_images, sample
+from frugalvit.common.data import class_names, label_numbers, load_images, sample
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_file, write_json
-from frugalvit.common.labels import class_names, label_numbers
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.precision import choose_mixed_precision

@@ -44,10 +44,9 @@ from frugalvit import (
     matching_processor,
     swap_vision_tower,
 )
-from frugalvit.common.data import load_images
+from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import whole_folder, write_json
-from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_llava, load_vision_model
 from frugalvit.common.splits import default_split
 from frugalvit.evaluation.images import image_batches, take_first

@@ -17,8 +17,8 @@ from frugalvit import checkpoint_path, export
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images, sample
 from frugalvit.common.exported import REPORT, ExportedModule
+from frugalvit.common.files import shipped_checkpoints
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.common.tables import format_table
 from frugalvit.evaluation.classification import classification_accuracy
 from shared import VITS, add_results_argument, build_model, make_parser, measure_speeds, write_table

@@ -24,10 +24,9 @@ from frugalvit.common.choices import SUBSET
 from frugalvit.common.command_line import CommandParser
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.files import write_json
+from frugalvit.common.files import shipped_checkpoints, write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
-from frugalvit.common.resources import shipped_checkpoints
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.splits import default_split
 from frugalvit.common.tables import format_table

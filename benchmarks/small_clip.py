@@ -24,8 +24,8 @@ from transformers import (
     set_seed,
 )
 
+from frugalvit.common.data import class_names
 from frugalvit.common.files import whole_folder
-from frugalvit.common.labels import class_names
 from shared import Views
 
 

@@ -18,7 +18,7 @@ _FUNCTIONS = {
     "bootstrap": "training.bootstrap",
     "BootstrapArguments": "training.bootstrap",
     "BootstrapTrainer": "training.bootstrap",
-    "checkpoint_path": "common.resources",
+    "checkpoint_path": "common.files",
     "Classifier": "inference",
     "ContextBroadcast": "modeling.context_broadcast",
     "count_context_broadcast": "common.macs",

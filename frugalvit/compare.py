@@ -24,13 +24,13 @@ from .common.command_line import (
     add_trust_argument,
     positive,
 )
-from .common.data import sample
+from .common.data import class_names, label_numbers, sample
 from .common.files import whole_folder, write_json, write_text
-from .common.labels import check_labels, class_names, label_numbers, match_labels
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
 from .common.speed import images_per_second
+from .common.splits import check_labels, match_labels
 from .common.tables import format_markdown, format_table
 from .common.versions import origin
 from .evaluation.images import image_batches, images_to_evaluate
@@ -80,9 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     for folder in arguments.students:
         baselines += load_students(folder, **options)
     test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
-    if "label" in test.features and (label_numbers(test) < 0).all():
-        test = test.remove_columns("label")
-    elif "label" in test.features:
+    if "label" in test.features:
         check_labels(test, split)
     test = sample(test, arguments.limit, seed=0)
     with whole_folder(output) as folder:

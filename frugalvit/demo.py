@@ -13,8 +13,8 @@ from .architectures import has_rois
 from .common.command_line import CommandParser, add_device_argument, add_trust_argument
 from .common.data import load_images
 from .common.decoding import decode_image, read_image
+from .common.files import checkpoint_path, shipped_checkpoints, shipped_images
 from .common.loading import load_image_classifier
-from .common.resources import checkpoint_path, shipped_checkpoints, shipped_images
 from .predict import draw_predictions, format_labels, predict
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from .architectures import has_rois, load_model
 from .common.command_line import CommandParser, add_dataset_arguments, positive
-from .common.data import load_images, sample, split_names
+from .common.data import class_names, load_images, sample, split_names
 from .common.exported import (
     FORMATS,
     PRECISIONS,
@@ -25,7 +25,6 @@ from .common.exported import (
     program_file,
 )
 from .common.files import whole_folder, write_json
-from .common.labels import class_names
 from .common.loading import load_image_processor
 from .common.scores import check_scores
 from .common.tables import format_table

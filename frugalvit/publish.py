@@ -22,8 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .architectures import load_model
 from .common.command_line import CommandParser
 from .common.files import COMPANIONS, forget_code, is_picture_of, whole_folder
-from .common.loading import load_image_processor
-from .common.resources import locate_model
+from .common.loading import load_image_processor, split_revision
 from .modeling.hub import HubModel
 from .modeling.model_card import auto_class, model_card
 from .without_package import outputs_of
@@ -49,7 +48,7 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    arguments.model = locate_model(arguments.model)
+    arguments.model = split_revision(arguments.model)[0]
     if arguments.output and Path(arguments.output).resolve() == Path(arguments.model).resolve():
         raise ValueError(f"--output {arguments.output} is the model's own folder; choose another.")
     if arguments.repo_id:

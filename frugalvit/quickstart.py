@@ -8,10 +8,9 @@ from .common.choices import NO_EVALUATION
 from .common.command_line import CommandParser
 from .common.data import load_images
 from .common.decoding import decode_image
-from .common.files import write_json
+from .common.files import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images, write_json
 from .common.loading import choose_device, load_image_classifier
 from .common.precision import choose_mixed_precision
-from .common.resources import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images
 from .common.tables import format_table
 from .common.versions import origin
 from .compare import BATCH_SIZES, compare, draw_comparison, table_rows

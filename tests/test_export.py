@@ -19,9 +19,8 @@ from transformers import AutoImageProcessor
 import frugalvit
 from frugalvit import demo, export
 from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images
+from frugalvit.common.data import class_names, load_images
 from frugalvit.common.exported import ExportedModule, parts_of
-from frugalvit.common.labels import class_names
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.export_page import check_page
 from frugalvit.predict import predict

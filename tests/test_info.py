@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import ConvNextConfig, ConvNextForImageClassification, ViTConfig, ViTForImageClassification
 
 import frugalvit
-import frugalvit.common.resources
+import frugalvit.common.files
 from frugalvit.common.macs import count_macs
 from frugalvit.common.tables import format_table
 from frugalvit.info import describe, main
@@ -93,7 +93,7 @@ def test_folders_are_described_by_their_configuration(tmp_path):
     assert describe(str(tmp_path / "convnext"))["tokens"] is None
 
 
-@pytest.mark.parametrize("name", frugalvit.common.resources.shipped_checkpoints())
+@pytest.mark.parametrize("name", frugalvit.common.files.shipped_checkpoints())
 def test_shipped_models(name):
     row = describe(name)
     size, most = (224, 7e9) if name.startswith("caltech101") else (32, 3e8)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 import frugalvit
 from frugalvit.common.command_line import CommandParser
-from frugalvit.common.resources import shipped_checkpoints
+from frugalvit.common.files import shipped_checkpoints
 from frugalvit.training.arguments import ArgumentParser
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from frugalvit_cli import main
 
-from frugalvit.common.resources import shipped_images
+from frugalvit.common.files import shipped_images
 
 
 MODEL, IMAGES = "caltech101-sparseformer", str(shipped_images("caltech101") / "test.parquet")

@@ -22,7 +22,6 @@ from torch import nn
 from transformers import PaliGemmaProcessor, PreTrainedModel
 
 from ..common.loading import load_llava, load_vision_model
-from ..common.names import without_place
 from ..common.splits import load_parts, load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
 from ..modeling.modeling_bootstrapped_vit import divergence
@@ -30,7 +29,7 @@ from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from ..modeling.swap import first_layer, matching_processor, swap_vision_tower
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, check, run_as_program
 from .augmentation import BootstrapView, PairedEvalView
-from .cards import write_card
+from .cards import without_place, write_card
 from .data import as_images
 from .trainer import ImageTrainer, run_command, start
 

@@ -188,8 +188,8 @@ def reason(error: BaseException) -> str | None:
     elif not isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError)):
         return None
     if message.startswith("Caught "):
-        # A worker's error comes with its traceback.
-        message = message.splitlines()[-1]
+        # A worker's error comes with its traceback, whose last line begins with the error's type.
+        message = message.splitlines()[-1].partition(": ")[2]
     return printable(" ".join(message.split())) or type(error).__name__
 
 

@@ -20,11 +20,9 @@ import torch.nn.functional as F
 from transformers import HfArgumentParser, PreTrainedModel
 from transformers.backbone_utils import BackboneMixin
 
-from ..common.labels import check_single_label
 from ..common.loading import load_vision_model
-from ..common.names import without_place
 from ..common.precision import hold_teacher
-from ..common.splits import load_splits, match_classes
+from ..common.splits import check_single_label, load_splits, match_classes
 from ..common.tables import format_markdown
 from ..common.views import ImageFormat
 from ..configuration.configuration_base import set_image_size
@@ -39,6 +37,7 @@ from .arguments import (
     run_as_program,
 )
 from .augmentation import BootstrapView, PairedEvalView
+from .cards import without_place
 from .data import Views, as_images, split_off
 from .losses import AlignmentLoss, Targets, attended_cells
 from .students import StudentArguments, build_student, freeze, token_counts_to_train

@@ -15,10 +15,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 from torchvision.transforms import v2
 from transformers import TrainerCallback
 
-from ..common.data import load_images, select_images
+from ..common.data import class_names, load_images, select_images
 from ..common.decoding import CorruptImageError, decode_image
-from ..common.labels import check_same_classes, class_names
-from ..common.splits import hold_back
+from ..common.splits import check_same_classes, hold_back
 from ..common.views import MIX, VIEW, ImageFormat, View, seeded
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback, ViTImageProcessor
 
 from ..common.choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
-from ..common.labels import class_names
+from ..common.data import class_names
 from ..common.metrics import TopKAccuracy
 from ..common.splits import load_splits
 from ..common.views import EvalView, ImageFormat

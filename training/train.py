@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torchvision.transforms import InterpolationMode, v2
 
 from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
-from ..common.labels import check_single_label, class_names, match_labels
+from ..common.data import class_names
 from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
-from ..common.splits import load_splits
+from ..common.splits import check_single_label, load_splits, match_labels
 from ..common.views import EvalView, ImageFormat, View
 from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program

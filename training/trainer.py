@@ -20,8 +20,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..common.data import class_names
 from ..common.files import permit_as_usual
-from ..common.labels import check_same_classes, class_names
+from ..common.splits import check_same_classes
 from ..common.views import View
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import write_card

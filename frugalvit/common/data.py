@@ -1,25 +1,44 @@
 """Images to train and evaluate on, from any source, in one form."""
 
+import atexit
+import functools
 import glob
 import os
-from collections.abc import Mapping
+import re
+import shutil
+import sys
+import tempfile
+import unicodedata
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+from accelerate import PartialState
 
 from .choices import SUBSET
 from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS
-from .folders import METADATA_FILES, ImageFolder, files_within, leave_out, part_called, say_unread, unpack
-from .labels import name_labels
+from .files import shipped_images
 from .loading import split_revision
-from .resources import shipped_images
-from .tables import first_line, shortened
+from .tables import first_line, printable, shortened
 
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
+# Splits, by the names of their folders.
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
+# Tables of images and labels that `datasets` reads.
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Folders that operating systems and network disks make, for thumbnails, copies and deleted files.
+SYSTEM_FOLDERS = re.compile(r"[.@].*|__macosx|\$recycle\.bin|system volume information|lost\+found", re.IGNORECASE)
+NOT_READ = "these are not read (convert them to JPEG or PNG; pip install 'frugalvit[pictures]' reads .heic and .jxl)"
+# Classes that get their numbers for names.
+MOST_CLASSES = 100_000
 
 
 def load_images(
@@ -37,7 +56,7 @@ def load_images(
 
     Args:
         dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
-            see `ImageFolder`, a folder that `datasets.load_dataset` reads, parquet files, or `"cifar10-subset"`.
+            see `scan_folder`, a folder that `datasets.load_dataset` reads, parquet files, or `"cifar10-subset"`.
         split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
@@ -57,16 +76,18 @@ def select_images(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Return the columns of a table that `load_images` returns; `dataset` is its name in errors."""
     loaded = table._resolve_features() if table.features is None else table
-    features = loaded.features
-    image = find_image_column(features, image_column, dataset)
-    classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-    label = find_column(features, label_column, classes, "label", dataset)
+    kinds = {name: kind_of(feature) for name, feature in loaded.features.items()}
+    image = find_column(kinds, image_column, ("image", "bytes"), "image", dataset)
+    if kinds[image] not in ("image", "bytes", "texts"):
+        raise ValueError(f"The column {image!r} of {dataset!r} holds {loaded.features[image]}, expected images.")
+    label = find_column(kinds, label_column, ("classes",), "label", dataset)
     # A stream does not tell which texts there are.
-    texts = ("string",) if class_names or not isinstance(loaded, datasets.IterableDataset) else ()
-    if label is None and holds(features.get("label"), "int", "uint", *texts):
+    named = class_names or not isinstance(loaded, datasets.IterableDataset)
+    if label is None and kinds.get("label") in (("numbers", "texts") if named else ("numbers",)):
         label = "label"
-    if label and label not in classes and not holds(features[label], "int", "uint", "string"):
-        raise ValueError(f"The column {label!r} of {dataset!r} holds {features[label]}, expected class numbers.")
+    if label and kinds[label] not in ("classes", "numbers", "texts"):
+        found = loaded.features[label]
+        raise ValueError(f"The column {label!r} of {dataset!r} holds {found}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
     # Cast before renaming, which would read from a stream.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
@@ -74,26 +95,69 @@ def select_images(
     return name_labels(loaded, class_names, default_names) if label else loaded
 
 
-def load_table(
-    dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
-) -> datasets.Dataset | datasets.IterableDataset:
-    """Load a data set with all its columns. Arguments and errors as in `load_images`."""
-    source = find_source(dataset, name)
-    with _one_error(dataset, split):
-        if isinstance(source, ImageFolder):
-            return source.read(split, streaming)
-        return datasets.load_dataset(**source, split=split, streaming=streaming)
+def kind_of(feature) -> str:
+    """Return what a column holds: an "image", "bytes", "classes" (with names), "numbers", "texts" or something
+    "else"."""
+    # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
+    is_record = isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
+    if is_record or isinstance(feature, datasets.Image):
+        return "image"
+    if isinstance(feature, datasets.ClassLabel):
+        return "classes"
+    dtype = feature.dtype.removeprefix("large_") if isinstance(feature, datasets.Value) else ""
+    return {"binary": "bytes", "string": "texts"}.get(dtype, "numbers" if "int" in dtype else "else")
 
 
-def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
-    """Return the splits of a data set. Arguments and errors as in `load_images`."""
-    source = find_source(dataset, name)
-    if isinstance(source, ImageFolder):
-        return list(source.parts)
-    if "data_files" in source:
-        return list(source["data_files"])
-    with _one_error(dataset):
-        return datasets.get_dataset_split_names(source["path"], source["name"], revision=source.get("revision"))
+def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what: str, dataset) -> str | None:
+    """Return the column that is given, or the only one of the first kind that there is of those that are wanted; there
+    may be none of labels."""
+    if given is not None and given not in kinds:
+        raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(kinds)}.")
+    kind = next((kind for kind in wanted if kind in kinds.values()), None)
+    found = [name for name in kinds if kind is not None and kinds[name] == kind]
+    if given is None and (len(found) > 1 or (what == "image" and not found)):
+        count = len(found) or "no"
+        raise ValueError(f"{dataset!r} has {count} {what} columns among {', '.join(kinds)}; give --{what}-column.")
+    return given or next(iter(found), None)
+
+
+def name_labels(images, names: list[str] | None, default_names: list[str] | None):
+    """Return images with their labels, numbers or texts, as a `ClassLabel`, or without if all are -1 or missing, as in
+    ImageNet's test split; arguments as in `load_images`."""
+    feature = images.features["label"]
+    own = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    names = names or own or default_names
+    if isinstance(images, datasets.IterableDataset):
+        if names is None:
+            raise ValueError("The stream's labels have no names; give them with --class-names.")
+    elif "string" in feature.dtype:
+        names = names or sorted(label for label in images.unique("label") if label is not None)
+    else:
+        highest = label_numbers(images).max(initial=-1)
+        if highest < 0:
+            return images.remove_columns("label")
+        count = len(names) if names else MOST_CLASSES
+        if highest >= count:
+            raise ValueError(f"The labels go up to {highest}, expected less than {count:,} (--class-names).")
+        names = names or [str(label) for label in range(highest + 1)]
+    if names == own:
+        return images
+    try:
+        return images.cast_column("label", datasets.ClassLabel(names=names))
+    except ValueError as error:
+        raise ValueError(f"Not all labels are among the classes {shortened(names)} ({first_line(error)}).") from error
+
+
+def class_names(images) -> list[str] | None:
+    return list(images.features["label"].names) if "label" in images.features else None
+
+
+def label_numbers(images: datasets.Dataset) -> np.ndarray:
+    """The labels of all images, `(images,)` int64, -1 where there is none."""
+    if not len(images):
+        return np.zeros(0, dtype=np.int64)
+    column = images.select_columns("label").with_format("arrow")[:]["label"]
+    return pc.fill_null(column.cast("int64"), -1).to_numpy().copy()
 
 
 def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
@@ -104,8 +168,29 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
     return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
 
 
-def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolder | dict:
-    """Return the folder of images that is a data set, or else arguments of `datasets.load_dataset`."""
+def load_table(
+    dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
+) -> datasets.Dataset | datasets.IterableDataset:
+    """Load a data set with all its columns. Arguments and errors as in `load_images`."""
+    source = find_source(dataset, name)
+    with _one_error(dataset, split):
+        if "parts" in source:
+            return read_folder(source["parts"], split, streaming)
+        return datasets.load_dataset(**source, split=split, streaming=streaming)
+
+
+def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
+    """Return the splits of a data set. Arguments and errors as in `load_images`."""
+    source = find_source(dataset, name)
+    for parts in ("parts", "data_files"):
+        if parts in source:
+            return list(source[parts])
+    with _one_error(dataset):
+        return datasets.get_dataset_split_names(source["path"], source["name"], revision=source.get("revision"))
+
+
+def find_source(dataset: str | list[str], name: str | None = None) -> dict:
+    """Return the `parts` of a folder of images, see `scan_folder`, or else arguments of `datasets.load_dataset`."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
     if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
@@ -118,31 +203,31 @@ def find_source(dataset: str | list[str], name: str | None = None) -> ImageFolde
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
     if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
         with _one_error(dataset):
-            return _find_in_folder(path if path.is_dir() else unpack(path), name)
+            return find_in_folder(path if path.is_dir() else unpack(path), name)
     hub_id, revision = split_revision(paths[0])
     if path.exists() or paths[0].startswith((".", "~", os.sep)) or hub_id.count("/") > 1:
         raise ValueError(f"{paths[0]!r} is no data set; {EXPECTED}.")
     return {"path": hub_id, "name": name, **revision}
 
 
-def _find_in_folder(folder: Path, name: str | None) -> ImageFolder | dict:
+def find_in_folder(folder: Path, name: str | None) -> dict:
     """`find_source` of a folder: its images, or else what `datasets` reads, or else its zip file."""
-    endings = {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}
-    files = list(files_within(folder, endings))
+    files = list(files_within(folder, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}))
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
     tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
     archives = sorted(folder.glob("*.zip"))
-    say_unread(folder, files)
+    if unread := [path for path in files if path.suffix.lower() in UNREAD_ENDINGS]:
+        leave_out(unread, NOT_READ)
     if images:
         if tables or archives:
             leave_out([*tables, *archives], "images come first")
-        parts = {part_called(file.parent.name) or "train": file for file in metadata}
-        if parts and all(file.parent == folder or part_called(file.parent.name) for file in metadata):
+        parts = {SPLITS.get(file.parent.name.lower(), "train"): file for file in metadata}
+        if parts and all(file.parent == folder or file.parent.name.lower() in SPLITS for file in metadata):
             return {"path": "imagefolder", "data_files": {part: [glob.escape(str(parts[part]))] for part in parts}}
-        return ImageFolder(folder, images)
+        return {"parts": scan_folder(folder, images)}
     if len(archives) == 1 and not tables:
-        return _find_in_folder(unpack(archives[0]), name)
+        return find_in_folder(unpack(archives[0]), name)
     if not tables and not any(path.suffix == ".tar" for path in files):
         raise ValueError(f"it has no images, and {len(archives)} zip files; {EXPECTED}")
     if glob.has_magic(str(folder.resolve())):
@@ -150,6 +235,106 @@ def _find_in_folder(folder: Path, name: str | None) -> ImageFolder | dict:
     _check_class_names(tables)
     # Absolute: a name such as "csv" would be that of a format.
     return {"path": str(folder.resolve()), "name": name}
+
+
+def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
+    """Return the class and the file of each image of a folder, by split.
+
+    Folders that are called as in `SPLITS` are splits, if there are several or nothing beside one; else all images are
+    "train". The first folder within a split is an image's class, however deep the image lies; without folders, images
+    have no class, "". A folder that holds one folder alone is entered.
+    """
+    holding = {path.parent for path in images}
+    while True:
+        children = sorted({folder / parent.relative_to(folder).parts[0] for parent in holding - {folder}})
+        if len(children) != 1 or children[0].name.lower() in SPLITS or not holding.isdisjoint({folder, *children}):
+            break
+        folder = children[0]
+    named = {SPLITS[child.name.lower()]: child for child in children if child.name.lower() in SPLITS}
+    roots = {split: named[split] for split in ("train", "validation", "test") if split in named}
+    others = [child for child in children if child not in roots.values()]
+    if len(roots) < 2 and (not roots or others):
+        roots = {"train": folder}
+    elif others:
+        leave_out(others, f"the folders beside them are {' and '.join(roots)}")
+    parts = {}
+    for split, root in roots.items():
+        inside = {parent: parent.relative_to(root).parts for parent in holding if parent.is_relative_to(root)}
+        # macOS writes letters and their accents apart.
+        classes = {parent: unicodedata.normalize("NFC", "".join(names[:1])) for parent, names in inside.items()}
+        files = sorted((classes[path.parent], path) for path in images if path.parent in classes)
+        labeled = [file for file in files if file[0]]
+        if 0 < len(labeled) < len(files):
+            leave_out([path for label, path in files if not label], "they lie beside folders of classes")
+        parts[split] = labeled or files
+    return parts
+
+
+def read_folder(
+    parts: Mapping[str, list[tuple[str, Path]]], split: str, streaming: bool
+) -> datasets.Dataset | datasets.IterableDataset:
+    """Return images of `scan_folder`, of parts or of slices of these, not decoded."""
+    slices = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(parts[part]) for part in parts})
+    found = [file for each in slices for file in parts[each.splitname][each.from_ : each.to]]
+    labels = [label for label, _ in found if label]
+    if not found or 0 < len(labels) < len(found):
+        raise ValueError("only some of these parts have classes" if labels else "there are no images")
+    columns = {"image": [{"bytes": None, "path": str(path)} for _, path in found]}
+    features = datasets.Features({"image": datasets.Image(decode=False)})
+    if labels:
+        # From all parts: one may lack a class.
+        names = sorted({label for files in parts.values() for label, _ in files if label})
+        features["label"] = datasets.ClassLabel(names=names)
+        columns["label"] = features["label"].str2int(labels)
+    table = datasets.Dataset.from_dict(columns, features)
+    return table.to_iterable_dataset(min(len(table), 1_024)) if streaming else table
+
+
+def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
+    """Yield the files with these endings in a folder and all within it, but those in `SYSTEM_FOLDERS`. Links are
+    followed last, and no folder is entered twice. A folder that may not be read is an `OSError`."""
+
+    def refuse(error: OSError):
+        raise error
+
+    entered = set()
+    roots = [folder]
+    for root in roots:
+        for parent, folders, names in os.walk(root, onerror=refuse):
+            real = os.path.realpath(parent)
+            if real in entered:
+                folders.clear()
+                continue
+            entered.add(real)
+            folders[:] = sorted(name for name in folders if not SYSTEM_FOLDERS.fullmatch(name))
+            roots += [path for name in folders if os.path.islink(path := os.path.join(parent, name))]
+            fitting = [name for name in names if os.path.splitext(name)[1].lower() in endings and name[0] != "."]
+            yield from (path for name in sorted(fitting) if (path := Path(parent, name)).is_file())
+
+
+@functools.cache
+def unpack(archive: Path) -> Path:
+    """Unpack a zip file into a temporary folder of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="frugalvit-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        with zipfile.ZipFile(archive) as file:
+            file.extractall(folder)
+    # RuntimeError: a password is needed, or Python does not know the compression.
+    except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+        raise ValueError(f"{archive} cannot be unpacked ({first_line(error)}); give a folder") from error
+    return folder
+
+
+def leave_out(paths: list[Path], reason: str):
+    """Print that files or folders are left out, and why."""
+    names = shortened([printable(path.name) for path in paths])
+    _print_once(f"Left out of {printable(str(paths[0].parent))}, as {reason}: {names}.")
+
+
+@functools.cache
+def _print_once(message: str):
+    PartialState().print(message, file=sys.stderr)
 
 
 def _check_class_names(files: list):
@@ -161,37 +346,6 @@ def _check_class_names(files: list):
             if names and names != known.setdefault(column, names):
                 both = f"{shortened(known[column])} in {files[0]} and {shortened(names)} in {file}"
                 raise ValueError(f"the column {column} has the classes {both}, expected the same in the same order")
-
-
-def find_image_column(features: Mapping, given: str | None, dataset) -> str:
-    """Return the only column of images or else of bytes, or the column that is given, which may hold paths, too."""
-    typed = [name for name, feature in features.items() if is_image(feature)]
-    binary = [name for name, feature in features.items() if holds(feature, "binary")]
-    column = find_column(features, given, typed or binary, "image", dataset)
-    if not (is_image(features[column]) or holds(features[column], "binary", "string")):
-        raise ValueError(f"The column {column!r} of {dataset!r} holds {features[column]}, expected images.")
-    return column
-
-
-def find_column(features: Mapping, given: str | None, found: list[str], what: str, dataset) -> str | None:
-    """Return the column that is given, or else the only one that was found; there may be none of labels."""
-    if given is not None and given not in features:
-        raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
-    if given is None and (len(found) > 1 or (what == "image" and not found)):
-        count, columns = len(found) or "no", ", ".join(features)
-        raise ValueError(f"{dataset!r} has {count} {what} columns among {columns}; name one with --{what}-column.")
-    return given or next(iter(found), None)
-
-
-def is_image(feature) -> bool:
-    # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
-    return isinstance(feature, datasets.Image) or (
-        isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
-    )
-
-
-def holds(feature, *types: str) -> bool:
-    return isinstance(feature, datasets.Value) and feature.dtype.removeprefix("large_").startswith(types)
 
 
 @contextmanager

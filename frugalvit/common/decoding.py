@@ -9,7 +9,7 @@ import numpy as np
 from datasets.utils.file_utils import is_local_path, xopen
 from PIL import Image, ImageOps
 
-from .tables import first_line, printable
+from .tables import first_line
 
 
 # Pillow reads more where these are installed.
@@ -30,36 +30,15 @@ IMAGE_ENDINGS = frozenset(end for end, name in Image.registered_extensions().ite
 # Endings of pictures that are not read.
 _OTHERS = ".heic .heif .hif .jxl .avif .arw .cr2 .cr3 .dng .nef .orf .raf .rw2 .eps .ps .psb .svg .wmf .emf .xcf"
 UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
-# Folders of operating systems; hidden ones and those of network disks begin with a dot or an @.
-_SYSTEM_FOLDERS = ("__macosx", "$recycle.bin", "system volume information", "lost+found")
 
 
-class ImageError(ValueError):
-    """An error about an image of a data set; its message is one line, also where a worker raised it."""
-
-    def __init__(self, message: str):
-        # DataLoader raises again what a worker raised, with the worker's whole traceback as the message.
-        where = f"{type(self).__module__}.{type(self).__name__}: "
-        super().__init__(message.strip().splitlines()[-1].removeprefix(where))
-
-
-class CorruptImageError(ImageError):
+class CorruptImageError(ValueError):
     """An image of a data set that cannot be decoded."""
 
 
 def is_image_file(path: Path) -> bool:
     """Whether a file is an image by its name; `._x.jpg` and the like, which macOS leaves on disks, are not."""
     return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
-
-
-def made_by_machines(folder: str) -> bool:
-    """Whether a folder has a name that programs give, so that its images are thumbnails, copies or deleted ones."""
-    return folder.startswith((".", "@")) or folder.lower() in _SYSTEM_FOLDERS
-
-
-def open_image(file: str | Path | io.BytesIO) -> Image.Image:
-    """`PIL.Image.open` for the formats that are read, whatever the file's name."""
-    return Image.open(file, formats=FORMATS)
 
 
 def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
@@ -73,16 +52,16 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
     if encoded is None and (isinstance(path, Path) or is_local_path(path)):
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError("it is no file but a device, a pipe or a folder")
-        return open_image(path)
+        return Image.open(path, formats=FORMATS)
     if encoded is None:
         with xopen(path, "rb") as file:
             encoded = file.read()
-    return open_image(io.BytesIO(encoded))
+    return Image.open(io.BytesIO(encoded), formats=FORMATS)
 
 
 def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> Image.Image:
     """Read the upright RGB image in a file; raise a ValueError if it has more than `max_pixels`."""
-    with open_image(file) as image:
+    with Image.open(file, formats=FORMATS) as image:
         if max_pixels and image.width * image.height > max_pixels:
             size = f"{image.width:,} x {image.height:,}"
             raise ValueError(f"It has {size} pixels, expected at most {max_pixels / 1e6:g} million.")
@@ -107,9 +86,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
     if image.mode in ("F", "I"):
         values = np.asarray(image).astype(np.float64)
-        lowest, highest = values.min(initial=0), values.max(initial=0)
-        if not (lowest >= 0 and highest < 2**31):
-            raise ValueError(f"its values are {lowest:g} to {highest:g}, expected none below 0 or above 2^31 - 1")
+        highest = values.max(initial=0)
+        if not (values.min(initial=0) >= 0 and highest < 2**31):
+            raise ValueError(f"its values go up to {highest:g}, expected none below 0 or above 2^31 - 1")
         ranges = [*([1] if image.mode == "F" else []), 255, 65_535, 2**31 - 1]
         full = next((each for each in ranges if highest <= 1.001 * each), highest)
         return Image.fromarray((values * (255 / full)).round().clip(0, 255).astype(np.uint8)).convert("RGB")
@@ -117,16 +96,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
-
-
-def undecoded(path: str | Path) -> dict[str, str | None]:
-    """Return the record of an image file, as `datasets` has it, whose names are UTF-8."""
-    path = str(path)
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"The name of the file {printable(path)} is not UTF-8. Rename it (convmv).") from None
-    return {"bytes": None, "path": path}
 
 
 def decode_image(image: dict | Image.Image, index: int) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files that ship with the package, and files and folders that appear whole or not at all."""
 
 import json
 import os
@@ -12,12 +12,41 @@ from importlib.resources import files
 from pathlib import Path
 
 
+# For their size these lie in a clone of the repository alone; setup.py leaves them out of the wheel.
+IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 # Files of a model folder, besides source files and the card's pictures; those that no model itself writes; and of
 # `frugalvit export`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
 EXPORT_FILES = ("onnx", "openvino_*.*", "export.json", "report.json", "index.html", "ort*.*")
+
+
+def shipped_checkpoints() -> list[str]:
+    return sorted(file.parent.name for file in Path(str(files("frugalvit.checkpoints"))).glob("*/config.json"))
+
+
+def checkpoint_path(name: str) -> Path:
+    """Return the folder of a model that ships with frugalvit, for example `"cifar10-vit"`, for `from_pretrained`."""
+    names = shipped_checkpoints()
+    if name not in names:
+        here = f"These models are here: {', '.join(names) or 'none'}."
+        if name in IN_A_CLONE:
+            raise only_in_a_clone(f"The model {name!r}", here)
+        raise ValueError(f"No checkpoint {name!r} ships with frugalvit. {here}")
+    return Path(str(files("frugalvit.checkpoints"))) / name
+
+
+def shipped_images(name: str) -> Path:
+    """Return the folder of `train.parquet` and `test.parquet`: `"cifar10"` or, in a clone alone, `"caltech101"`."""
+    return Path(str(files("frugalvit.training"))) / name
+
+
+def only_in_a_clone(what: str, hint: str = "") -> ValueError:
+    """Return the error about a thing that the wheel does not have."""
+    return ValueError(
+        f"{what} lies in a clone of the repository, not in the installed wheel; `pip install -e .` there. {hint}"
+    )
 
 
 def check_file_path(path: str | os.PathLike) -> Path:

@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features
 
-from .data import find_image_column
-from .decoding import IMAGE_ENDINGS
-from .folders import METADATA_FILES, files_within, say_unread
+from .data import METADATA_FILES, NOT_READ, files_within, find_column, kind_of, leave_out
+from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:
@@ -20,9 +19,10 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
     for argument in arguments:
         path = Path(argument).expanduser()
         if path.is_dir():
-            say_unread(path)
-            files = sorted(files_within(path, {*IMAGE_ENDINGS, ".parquet"}))
-            files = [file for file in files if file.name not in METADATA_FILES]
+            files = sorted(files_within(path, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet"}))
+            if unread := [file for file in files if file.suffix.lower() in UNREAD_ENDINGS]:
+                leave_out(unread, NOT_READ)
+            files = [file for file in files if file not in unread and file.name not in METADATA_FILES]
         else:
             names = [path] if path.exists() else sorted(glob.glob(str(path), recursive=True))
             # A pipe would be waited for.
@@ -50,7 +50,9 @@ def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"Cannot read {str(path)!r}: it is no parquet file or is corrupt.") from error
     with file:
-        column = find_image_column(Features.from_arrow_schema(file.schema_arrow), image_column, str(path))
+        features = Features.from_arrow_schema(file.schema_arrow)
+        kinds = {name: kind_of(feature) for name, feature in features.items()}
+        column = find_column(kinds, image_column, ("image", "bytes"), "image", str(path))
         for batch in file.iter_batches(64, columns=[column]):
             for value in batch.column(0).to_pylist():
                 yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
 from .choices import OPEN_CLIP
-from .resources import locate_model
+from .files import IN_A_CLONE, checkpoint_path, shipped_checkpoints
 from .tables import shortened
 
 
@@ -51,9 +51,11 @@ def choose_device(name: str | None = None) -> torch.device:
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
     """Return a model's folder (of one that ships, by its name) or hub id, and the revision of `owner/name@revision`
     as an argument of `from_pretrained`."""
-    name = os.fspath(locate_model(name))
+    name = os.fspath(name)
     if (place := Path(name).expanduser()).exists():
         return str(place), {}
+    if name in (*shipped_checkpoints(), *IN_A_CLONE):
+        return str(checkpoint_path(name)), {}
     hub_id, at, revision = name.partition("@")
     if at and not revision:
         raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")

@@ -15,9 +15,8 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 
 from .choices import IGNORED
-from .data import is_image, load_table, split_names
-from .decoding import CorruptImageError, ImageError, is_image_file, open_record, undecoded
-from .folders import image_files, part_called, say_unread, subfolders
+from .data import SPLITS, SYSTEM_FOLDERS, files_within, kind_of, load_table, split_names
+from .decoding import IMAGE_ENDINGS, CorruptImageError, is_image_file, open_record
 from .splits import load_parts
 from .tables import first_line, shortened
 
@@ -26,7 +25,8 @@ from .tables import first_line, shortened
 MASK_FOLDERS = ("annotations", "masks", "labels")
 LOSSY = (".jpg", ".jpeg", ".webp")
 # labelme's names for pixels outside of all shapes, and for those that do not count.
-BACKGROUND, IGNORE = "_background_", "__ignore__"
+BACKGROUND = "_background_"
+IGNORE = "__ignore__"
 
 
 def load_masked_splits(data) -> tuple:
@@ -54,7 +54,7 @@ def load_masked_images(
         return _load_pairs(pairs, split, class_names)
     table = load_table(dataset, split, name, streaming)
     table = table._resolve_features() if table.features is None else table
-    found = [column for column, feature in table.features.items() if is_image(feature)]
+    found = [column for column, feature in table.features.items() if kind_of(feature) == "image"]
     image_column = image_column or next((column for column in found if column in ("image", "img")), None)
     others = [column for column in found if column != image_column]
     mask_column = mask_column or (others[0] if len(others) == 1 else None)
@@ -68,16 +68,17 @@ def load_masked_images(
 
 
 def _find_pairs(dataset: str | list[str]) -> dict[str, list[tuple[Path, Path]]]:
-    """Images of a folder and their masks, by split, see `PART_FOLDERS`; loose images are "train". Other data sets
+    """Images of a folder and their masks, by split, see `SPLITS`; loose images are "train". Other data sets
     have none."""
     pairs = defaultdict(list)
     folder = Path(dataset if isinstance(dataset, str) else dataset[0])
     images = folder / "images" if (folder / "images").is_dir() else folder
-    parts = [path for path in (subfolders(images) if images.is_dir() else ()) if next(image_files(path), None)]
+    parts = sorted(path for path in images.glob("*/") if not SYSTEM_FOLDERS.fullmatch(path.name))
+    parts = [path for path in parts if next(files_within(path, IMAGE_ENDINGS), None)]
     for part in parts or [images]:
         roots = [folder / name / part.relative_to(images) for name in MASK_FOLDERS[::-1] if images != folder]
         mask_of = {path.stem: path for root in roots for path in _pictures(root) if path.suffix.lower() not in LOSSY}
-        split = "train" if part == images else part_called(part.name) or part.name
+        split = "train" if part == images else SPLITS.get(part.name.lower(), part.name)
         pairs[split] += [(image, mask_of.get(image.stem, image.with_suffix(".json"))) for image in _pictures(part)]
     return pairs if any(mask.is_file() for part in pairs.values() for _, mask in part) else {}
 
@@ -89,7 +90,7 @@ def _pictures(folder: Path) -> list[Path]:
 def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datasets.Dataset:
     # The name of a folder is a split, too.
     folder, bracket, numbers = split.partition("[")
-    part = part_called(folder) or folder
+    part = SPLITS.get(folder.lower(), folder)
     if part not in pairs:
         raise ValueError(f"The folder has no split {folder!r}; it has {', '.join(pairs)}.")
     [found] = datasets.ReadInstruction.from_spec(f"{part}{bracket}{numbers}").to_absolute({part: len(pairs[part])})
@@ -98,11 +99,11 @@ def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datas
     for image, mask in pairs[part][found.from_ : found.to]:
         if not mask.is_file():
             raise ValueError(f"The image {image} has no mask in a folder {', '.join(MASK_FOLDERS)}, nor labelme's.")
-        columns["image"].append(undecoded(image))
-        columns["mask"].append(_draw(mask, names) if mask.suffix == ".json" else undecoded(mask))
+        columns["image"].append({"bytes": None, "path": str(image)})
+        is_drawn = mask.suffix == ".json"
+        columns["mask"].append(_draw(mask, names) if is_drawn else {"bytes": None, "path": str(mask)})
     if not columns["image"]:
         raise ValueError(f"The split {split!r} has no images.")
-    say_unread(image.parent)
     return datasets.Dataset.from_dict(columns, datasets.Features(dict.fromkeys(columns, datasets.Image(decode=False))))
 
 
@@ -128,7 +129,8 @@ def _draw(file: Path, names: list[str]) -> dict:
     content = _read_labelme(file)
     mask = Image.new("L", (content["imageWidth"], content["imageHeight"]), numbers.get(BACKGROUND, IGNORED))
     for shape in content["shapes"]:
-        label, kind = shape["label"], shape["shape_type"]
+        label = shape["label"]
+        kind = shape["shape_type"]
         if label not in numbers or kind != "polygon":
             raise ValueError(f"{file} has a {kind} {label!r}, expected polygons of {shortened(names)}.")
         points = [tuple(point) for point in shape["points"]]
@@ -153,17 +155,17 @@ class MaskReader:
         """Read the mask in an undecoded `datasets` record, for the upright image `index` of this width and height."""
         try:
             with open_record(record) as mask:
-                mode, values = mask.mode, np.asarray(ImageOps.exif_transpose(mask))
+                values = np.asarray(ImageOps.exif_transpose(mask))
         except Exception as error:
             problem = f"cannot be read ({first_line(error)}): try skip_corrupt"
             raise CorruptImageError(f"The mask of image {index} of the data set {problem}.") from error
         values = values.astype(np.uint8) if values.dtype == bool else values
         if values.shape != size[::-1] or not np.issubdtype(values.dtype, np.integer):
-            found, expected = f"mode {mode} and shape {values.shape}", f"class numbers of shape {size[::-1]}"
-            raise ImageError(f"The mask of image {index} has {found}, expected {expected}, as the upright image.")
+            found = f"{values.dtype} of shape {values.shape}"
+            raise ValueError(f"The mask of image {index} has {found}, expected class numbers of shape {size[::-1]}.")
         values = self.table[values] if values.max(initial=0) <= 255 else values
         wrong = np.unique(values[(values >= self.num_labels) & (values != IGNORED)])
         if len(wrong):
             classes = f"the classes are 0 to {self.num_labels - 1} (class_names, ignored_labels, reduce_labels)"
-            raise ImageError(f"The mask of image {index} has the labels {wrong[:5].tolist()}, {classes}.")
+            raise ValueError(f"The mask of image {index} has the labels {wrong[:5].tolist()}, {classes}.")
         return torch.from_numpy(values)

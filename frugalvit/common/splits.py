@@ -1,27 +1,32 @@
-"""Images to train on, to evaluate on and to test on."""
+"""Images to train on, to evaluate on and to test on, and the classes of a model that their labels are."""
 
+import re
+import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import datasets
 import numpy as np
 from accelerate import PartialState
+from timm.data import ImageNetInfo
 
 from .choices import NO_EVALUATION
-from .data import load_images, split_names
-from .labels import check_labels, check_same_classes, class_names, label_numbers, match_labels
+from .data import class_names, label_numbers, load_images, split_names
 from .tables import shortened
 
 
 # Splits for evaluation, the first choice first.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
+IMAGENET_CLASSES = 1000
+# Transformers' names for classes that have none, and numbers.
+_NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
 
 
 def load_splits(data, learns_labels: bool = False) -> tuple:
     """Load the images to train on, to evaluate on and to test on that `DataArguments` name, see `load_parts`.
 
-    A label of -1, as in ImageNet's test split, is no label. Images count as unlabeled if all lack their label, or some
-    for a training that does not learn from labels. With `learns_labels`, all training images need one, and all classes
-    that are evaluated need training images; in a stream, neither is checked.
+    With `learns_labels`, all images need a label; otherwise images of which some have none count as unlabeled. In a
+    stream, this is not checked.
     """
     # Class names of the training images, for images whose labels are numbers or texts.
     names = None
@@ -42,34 +47,18 @@ def load_splits(data, learns_labels: bool = False) -> tuple:
         return images
 
     parts = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
-    if learns_labels and names is None:
+    if learns_labels and class_names(parts[0]) is None:
         raise ValueError(f"{' '.join(data.dataset)} has no labels to train with; name their column: label_column.")
-    if learns_labels and not data.streaming:
-        check_labels(parts[0], data.train_split)
-    splits = (data.train_split, data.evaluated, data.tested)
-    train, *others = (_complete(*each, learns_labels) for each in zip(parts, splits, strict=True))
-    for images in others:
-        if images is None or "label" not in images.features:
-            continue
+    checked = []
+    for images, split in zip(parts, (data.train_split, data.evaluated, data.tested), strict=True):
         check_same_classes(class_names(parts[0]), images)
-        if learns_labels and not data.streaming:
-            lacking = [names[label] for label in np.setdiff1d(label_numbers(images), label_numbers(train))]
-            if lacking:
-                raise ValueError(f"{data.train_split} has no images of the evaluated classes {shortened(lacking)}.")
-    return train, *others
-
-
-def _complete(images, split: str | None, learns_labels: bool):
-    """Images with all their labels, or without any."""
-    if images is None or "label" not in images.features or isinstance(images, datasets.IterableDataset):
-        return images
-    missing = label_numbers(images) < 0
-    if missing.any() and (missing.all() or not learns_labels):
-        count = f"{missing.sum():,} of {len(missing):,}"
-        PartialState().print(f"{count} images of the split {split!r} have no labels; it counts as unlabeled.")
-        return images.remove_columns("label")
-    check_labels(images, split)
-    return images
+        if isinstance(images, datasets.Dataset) and "label" in images.features:
+            if learns_labels:
+                check_labels(images, split)
+            elif (label_numbers(images) < 0).any():
+                images = images.remove_columns("label")
+        checked.append(images)
+    return tuple(checked)
 
 
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
@@ -81,22 +70,22 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
     training images. `data.evaluated` and `data.tested` are filled in.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
-    source, data.evaluated, data.tested = data.eval_dataset or data.dataset, data.eval_split, None
-    if data.eval_split == NO_EVALUATION:
-        data.evaluated = None
-        return train, None, None
+    source = data.eval_dataset or data.dataset
+    data.evaluated = None if data.eval_split == NO_EVALUATION else data.eval_split
+    data.tested = None
     if data.eval_split is not None:
-        return train, load(source, data.eval_split), None
+        return train, data.evaluated and load(source, data.eval_split), None
     splits = names_of_splits(source)
     trained = () if data.eval_dataset else [part.partition("[")[0].strip() for part in data.train_split.split("+")]
-    usual = [split for split in evaluation_splits(splits) if split not in trained]
+    usual = [split for split in EVALUATION_SPLITS if split in splits and split not in trained]
     usual = usual[: 2 if "test" in usual else 1] or (splits[:1] if data.eval_dataset else [])
-    loaded = [(split, load(source, split)) for split in usual]
-    loaded = [(split, images) for split, images in loaded if _is_labeled(images)] or loaded
+    loaded = {split: load(source, split) for split in usual}
+    labeled = {split: images for split, images in loaded.items() if {"label", "mask"} & {*images.features}}
+    loaded = labeled or loaded
     if loaded:
-        data.evaluated, evaluation = loaded[-1]
-        data.tested, test = loaded[0] if len(loaded) > 1 else (None, None)
-        return train, evaluation, test
+        *tested, data.evaluated = loaded
+        data.tested = tested[0] if tested else None
+        return train, loaded[data.evaluated], loaded.get(data.tested)
     if data.streaming:
         choice = ", ".join([*splits, NO_EVALUATION])
         raise ValueError(f"{' '.join(source)} has no split to evaluate on; give eval_split (of {choice}).")
@@ -122,24 +111,26 @@ def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Data
     return images.select(np.setdiff1d(np.arange(len(images)), others)), images.select(np.sort(others))
 
 
-def load_first_labeled(splits: list[str], load: Callable) -> tuple[datasets.Dataset, str]:
-    """Load the images of the first split with labels or masks, or of the first split, and return its name, too."""
-    loaded = [(load(split), split) for split in splits]
-    return next((each for each in loaded if _is_labeled(each[0])), loaded[0])
-
-
-def _is_labeled(images: datasets.Dataset) -> bool:
-    return "mask" in images.features or ("label" in images.features and (label_numbers(images) >= 0).any())
-
-
 def default_split(dataset: str | list[str], name: str | None = None) -> str:
     """Return the first split for evaluation, or else "train"."""
-    return next(iter(evaluation_splits(split_names(dataset, name))), "train")
+    splits = split_names(dataset, name)
+    return next((split for split in EVALUATION_SPLITS if split in splits), "train")
 
 
-def evaluation_splits(splits: list[str]) -> list[str]:
-    """Return the splits of a data set that are for evaluation, the first choice first."""
-    return [split for split in EVALUATION_SPLITS if split in splits]
+def check_labels(images: datasets.Dataset, split: str):
+    """Raise a ValueError if an image has no label, as in the test splits of some data sets."""
+    missing = np.flatnonzero(label_numbers(images) < 0)
+    if len(missing):
+        count = f"{len(missing):,} of {len(images):,}"
+        raise ValueError(f"{count} images of the split {split!r} have no label, the first is image {missing[0]}.")
+
+
+def check_same_classes(names: list[str] | None, images):
+    """Raise a ValueError if images to evaluate on have other classes than the training images, or in another order."""
+    others = None if images is None else class_names(images)
+    if names and others and names != others:
+        both = f"{shortened(names)} to train and {shortened(others)} to evaluate on"
+        raise ValueError(f"There are the classes {both}; expected the same in the same order (--class-names).")
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
@@ -156,3 +147,49 @@ def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_la
         PartialState().print(f"{error} They are left out.")
     unlabeled = (part if part is None or class_names(part) is None else part.remove_columns("label") for part in parts)
     return *unlabeled, None
+
+
+def check_single_label(config, use: str):
+    """Raise a ValueError if a classifier gives several labels or a number, for messages about a `use` of one label."""
+    if config.problem_type not in (None, "single_label_classification"):
+        raise ValueError(
+            f"{use} is for one label an image; the classifier's problem_type is {config.problem_type!r}, expected "
+            "None or 'single_label_classification'."
+        )
+
+
+def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
+    """Return the model's index of each class of a data set; raise a ValueError if it does not know one, or has several
+    of that name, as ImageNet's two cranes.
+
+    Classes are matched by name: exactly, or else without regard to case, to marks between words and to the way in
+    which Unicode writes accents. Those of ImageNet are matched by WordNet's numbers ("n01440764"), too. Names that are
+    numbers of the model's classes mean these. If the model's classes have no names, the data set's are the first ones.
+    """
+    exact = defaultdict(list)
+    plain = defaultdict(list)
+    for index, label in id2label.items():
+        exact[label].append(index)
+        plain[_plain(label)].append(index)
+    found = {name: exact.get(name) or plain.get(_plain(name), []) for name in names}
+    unknown = [name for name, indices in found.items() if not indices]
+    if not unknown:
+        for name, indices in found.items():
+            if len(indices) > 1:
+                numbers = ", ".join(map(str, indices))
+                raise ValueError(f"The model has classes {numbers} called {name!r}; name them so (--class-names).")
+        return [found[name][0] for name in names]
+    if len(id2label) == IMAGENET_CLASSES:
+        synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
+        if all(name in synsets for name in names):
+            return [synsets[name] for name in names]
+    if all(name.isdecimal() and int(name) < len(id2label) for name in names):
+        return [int(name) for name in names]
+    if len(names) <= len(id2label) and all(_NO_NAME.fullmatch(label) for label in id2label.values()):
+        return list(range(len(names)))
+    own = shortened(list(id2label.values()))
+    raise ValueError(f"The model does not know the classes {shortened(unknown)}, its own are {own} (--class-names).")
+
+
+def _plain(name: str) -> str:
+    return unicodedata.normalize("NFC", re.sub(r"[\s_-]+", " ", name).strip().casefold())

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from ..common.data import class_names, label_numbers
 from ..common.exported import ExportedModule
-from ..common.labels import check_labels, check_single_label, class_names, label_numbers, match_labels
 from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.packing import pack_linear_layers
+from ..common.splits import check_labels, check_single_label, match_labels
 from ..common.views import ImageFormat
 from ..inference import choose_tokens
 from .images import image_batches, images_to_evaluate, reading_options

@@ -9,8 +9,8 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
+from ..common.data import label_numbers
 from ..common.decoding import CorruptImageError
-from ..common.labels import label_numbers
 from ..inference import Embedder
 
 

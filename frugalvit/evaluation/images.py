@@ -1,18 +1,20 @@
 """Images to evaluate on: the arguments that name them, and batches of pixel values."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from itertools import islice
 
 import datasets
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..common.data import load_images, split_names
+from ..common.data import class_names, label_numbers, load_images, split_names
 from ..common.decoding import CorruptImageError, decode_image
-from ..common.labels import class_names, say_if_few_classes
 from ..common.reading import read_ahead, stack_pixels
-from ..common.splits import evaluation_splits, load_first_labeled, load_splits
+from ..common.splits import EVALUATION_SPLITS, load_splits
+from ..common.tables import shortened
 from ..common.views import prepare_images
 
 
@@ -20,7 +22,8 @@ def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
     """Load the images that the arguments name, and their split."""
     splits = [arguments.split]
     if not arguments.split:
-        splits = evaluation_splits(split_names(arguments.dataset, arguments.dataset_config)) or ["train"]
+        known = split_names(arguments.dataset, arguments.dataset_config)
+        splits = [split for split in EVALUATION_SPLITS if split in known] or ["train"]
 
     def load(split: str) -> datasets.Dataset:
         return load_images(
@@ -32,11 +35,22 @@ def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
             class_names=getattr(arguments, "class_names", None),
         )
 
-    images, split = load_first_labeled(splits, load)
+    parts = [(load(split), split) for split in splits]
+    images, split = next((part for part in parts if "label" in part[0].features), parts[0])
     images = take_first(images, arguments.limit)
     if arguments.limit or "[" in split:
-        say_if_few_classes(images, f"--limit {arguments.limit}" if arguments.limit else split)
+        note_few_classes(images, f"--limit {arguments.limit}" if arguments.limit else split)
     return images, split
+
+
+def note_few_classes(images: datasets.Dataset, part: str):
+    """Print a note if a part of a data set has images of some of its classes alone."""
+    if "label" in images.features:
+        names = class_names(images)
+        found = [names[label] for label in np.unique(label_numbers(images)) if label >= 0]
+        if len(found) < len(names):
+            note = f"Note: {part} has images of {shortened(found)} of {len(names)} classes, and is no sample of all."
+            print(note, file=sys.stderr)
 
 
 def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:

@@ -5,7 +5,7 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-from ..common.labels import class_names
+from ..common.data import class_names
 from ..common.metrics import accuracies
 from ..inference import Embedder
 from .features import embed_images

@@ -10,19 +10,19 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
-from ..common.decoding import CorruptImageError, ImageError, decode_image
+from ..common.decoding import CorruptImageError, decode_image
 from ..common.loading import load_with_image_processor
 from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores
 from ..common.scores import check_scores
-from ..common.splits import evaluation_splits
+from ..common.splits import EVALUATION_SPLITS
 from ..common.views import LONGEST, ImageFormat
 from .images import take_first
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    splits = evaluation_splits(masked_split_names(arguments.dataset, arguments.dataset_config))
-    split = arguments.split or next(iter(splits), "train")
+    splits = masked_split_names(arguments.dataset, arguments.dataset_config)
+    split = arguments.split or next((split for split in EVALUATION_SPLITS if split in splits), "train")
     model, image_processor = load_with_image_processor(
         arguments.model,
         arguments.device,
@@ -111,7 +111,7 @@ def _slide(
 ) -> torch.Tensor:
     """Mean logits `(1, classes, height, width)` of the windows that see each pixel of the resized image."""
     if max(picture.size) > LONGEST * min(picture.size):
-        raise ImageError(
+        raise ValueError(
             f"An image has {picture.width:,} x {picture.height:,} pixels; where a --window slides it may be {LONGEST} "
             "times as long as wide. Evaluate such images without."
         )

@@ -8,7 +8,7 @@ import datasets
 import open_clip
 import torch
 
-from ..common.labels import class_names
+from ..common.data import class_names
 from ..common.metrics import accuracies
 from .images import image_batches, images_to_evaluate, reading_options
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models

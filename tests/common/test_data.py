@@ -9,9 +9,8 @@ from PIL import Image
 
 from drawn import encode
 from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images, sample, split_names
+from frugalvit.common.data import class_names, load_images, sample, split_names
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.labels import class_names
 from frugalvit.common.splits import load_splits
 from frugalvit.training.arguments import DataArguments
 
@@ -128,7 +127,7 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
         ([parquet, SUBSET], {}, "expected one, or several parquet files"),
         (parquet, {"split": "test"}, "split 'test' of"),
         (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image-column\); it has image, label"),
-        (str(tmp_path / "two.parquet"), {}, "has 2 image columns among left, right; name one"),
+        (str(tmp_path / "two.parquet"), {}, "has 2 image columns among left, right; give --image-column"),
         (parquet, {"image_column": "label"}, "column 'label' of .* holds ClassLabel.*, expected images"),
         (parquet, {"label_column": "image"}, "column 'image' of .* holds Image.*, expected class numbers"),
     ):

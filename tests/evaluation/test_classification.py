@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor
 
 from drawn import encode
-from frugalvit.common.labels import match_labels
+from frugalvit.common.splits import match_labels
 from frugalvit.evaluation.robustness import occlude_center
 from tiny import make_vit, save_vit
 

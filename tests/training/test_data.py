@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader
 from trainings import Pairs, assert_equal
 
 from drawn import draw, draw_classes
-from frugalvit.common.data import load_images
+from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import CorruptImageError, decode_image, read_image
-from frugalvit.common.labels import class_names
 from frugalvit.common.views import VIEW, EvalView, ImageFormat, seeded
 from frugalvit.training.arguments import ImageTrainingArguments
 from frugalvit.training.data import Collator, Views, as_images, labeled_images, mixing, training_views
@@ -132,7 +131,7 @@ def test_a_stream_is_shuffled_and_its_views_are_drawn_anew_each_epoch(write_parq
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
-    message = r"^Image \d+ of the data set cannot be read \(.+\): --skip-corrupt\.$"
+    message = r"Image \d+ of the data set cannot be read \(.+\): --skip-corrupt\.\s*$"
     views = Views(load_images(write_parquet(count=12, corrupt=[3, 4, 11])), VIEW_OF_TRAINING, 1)
     for read in (lambda: loaded(views, num_workers=workers), lambda: stream_of(write_parquet, workers, corrupt=[7])):
         with pytest.raises(CorruptImageError, match=message):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from frugalvit.common.names import portable_command
+from frugalvit.training.cards import portable_command
 
 
 @pytest.mark.parametrize(
