@@ -27,12 +27,11 @@ from PIL import Image
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
 from frugalvit.attention import LayerStatistics, measure_attention, patch_grid
-from frugalvit.common.choices import SUBSET
+from frugalvit.common.choices import INITIALIZATIONS, SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.tables import format_table
-from frugalvit.configuration.configuration_vit import INITIALIZATIONS
 from frugalvit.modeling.initialization import initialize_attention_
 from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train

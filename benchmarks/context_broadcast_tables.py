@@ -43,11 +43,11 @@ from frugalvit import (
     insert_context_broadcast,
 )
 from frugalvit.attention import measure_attention
+from frugalvit.common.choices import CONTEXT_BROADCASTS
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.speed import images_per_second
-from frugalvit.configuration.configuration_vit_context_broadcast import CONTEXT_BROADCASTS
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
 from frugalvit.training.arguments import run_as_program

@@ -1,16 +1,44 @@
 """AgentCNN configuration: convolutional twins of vision transformers, from which these learn their biases."""
 
+from typing import Literal
+
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import FrugalViTConfig, pair
+from .configuration_base import Ints, Size, VisionConfig, at_least, pair, positive, rate
+
+
+_SMALL = {
+    "hidden_size": 288,
+    "num_hidden_layers": 6,
+    "num_positions": 9,
+    "branch_dropout": 0.0,
+    "initialization": "reference",
+    "num_labels": 10,
+}
+_BASE = {
+    "hidden_size": 384,
+    "num_hidden_layers": 12,
+    "num_positions": 6,
+    "norm_position": "after",
+    "branch_dropout": 0.0,
+    "initialization": "reference",
+    "num_labels": 10,
+}
+VARIANTS = {
+    "agent-small": _SMALL,
+    "agent-base": _BASE,
+    "agent-small-res": {**_SMALL, "stem": "res", "downsample_after": (0, 1)},
+    "agent-base-res": {**_BASE, "stem": "res", "downsample_after": (1, 3)},
+}
 
 
 @strict
-class AgentCNNConfig(FrugalViTConfig):
+class AgentCNNConfig(VisionConfig):
     r"""
     Configuration of an agent CNN (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552, tables 1 and 2): a vision
     transformer's blocks with a generalized convolution in the place of attention. The defaults are Agent-S, but for
-    `branch_dropout` and `initialization`; `from_variant` has the rest.
+    `branch_dropout` and `initialization`; `from_variant` has the rest. Fields of the image processor are
+    `VisionConfig`'s.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
@@ -40,38 +68,33 @@ class AgentCNNConfig(FrugalViTConfig):
         initialization (`str`, *optional*, defaults to `"default"`):
             How weights of a fresh model are drawn: `"default"`, PyTorch's way, or `"reference"`, the reference
             implementation's, which the variants have; see `reference_initialization.py`.
-        image_mean, image_std, resize_size, resample: Fields of the image processor.
     """
 
     model_type = "agent_cnn"
+    _variants = VARIANTS
 
-    image_size: int | list[int] | tuple[int, int] = 224
-    num_channels: int = 3
-    stem: str = "patch"
-    patch_size: int = 16
-    stem_channels: int = 64
-    hidden_size: int = 288
-    num_hidden_layers: int = 6
-    num_positions: int = 9
-    intermediate_size: int | None = None
+    image_size: Size = at_least(1)(default=224)
+    num_channels: int = at_least(1)(default=3)
+    stem: Literal["patch", "res"] = "patch"
+    patch_size: int = at_least(1)(default=16)
+    stem_channels: int = at_least(1)(default=64)
+    hidden_size: int = at_least(1)(default=288)
+    num_hidden_layers: int = at_least(1)(default=6)
+    num_positions: int = at_least(1)(default=9)
+    intermediate_size: int | None = at_least(1)(default=None)
     hidden_act: str = "gelu"
-    norm_position: str = "before"
-    downsample_after: list[int] | tuple[int, ...] = ()
-    dropout: float | int = 0.1
-    branch_dropout: float | int | None = None
-    batch_norm_eps: float | int = 1e-5
-    initialization: str = "default"
-    image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
-    resize_size: int | None = None
-    resample: int = 2
+    norm_position: Literal["before", "after"] = "before"
+    downsample_after: Ints = ()
+    dropout: float | int = rate(default=0.1)
+    branch_dropout: float | int | None = at_least(0)(default=None)
+    batch_norm_eps: float | int = positive(default=1e-5)
+    initialization: Literal["default", "reference"] = "default"
 
     def __post_init__(self, **kwargs):
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         if self.branch_dropout is None:
             self.branch_dropout = self.dropout
-        self.downsample_after = tuple(self.downsample_after)
         super().__post_init__(**kwargs)
 
     @property
@@ -79,51 +102,13 @@ class AgentCNNConfig(FrugalViTConfig):
         """Pixels of the image between neighboring positions of the last feature map, in each direction."""
         return (self.patch_size if self.stem == "patch" else 8) * 2 ** len(self.downsample_after)
 
-    def validate_values(self):
-        """Counts, sizes and rates are in range, and choices are known ones."""
-        self._check_counts("patch_size", "num_channels", "stem_channels", "hidden_size", "num_hidden_layers")
-        self._check_counts("num_positions", "intermediate_size")
-        self._check_sizes("image_size")
-        self._check_choices(
-            stem=("patch", "res"),
-            norm_position=("before", "after"),
-            initialization=("default", "reference"),
-        )
-        self._check_rates("dropout", "branch_dropout")
+    def validate_stride(self):
+        """Blocks that halve the map exist, and leave some of it."""
         if not {*self.downsample_after} <= {*range(self.num_hidden_layers)}:
             last = self.num_hidden_layers - 1
             raise ValueError(f"`downsample_after` is {self.downsample_after}, expected blocks from 0 to {last}.")
         if min(pair(self.image_size)) < self.stride:
             raise ValueError(f"`image_size`={self.image_size} is less than the last map's stride of {self.stride}.")
-
-    @staticmethod
-    def _variants() -> dict[str, dict]:
-        return VARIANTS
-
-
-_SMALL = {
-    "hidden_size": 288,
-    "num_hidden_layers": 6,
-    "num_positions": 9,
-    "branch_dropout": 0.0,
-    "initialization": "reference",
-    "num_labels": 10,
-}
-_BASE = {
-    "hidden_size": 384,
-    "num_hidden_layers": 12,
-    "num_positions": 6,
-    "norm_position": "after",
-    "branch_dropout": 0.0,
-    "initialization": "reference",
-    "num_labels": 10,
-}
-VARIANTS = {
-    "agent-small": _SMALL,
-    "agent-base": _BASE,
-    "agent-small-res": {**_SMALL, "stem": "res", "downsample_after": (0, 1)},
-    "agent-base-res": {**_BASE, "stem": "res", "downsample_after": (1, 3)},
-}
 
 
 __all__ = ["AgentCNNConfig"]

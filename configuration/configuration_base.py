@@ -1,19 +1,36 @@
-"""Base class of all configurations, and choices that several of them share."""
+"""Base classes of all configurations, and the checks of their fields."""
 
 import difflib
 import math
 from dataclasses import fields
+from typing import Literal
 
-from huggingface_hub.dataclasses import strict
+from huggingface_hub.dataclasses import as_validated_field, strict
 from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
+from transformers.utils.type_validators import interval
 
 
-CONTEXT_BROADCASTS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
-CONTEXT_BROADCAST_POSITIONS = ("mlp_front", "mlp_mid", "mlp_end", "attention_end")
+Size = int | list[int] | tuple[int, int]
+Floats = list[float | int] | tuple[float | int, ...]
+Ints = list[int] | tuple[int, ...]
+
+# Validated fields: `drop_path_rate: float | int = rate(default=0.0)`.
+rate = interval(min=0.0, max=1.0, exclude_max=True)
+positive = interval(min=0.0, exclude_min=True)
 
 
-POOLINGS = ("cls", "class_mean", "mean", "latent_mean", "cls_and_latent_mean", "attention", "latent_attention")
+def at_least(low: int):
+    """Validated field of a number, or of a size that may be a height and a width, from `low` on, or `None`."""
+
+    @as_validated_field
+    def check(value):
+        if isinstance(value, (list, tuple)) and len(value) != 2:
+            raise ValueError(f"expected one or two numbers, got {value}")
+        if value is not None and not min(pair(value)) >= low:
+            raise ValueError(f"expected at least {low}, got {value}")
+
+    return check
 
 
 def pair(size) -> tuple[int, ...]:
@@ -43,27 +60,19 @@ class HubConfigMixin:
 
 @strict
 class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
-    """Base configuration: a misspelled field is an error, and saving is left to the models.
+    """Base configuration: a misspelled field is an error, and papers' models have names.
 
     Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would silently build the
     default model. Here a name that is close to that of a field raises a `StrictDataclassError`, as wrong values do.
     """
 
-    def __post_init__(self, **kwargs):
-        for name in ("image_mean", "image_std"):
-            if isinstance(value := getattr(self, name, None), list):
-                setattr(self, name, tuple(value))
-        super().__post_init__(**kwargs)
-
-    @staticmethod
-    def _variants() -> dict[str, dict]:
-        """Fields of the papers' models by name."""
-        return {}
+    # Fields of the papers' models by name.
+    _variants = {}
 
     @classmethod
     def variants(cls) -> list[str]:
         """Names of the papers' models, for `from_variant`."""
-        return list(cls._variants())
+        return list(cls._variants)
 
     @classmethod
     def from_variant(cls, name: str, **overrides):
@@ -73,12 +82,11 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
         Raises:
             ValueError: if there is no variant of that name; the message lists the names.
         """
-        variants = cls._variants()
-        if name not in variants:
-            close = ", ".join(difflib.get_close_matches(name, variants, n=4, cutoff=0.5) or variants)
+        if name not in cls._variants:
+            close = ", ".join(difflib.get_close_matches(name, cls._variants, n=4, cutoff=0.5) or cls._variants)
             family = cls.__name__.removesuffix("Config")
             raise ValueError(f"There is no {family} variant {name!r}. Did you mean: {close}?")
-        return cls(**{**variants[name], **overrides})
+        return cls(**{**cls._variants[name], **overrides})
 
     def validate_names(self):
         """No attribute looks like a misspelled field."""
@@ -92,56 +100,41 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
                     f"The fields are: {', '.join(sorted(names))}."
                 )
 
+
+@strict
+class VisionConfig(FrugalViTConfig):
+    """Base configuration of models of images: what an image processor does before them.
+
+    Args:
+        image_mean, image_std (`float` or sequence of `float`, *optional*):
+            Normalization, by one number or one for each channel; `None` where the model has no image processor.
+        resize_size (`int`, *optional*):
+            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
+        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
+    """
+
+    image_mean: float | list[float] | tuple[float, ...] | None = (0.5, 0.5, 0.5)
+    image_std: float | list[float] | tuple[float, ...] | None = (0.5, 0.5, 0.5)
+    resize_size: int | None = at_least(1)(default=None)
+    resample: int = 2
+
     def validate_preprocessing(self):
-        """In families that prepare images, there is a mean and a standard deviation for every channel."""
-        if (getattr(self, "image_mean", 0) is None) != (getattr(self, "image_std", 0) is None):
+        """There is one mean and standard deviation, or one for each channel, or none of both."""
+        if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("One of `image_mean` and `image_std` is None; give both or none.")
         for name in ("image_mean", "image_std"):
-            value = getattr(self, name, None)
+            value = getattr(self, name)
             if isinstance(value, (list, tuple)) and len(value) != self.num_channels:
                 raise ValueError(
-                    f"`{name}` has {len(value)} values, expected one number or one for each of the "
-                    f"`num_channels`={self.num_channels} channels."
+                    f"`{name}` is {value}, expected one number or one for each of `num_channels`={self.num_channels}."
                 )
-
-    def _check_counts(self, *names: str, low: int = 1):
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(f"`{name}` is {value}, expected at least {low}.")
-
-    def _check_heads(self, width: str, heads: str):
-        size, count = getattr(self, width), getattr(self, heads)
-        if size % count:
-            raise ValueError(f"`{width}`={size} is not divisible by `{heads}`={count}.")
-
-    def _check_choices(self, **choices: tuple):
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}, expected one of {list(allowed)}.")
-
-    def _check_positive(self, *names: str):
-        for name in names:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, expected a positive number.")
-
-    def _check_rates(self, *names: str):
-        for name in names:
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, expected 0 <= rate < 1.")
-
-    def _check_sizes(self, *names: str, low: int = 1):
-        for name in names:
-            size = pair(getattr(self, name))
-            if len(size) != 2 or min(size) < low:
-                raise ValueError(f"`{name}` is {getattr(self, name)}, expected one or two sizes from {low} on.")
 
 
 @strict
-class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
+class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     r"""
     Base configuration of both SparseFormers: counts of tokens, the transformer encoder, whose blocks may be those of
-    any plain vision transformer, pooling, feature maps and preprocessing.
+    any plain vision transformer, pooling and feature maps. Fields of the image processor are `VisionConfig`'s.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
@@ -157,13 +150,14 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
         intermediate_size (`int`, *optional*): MLP width; 4 times `hidden_size` by default.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of MLPs ("quick_gelu" for CLIP).
         gated_mlp (`bool`, *optional*, defaults to `False`): Gated MLPs (SwiGLU with "silu").
-        mlp_norm (`bool`, *optional*, defaults to `False`): Norm before the second layer of MLPs (EVA-02).
-        query_key_norm (`bool`, *optional*, defaults to `False`): Norms of each head's queries and keys.
-        attention_norm (`bool`, *optional*, defaults to `False`): Norm before attention's output projection.
         layer_scale (`bool`, *optional*, defaults to `False`): Learned factors of the branches' channels (DINOv2).
         norm_type (`str`, *optional*, defaults to `"layer_norm"`): Norms of the encoder, or `"rms_norm"`.
         layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the encoder's norms.
-        final_norm (`bool`, *optional*, defaults to `True`): Whether a norm follows the encoder.
+        extra_norms (sequence of `str`, *optional*, defaults to `()`):
+            Norms besides those of a plain transformer: `"query_key"`, of each head's queries and keys; `"attention"`,
+            before attention's output projection; `"mlp"`, before the second layer of MLPs (EVA-02).
+        final_norm (`str`, *optional*, defaults to `"before_pooling"`):
+            The norm behind the encoder, or `"after_pooling"`, of the pooled token (v1), or `None`.
         rope_theta (`float`, *optional*):
             Base of the frequencies by which queries and keys of latent tokens are rotated, each by the center of its
             RoI (`rotary_table`). `None` rotates none.
@@ -175,19 +169,14 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
             `"cls"`, class tokens, side by side if there are several; `"class_mean"`, their mean; `"mean"`, that of all
             tokens, or `"latent_mean"`, of all but those in front; `"cls_and_latent_mean"`, both side by side (DINOv2's
             classifiers); `"attention"` to all tokens or `"latent_attention"`, by a learned query (SigLIP, AIMv2).
-        pooled_class_tokens (sequence of `int`, *optional*): Indices of the class tokens that `"cls"` takes; all by
-            default.
-        pool_before_norm (`bool`, *optional*, defaults to `False`): Pool before the final norm (v1).
+        pooled_class_tokens (sequence of `int`, *optional*):
+            Indices of the class tokens that `"cls"` takes (RADIO); all by default.
         pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the encoder's by default.
         pooling_intermediate_size (`int`, *optional*): MLP width of attention pooling; the encoder's by default, 0 for
             no MLP (AIMv2).
-        pooling_hidden_act (`str`, *optional*): Activation of that MLP; the encoder's by default.
-        projection_dim (`int`, *optional*): Width of the projected embedding of CLIP-like models.
-        projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection.
         out_features, out_indices (`list`, *optional*):
             Layers whose feature maps a backbone returns, as in Transformers: "stem", "stage1", and so on. The last by
             default; with several `feature_scales`, as many, evenly spaced.
-        apply_layernorm (`bool`, *optional*, defaults to `True`): Whether the final norm is applied to feature maps.
         reshape_hidden_states (`bool`, *optional*, defaults to `True`):
             Whether feature maps have rows and columns, or their cells follow [CLS] (or the mean token), for DPT.
         feature_scales (sequence of `float`, *optional*):
@@ -196,69 +185,55 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
             Width of the convolutions that see the image and refine feature maps; `None` for no such convolutions.
         drop_path_rate (`float`, *optional*, defaults to 0.0): Largest stochastic depth rate; rises linearly.
         initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
-        image_mean, image_std (`float` or sequence of `float`, *optional*):
-            Normalization of the image processor; `None` where the model has no image processor.
-        resize_size (`int`, *optional*):
-            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
-        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
     """
 
     # Of a CLIP or a LLaVA with a SparseFormer, the configuration of that.
     base_config_key = "vision_config"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
     keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states", "stem_features", "token_maps"]
+    # Values of `extra_norms`.
+    known_norms = {"query_key", "attention", "mlp"}
 
-    image_size: int | list[int] | tuple[int, int] = 224
-    num_channels: int = 3
-    num_latent_tokens: int = 48
-    elastic_token_counts: list[int] | tuple[int, ...] | None = None
+    image_size: Size = at_least(4)(default=224)
+    num_channels: int = at_least(1)(default=3)
+    num_latent_tokens: int = at_least(1)(default=48)
+    elastic_token_counts: Ints | None = None
     num_tokens: int | None = None
-    hidden_size: int = 768
-    num_hidden_layers: int = 8
-    num_attention_heads: int | None = None
-    intermediate_size: int | None = None
+    hidden_size: int = at_least(1)(default=768)
+    num_hidden_layers: int = at_least(1)(default=8)
+    num_attention_heads: int | None = at_least(1)(default=None)
+    intermediate_size: int | None = at_least(1)(default=None)
     hidden_act: str = "gelu"
     gated_mlp: bool = False
-    mlp_norm: bool = False
-    query_key_norm: bool = False
-    attention_norm: bool = False
     layer_scale: bool = False
-    norm_type: str = "layer_norm"
-    layer_norm_eps: float | int = 1e-5
-    final_norm: bool = True
+    norm_type: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    layer_norm_eps: float | int = positive(default=1e-5)
+    extra_norms: list[str] | tuple[str, ...] = ()
+    final_norm: Literal["before_pooling", "after_pooling", None] = "before_pooling"
     rope_theta: float | int | None = None
-    rope_scale: list[float] | tuple[float, ...] = (4 * math.pi, 4 * math.pi)
-    rope_shift: list[float] | tuple[float, ...] = (-2 * math.pi, -2 * math.pi)
-    num_class_tokens: int = 1
-    num_register_tokens: int = 0
-    pooling: str = "cls"
-    pooled_class_tokens: list[int] | tuple[int, ...] | None = None
-    pool_before_norm: bool = False
-    pooling_num_attention_heads: int | None = None
-    pooling_intermediate_size: int | None = None
-    pooling_hidden_act: str | None = None
-    projection_dim: int | None = None
-    projection_bias: bool = False
+    rope_scale: Floats = (4 * math.pi, 4 * math.pi)
+    rope_shift: Floats = (-2 * math.pi, -2 * math.pi)
+    num_class_tokens: int = at_least(0)(default=1)
+    num_register_tokens: int = at_least(0)(default=0)
+    pooling: Literal[
+        "cls", "class_mean", "mean", "latent_mean", "cls_and_latent_mean", "attention", "latent_attention"
+    ] = "cls"
+    pooled_class_tokens: Ints | None = None
+    pooling_num_attention_heads: int | None = at_least(1)(default=None)
+    pooling_intermediate_size: int | None = at_least(0)(default=None)
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
-    apply_layernorm: bool = True
     reshape_hidden_states: bool = True
-    feature_scales: list[float | int] | tuple[float | int, ...] | None = None
-    upsampler_hidden_size: int | None = None
-    drop_path_rate: float | int = 0.0
-    initializer_range: float | int = 0.02
-    image_mean: float | list[float] | tuple[float, ...] | None = (0.5, 0.5, 0.5)
-    image_std: float | list[float] | tuple[float, ...] | None = (0.5, 0.5, 0.5)
-    resize_size: int | None = None
-    resample: int = 2
+    feature_scales: Floats | None = None
+    upsampler_hidden_size: int | None = at_least(1)(default=None)
+    drop_path_rate: float | int = rate(default=0.0)
+    initializer_range: float | int = positive(default=0.02)
 
     def __post_init__(self, **kwargs):
         if self.num_attention_heads is None:
             self.num_attention_heads = max(self.hidden_size // 64, 1)
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
-        self.rope_scale = tuple(self.rope_scale)
-        self.rope_shift = tuple(self.rope_shift)
         names = kwargs.pop("out_features", None)
         numbers = kwargs.pop("out_indices", None)
         if names is None and numbers is None and self.feature_scales:
@@ -294,50 +269,25 @@ class SparseFormerBaseConfig(BackboneConfigMixin, FrugalViTConfig):
             return len(self.pooled_class_tokens or range(self.num_class_tokens)) * self.hidden_size
         return 2 * self.hidden_size if self.pooling == "cls_and_latent_mean" else self.hidden_size
 
-    def validate_counts(self):
-        """Counts and sizes are positive, and heads divide widths."""
-        self._check_counts(
-            "num_channels",
-            "num_latent_tokens",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "pooling_num_attention_heads",
-            "projection_dim",
-            "upsampler_hidden_size",
-            "resize_size",
-        )
-        self._check_counts("num_class_tokens", "num_register_tokens", "pooling_intermediate_size", low=0)
-        self._check_sizes("image_size", low=4)
-        self._check_heads("hidden_size", "num_attention_heads")
-
-    def validate_tokens(self):
-        """Counts of tokens increase up to the largest."""
-        counts = list(self.trained_token_counts)
-        if counts != sorted({*counts}) or counts[0] < 1 or counts[-1] != self.num_latent_tokens:
+    def validate_encoder(self):
+        """Counts of tokens increase, heads divide the width, norms are known, and what is pooled or scaled exists."""
+        most = self.num_latent_tokens
+        counts = list(self.elastic_token_counts or [most])
+        if counts != sorted({*counts}) or counts[0] < 1 or counts[-1] != most:
             raise ValueError(
                 f"`elastic_token_counts` is {counts}, expected increasing counts from 1, of which the last is "
-                f"`num_latent_tokens`={self.num_latent_tokens}."
+                f"`num_latent_tokens`={most}."
             )
-        if self.num_tokens is not None and not 1 <= self.num_tokens <= self.num_latent_tokens:
+        if self.num_tokens is not None and not 1 <= self.num_tokens <= most:
+            raise ValueError(f"`num_tokens` is {self.num_tokens}, expected 1 to `num_latent_tokens`={most}.")
+        divisor = self.num_attention_heads if self.rope_theta is None else 4 * self.num_attention_heads
+        if self.hidden_size % divisor:
             raise ValueError(
-                f"`num_tokens` is {self.num_tokens}, expected 1 to `num_latent_tokens`={self.num_latent_tokens}."
+                f"`hidden_size`={self.hidden_size} is not divisible by `num_attention_heads`="
+                f"{self.num_attention_heads}, or, with `rope_theta`, by four times that."
             )
-
-    def validate_encoder(self):
-        """Choices exist, numbers are in range, and what is pooled is there."""
-        self._check_choices(
-            norm_type=("layer_norm", "rms_norm"),
-            pooling=POOLINGS,
-        )
-        self._check_rates("drop_path_rate")
-        self._check_positive("layer_norm_eps", "initializer_range")
-        if self.rope_theta is not None and self.hidden_size // self.num_attention_heads % 4:
-            raise ValueError(
-                f"Attention heads have {self.hidden_size // self.num_attention_heads} channels, expected a multiple "
-                "of 4 where `rope_theta` rotates them."
-            )
+        if not {*self.extra_norms} <= self.known_norms:
+            raise ValueError(f"`extra_norms` is {self.extra_norms}, expected some of {sorted(self.known_norms)}.")
         if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.num_class_tokens:
             raise ValueError(f"`pooling={self.pooling!r}` needs `num_class_tokens`; without, choose 'mean'.")
         scales = self.feature_scales

@@ -1,132 +1,18 @@
 """Configuration of a vision transformer and the agent CNN that it learns from."""
 
+from typing import Literal
+
 from huggingface_hub.dataclasses import strict
 from transformers import ViTConfig
 
 from .configuration_agent_cnn import VARIANTS as AGENTS
 from .configuration_agent_cnn import AgentCNNConfig
-from .configuration_base import pair
-from .configuration_vit import INITIALIZATIONS, AttentionStartConfig
+from .configuration_base import Ints, at_least, pair, positive, rate
+from .configuration_vit import AttentionStartConfig, Initialization
 
 
 # Weights of the terms of the loss, of the reference implementation: classification, divergence, hints.
 WEIGHTS = {"none": (1.0, 1.0, 10.0), "weights": (0.5, 0.5, 5.0)}
-
-
-@strict
-class BootstrappedViTConfig(AttentionStartConfig):
-    r"""
-    Configuration of a vision transformer that is trained together with an agent CNN (Zhang et al., *Bootstrapping
-    ViTs*, arXiv 2112.03552), by `frugalvit joint`. The defaults are ViT-S with Agent-S; `from_variant` has the rest.
-
-    Args:
-        vit_config (`ViTConfig` or `dict`, *optional*): The transformer, Transformers' own.
-        agent_config (`AgentCNNConfig` or `dict`, *optional*): The agent, with as many blocks of the same width.
-        sharing (`str`, *optional*, defaults to `"none"`):
-            `"none"`, each has its own weights (the paper's Joint), or `"weights"` (Shared): position i of the agent's
-            convolutions goes through the value and output matrices of head i, and MLPs are the transformer's.
-        classification_weight, divergence_weight, hint_weight (`float`, *optional*):
-            Weights of the terms of the loss; the reference implementation's for `sharing` if not given: 1, 1 and 10,
-            or, shared, 0.5, 0.5 and 5.
-        temperature (`float`, *optional*, defaults to 4.0): Temperature of the distributions in the divergences.
-        hint_layers (sequence of `int`, *optional*): Blocks, from 0, whose tokens get hints; all if not given.
-        embedding_dropout (`float`, *optional*):
-            Dropout of the transformer's embeddings; its `hidden_dropout_prob` if not given. 0 in the variants, as in
-            the reference implementation.
-        mlp_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout after the activation of the transformer's MLPs, which Transformers' own does not have and the
-            reference implementation does.
-        initialization (`str`, *optional*, defaults to `"default"`):
-            How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way; `"reference"`, the
-            reference implementation's, which the variants have; or another start of the transformer's attention, see
-            `AttentionStartConfig`, also for the fields `impulse_…`.
-        image_mean, image_std, resize_size, resample: Fields of the image processor.
-    """
-
-    model_type = "bootstrapped_vit"
-    sub_configs = {"vit_config": ViTConfig, "agent_config": AgentCNNConfig}
-    keys_to_ignore_at_inference = ["agent_logits", "losses"]
-
-    vit_config: dict | ViTConfig | None = None
-    agent_config: dict | AgentCNNConfig | None = None
-    sharing: str = "none"
-    classification_weight: float | int | None = None
-    divergence_weight: float | int | None = None
-    hint_weight: float | int | None = None
-    temperature: float | int = 4.0
-    hint_layers: list[int] | tuple[int, ...] | None = None
-    embedding_dropout: float | int | None = None
-    mlp_dropout: float | int = 0.0
-    image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
-    resize_size: int | None = None
-    resample: int = 2
-
-    def __post_init__(self, **kwargs):
-        defaults = {"vit_config": VIT_SMALL, "agent_config": AGENTS["agent-small"]}
-        for name, config_class in self.sub_configs.items():
-            value = getattr(self, name)
-            value = defaults[name] if value is None else value
-            setattr(self, name, config_class(**value) if isinstance(value, dict) else value)
-        names = ("classification_weight", "divergence_weight", "hint_weight")
-        for name, weight in zip(names, WEIGHTS.get(self.sharing, WEIGHTS["none"]), strict=True):
-            if getattr(self, name) is None:
-                setattr(self, name, weight)
-        if self.id2label is None and "num_labels" not in kwargs:
-            self.id2label, self.label2id = self.vit_config.id2label, self.vit_config.label2id
-        super().__post_init__(**kwargs)
-        self.agree()
-
-    def agree(self):
-        """Copy the labels to both configurations, and the preprocessing and the start to the agent's."""
-        for config in (self.vit_config, self.agent_config):
-            config.id2label, config.label2id = self.id2label, self.label2id
-        for name in ("image_size", "image_mean", "image_std", "resize_size", "resample"):
-            setattr(self.agent_config, name, getattr(self, name))
-        self.agent_config.initialization = "reference" if self.initialization == "reference" else "default"
-
-    @property
-    def image_size(self) -> int | list[int] | tuple[int, int]:
-        """Size of the transformer's images in pixels, one number or height and width."""
-        return self.vit_config.image_size
-
-    @property
-    def num_channels(self) -> int:
-        return self.vit_config.num_channels
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Rows and columns of the transformer's patches."""
-        sizes = zip(pair(self.vit_config.image_size), pair(self.vit_config.patch_size), strict=True)
-        return tuple(image // patch for image, patch in sizes)
-
-    @staticmethod
-    def _starts() -> tuple[str, ...]:
-        return "default", "reference", *INITIALIZATIONS
-
-    def validate_twins(self):
-        """The agent's blocks have the number and the sizes of the transformer's, and rates are in range."""
-        self._check_choices(sharing=("none", "weights"))
-        self._check_rates("mlp_dropout")
-        vit, agent = self.vit_config, self.agent_config
-        same = {"num_hidden_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_channels": "num_channels"}
-        if self.sharing == "weights":
-            same |= {"intermediate_size": "intermediate_size", "num_attention_heads": "num_positions"}
-        for vit_name, agent_name in same.items():
-            ours, theirs = getattr(vit, vit_name), getattr(agent, agent_name)
-            if ours != theirs:
-                raise ValueError(
-                    f"`vit_config` has `{vit_name}`={ours}, `agent_config` `{agent_name}`={theirs}; expected the same."
-                )
-        if not {*(self.hint_layers or ())} <= {*range(vit.num_hidden_layers)}:
-            raise ValueError(
-                f"`hint_layers` is {self.hint_layers}, expected blocks from 0 to {vit.num_hidden_layers - 1}."
-            )
-
-    @staticmethod
-    def _variants() -> dict[str, dict]:
-        return VARIANTS
-
 
 VIT_SMALL = {
     "image_size": 224,
@@ -166,6 +52,113 @@ VARIANTS = {
     for size, vit in (("small", VIT_SMALL), ("base", VIT_BASE))
     for res in (False, True)
 }
+
+
+@strict
+class BootstrappedViTConfig(AttentionStartConfig):
+    r"""
+    Configuration of a vision transformer that is trained together with an agent CNN (Zhang et al., *Bootstrapping
+    ViTs*, arXiv 2112.03552), by `frugalvit joint`. The defaults are ViT-S with Agent-S; `from_variant` has the rest.
+    Fields of the image processor are `VisionConfig`'s.
+
+    Args:
+        vit_config (`ViTConfig` or `dict`, *optional*): The transformer, Transformers' own.
+        agent_config (`AgentCNNConfig` or `dict`, *optional*): The agent, with as many blocks of the same width.
+        sharing (`str`, *optional*, defaults to `"none"`):
+            `"none"`, each has its own weights (the paper's Joint), or `"weights"` (Shared): position i of the agent's
+            convolutions goes through the value and output matrices of head i, and MLPs are the transformer's.
+        classification_weight, divergence_weight, hint_weight (`float`, *optional*):
+            Weights of the terms of the loss; the reference implementation's for `sharing` if not given: 1, 1 and 10,
+            or, shared, 0.5, 0.5 and 5.
+        temperature (`float`, *optional*, defaults to 4.0): Temperature of the distributions in the divergences.
+        hint_layers (sequence of `int`, *optional*): Blocks, from 0, whose tokens get hints; all if not given.
+        embedding_dropout (`float`, *optional*):
+            Dropout of the transformer's embeddings; its `hidden_dropout_prob` if not given. 0 in the variants, as in
+            the reference implementation.
+        mlp_dropout (`float`, *optional*, defaults to 0.0):
+            Dropout after the activation of the transformer's MLPs, which Transformers' own does not have and the
+            reference implementation does.
+        initialization (`str`, *optional*, defaults to `"default"`):
+            How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way; `"reference"`, the
+            reference implementation's, which the variants have; or another start of the transformer's attention, see
+            `AttentionStartConfig`, also for the fields `impulse_…`.
+    """
+
+    model_type = "bootstrapped_vit"
+    _variants = VARIANTS
+    sub_configs = {"vit_config": ViTConfig, "agent_config": AgentCNNConfig}
+    keys_to_ignore_at_inference = ["agent_logits", "losses"]
+
+    vit_config: dict | ViTConfig | None = None
+    agent_config: dict | AgentCNNConfig | None = None
+    sharing: Literal["none", "weights"] = "none"
+    classification_weight: float | int | None = None
+    divergence_weight: float | int | None = None
+    hint_weight: float | int | None = None
+    temperature: float | int = positive(default=4.0)
+    hint_layers: Ints | None = None
+    embedding_dropout: float | int | None = at_least(0)(default=None)
+    mlp_dropout: float | int = rate(default=0.0)
+    initialization: Literal["default", "reference", Initialization] = "default"
+
+    def __post_init__(self, **kwargs):
+        defaults = {"vit_config": VIT_SMALL, "agent_config": AGENTS["agent-small"]}
+        for name, config_class in self.sub_configs.items():
+            value = getattr(self, name)
+            value = defaults[name] if value is None else value
+            setattr(self, name, config_class(**value) if isinstance(value, dict) else value)
+        names = ("classification_weight", "divergence_weight", "hint_weight")
+        for name, weight in zip(names, WEIGHTS.get(self.sharing, WEIGHTS["none"]), strict=True):
+            if getattr(self, name) is None:
+                setattr(self, name, weight)
+        if self.id2label is None and "num_labels" not in kwargs:
+            self.id2label = self.vit_config.id2label
+            self.label2id = self.vit_config.label2id
+        super().__post_init__(**kwargs)
+        self.agree()
+
+    def agree(self):
+        """Copy the labels to both configurations, and the preprocessing and the start to the agent's."""
+        for config in (self.vit_config, self.agent_config):
+            config.id2label = self.id2label
+            config.label2id = self.label2id
+        for name in ("image_size", "image_mean", "image_std", "resize_size", "resample"):
+            setattr(self.agent_config, name, getattr(self, name))
+        self.agent_config.initialization = "reference" if self.initialization == "reference" else "default"
+
+    @property
+    def image_size(self) -> int | list[int] | tuple[int, int]:
+        """Size of the transformer's images in pixels, one number or height and width."""
+        return self.vit_config.image_size
+
+    @property
+    def num_channels(self) -> int:
+        return self.vit_config.num_channels
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Rows and columns of the transformer's patches."""
+        sizes = zip(pair(self.vit_config.image_size), pair(self.vit_config.patch_size), strict=True)
+        return tuple(image // patch for image, patch in sizes)
+
+    def validate_twins(self):
+        """The agent's blocks have the number and the sizes of the transformer's."""
+        vit = self.vit_config
+        agent = self.agent_config
+        same = {"num_hidden_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_channels": "num_channels"}
+        if self.sharing == "weights":
+            same |= {"intermediate_size": "intermediate_size", "num_attention_heads": "num_positions"}
+        for vit_name, agent_name in same.items():
+            ours = getattr(vit, vit_name)
+            theirs = getattr(agent, agent_name)
+            if ours != theirs:
+                raise ValueError(
+                    f"`vit_config` has `{vit_name}`={ours}, `agent_config` `{agent_name}`={theirs}; expected the same."
+                )
+        if not {*(self.hint_layers or ())} <= {*range(vit.num_hidden_layers)}:
+            raise ValueError(
+                f"`hint_layers` is {self.hint_layers}, expected blocks from 0 to {vit.num_hidden_layers - 1}."
+            )
 
 
 __all__ = ["BootstrappedViTConfig"]

@@ -1,18 +1,26 @@
 """ConvMixer configuration: patches, depthwise and pointwise convolutions, with filters that may stay as they start."""
 
+from typing import Literal
+
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import FrugalViTConfig
+from .configuration_base import Size, VisionConfig, at_least, positive
 
 
-SPATIAL_FILTERS = ("trained", "random", "impulse", "signed_impulse", "box")
+# Names read width and kernel size.
+VARIANTS = {
+    f"convmixer-{width}-k{kernel_size}": {"hidden_size": width, "kernel_size": kernel_size, "num_labels": 10}
+    for width in (256, 512)
+    for kernel_size in (3, 5, 8)
+}
 
 
 @strict
-class ConvMixerConfig(FrugalViTConfig):
+class ConvMixerConfig(VisionConfig):
     r"""
     Configuration of a ConvMixer (Trockman & Kolter, *Patches Are All You Need?*) as Zheng et al. (arXiv 2404.01139,
-    table 4) use it to show that spatial filters need no training. The defaults are theirs.
+    table 4) use it to show that spatial filters need no training. The defaults are theirs; fields of the image
+    processor are `VisionConfig`'s.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 32):
@@ -28,42 +36,20 @@ class ConvMixerConfig(FrugalViTConfig):
             `"signed_impulse"`, of which half are negative, is ours.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation.
         batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
-        image_mean, image_std, resize_size, resample: Fields of the image processor.
     """
 
     model_type = "convmixer"
+    _variants = VARIANTS
 
-    image_size: int | list[int] | tuple[int, int] = 32
-    patch_size: int = 2
-    num_channels: int = 3
-    hidden_size: int = 256
-    num_hidden_layers: int = 8
-    kernel_size: int = 3
-    spatial_filters: str = "trained"
+    image_size: Size = at_least(1)(default=32)
+    patch_size: int = at_least(1)(default=2)
+    num_channels: int = at_least(1)(default=3)
+    hidden_size: int = at_least(1)(default=256)
+    num_hidden_layers: int = at_least(1)(default=8)
+    kernel_size: int = at_least(1)(default=3)
+    spatial_filters: Literal["trained", "random", "impulse", "signed_impulse", "box"] = "trained"
     hidden_act: str = "gelu"
-    batch_norm_eps: float | int = 1e-5
-    image_mean: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: float | list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
-    resize_size: int | None = None
-    resample: int = 2
-
-    @staticmethod
-    def _variants() -> dict[str, dict]:
-        return VARIANTS
-
-    def validate_values(self):
-        """Counts and sizes are positive, and filters are known ones."""
-        self._check_counts("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "kernel_size")
-        self._check_sizes("image_size")
-        self._check_choices(spatial_filters=SPATIAL_FILTERS)
-
-
-# Names read width and kernel size.
-VARIANTS = {
-    f"convmixer-{width}-k{kernel_size}": {"hidden_size": width, "kernel_size": kernel_size, "num_labels": 10}
-    for width in (256, 512)
-    for kernel_size in (3, 5, 8)
-}
+    batch_norm_eps: float | int = positive(default=1e-5)
 
 
 __all__ = ["ConvMixerConfig"]

@@ -1,13 +1,11 @@
 """Configuration of a SparseFormer whose tokens embed patches, as its teacher does."""
 
 import math
+from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import SparseFormerBaseConfig, pair
-
-
-PLACEMENT_RULES = ("detail", "contrast", "entropy", "learned")
+from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair, rate
 
 
 def cell_stretch(grid: tuple[int, int], image_size: tuple[int, int]) -> float:
@@ -59,8 +57,9 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
     Args:
         patch_size (`int` or pair of `int`, *optional*, defaults to 16): Height and width of a cell in pixels.
-        patch_norm (`bool`, *optional*, defaults to `False`): Norm of embedded cells, before positions are added.
-        embedding_norm (`bool`, *optional*, defaults to `False`): Norm of all tokens before the encoder (CLIP).
+        extra_norms (sequence of `str`, *optional*, defaults to `()`):
+            As in `SparseFormerBaseConfig`, and `"patch"`, of embedded cells before positions are added; `"embedding"`,
+            of all tokens before the encoder (CLIP).
         token_grid (`int` or pair of `int`, *optional*):
             Rows and columns of the cells of `placement="grid"`. By default those with `num_latent_tokens` cells that
             are most nearly square in an image of `image_size`.
@@ -82,18 +81,17 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     model_type = "patch_sparseformer"
     embeds_patches = True
 
-    patch_size: int | list[int] | tuple[int, int] = 16
-    patch_norm: bool = False
-    embedding_norm: bool = False
-    token_grid: int | list[int] | tuple[int, int] | None = None
-    placement: str = "grid"
-    placement_rule: str = "detail"
-    placement_grid: int | list[int] | tuple[int, int] | None = None
-    num_placement_levels: int | None = None
-    placement_random_share: float | int = 0.0
+    known_norms = SparseFormerBaseConfig.known_norms | {"patch", "embedding"}
+
+    patch_size: Size = at_least(1)(default=16)
+    token_grid: Size | None = at_least(1)(default=None)
+    placement: Literal["grid", "content"] = "grid"
+    placement_rule: Literal["detail", "contrast", "entropy", "learned"] = "detail"
+    placement_grid: Size | None = at_least(1)(default=None)
+    num_placement_levels: int | None = at_least(2)(default=None)
+    placement_random_share: float | int = rate(default=0.0)
 
     def __post_init__(self, **kwargs):
-        self._check_sizes("image_size", "patch_size")
         height, width = pair(self.patch_size)
         # One number where both are alike: heads of Transformers divide by a backbone's `patch_size`.
         self.patch_size = height if height == width else (height, width)
@@ -137,13 +135,13 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             ValueError: if the coarsest grid has more cells.
         """
         grids = self.cell_grids(image_size)
-        base, most = math.prod(grids[0]), math.prod(grids[-1])
+        base = math.prod(grids[0])
         if num_tokens < base:
             raise ValueError(
                 f"{num_tokens} tokens are fewer than the {base} cells of the coarsest grid, {grids[0][0]} x "
                 f"{grids[0][1]}; expected {base} or more, or give a coarser `placement_grid`."
             )
-        return min(base + (num_tokens - base) // 3 * 3, most)
+        return min(base + (num_tokens - base) // 3 * 3, math.prod(grids[-1]))
 
     def round_tokens(self, num_tokens: int) -> int:
         """Return the count of latent tokens that the model computes with when `num_tokens` are asked for; errors as of
@@ -159,28 +157,29 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         return choose_grid(num_tokens, pair(self.image_size))
 
     def validate_placement(self):
-        """Sizes are positive, tokens fill their grid, and fields of trees are those of trees."""
-        self._check_choices(placement=("grid", "content"), placement_rule=PLACEMENT_RULES)
-        self._check_rates("placement_random_share")
+        """Tokens fill their grid, and a grid is no tree's."""
         if self.placement == "content":
             if self.token_grid is not None:
                 raise ValueError(f"`token_grid` is {self.token_grid} with `placement='content'`; leave it out.")
-            self._check_counts("num_placement_levels", low=2)
-            self._check_sizes("placement_grid")
-        elif math.prod(self.token_grid) != self.num_latent_tokens:
+            return
+        if math.prod(self.token_grid) != self.num_latent_tokens:
             raise ValueError(
                 f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "
                 f"`num_latent_tokens`={self.num_latent_tokens}."
             )
-        for count in (*self.trained_token_counts, self.default_num_tokens):
-            self.round_tokens(count)
+        for count in filter(None, (*(self.elastic_token_counts or ()), self.num_tokens)):
+            self.grid_of(count)
 
 
 @strict
 class PatchSparseFormerProjectionConfig(PatchSparseFormerConfig):
-    """Configuration of `PatchSparseFormerVisionModelWithProjection`, which `AutoModel` tells by its `model_type`."""
+    """Configuration of `PatchSparseFormerVisionModelWithProjection`, which `AutoModel` tells by its `model_type`.
+    `projection_dim` and `projection_bias` as in `SparseFormerProjectionConfig`."""
 
     model_type = "patch_sparseformer_projection"
+
+    projection_dim: int = at_least(1)(default=512)
+    projection_bias: bool = False
 
 
 __all__ = ["PatchSparseFormerConfig", "PatchSparseFormerProjectionConfig"]

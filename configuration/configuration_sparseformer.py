@@ -1,117 +1,16 @@
 """SparseFormer configuration: both generations, every variant of the papers by name."""
 
+from typing import Literal
+
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import SparseFormerBaseConfig
+from .configuration_base import Size, SparseFormerBaseConfig, at_least
 
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-
-
-@strict
-class SparseFormerConfig(SparseFormerBaseConfig):
-    r"""
-    Configuration of a SparseFormer. The defaults are the base model bootstrapped from AugReg ViT-B/16 with 49 tokens
-    (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` has the rest.
-
-    A SparseFormer is a stem, a focusing stage and a transformer encoder. The focusing stage is one layer of width
-    `focusing_hidden_size`, executed `num_focusing_iterations` times, and one at full width, executed once. Further
-    fields are `SparseFormerBaseConfig`'s.
-
-    Args:
-        generation (`str`, *optional*, defaults to `"bootstrapped"`):
-            `"bootstrapped"`: a focusing layer samples, encodes positions, attends and adjusts RoIs; the one at full
-            width does the first two alone. All latent tokens start from one embedding, and each iteration adds a
-            learned one. `"v1"`, the first paper: a layer attends, adjusts RoIs, then samples; the one at full width is
-            a whole transformer block, the first of the `num_hidden_layers`. Each token starts from an embedding of its
-            own, mixing has biases, a LayerNorm follows the change of width, RoI deltas come from one linear layer and
-            are dropped along with residual branches, points outside the image read zeros, and the gradient of points
-            is clamped.
-        num_sampling_points (`int`, *optional*, defaults to 16): Points that a token samples in its RoI, at least 2.
-        num_mixed_points (`int`, *optional*):
-            Points after mixing; `max(num_sampling_points, 32)` if not given, as in the reference implementation.
-        mixing_hidden_size (`int`, *optional*, defaults to 128):
-            Bottleneck of the generator of mixing parameters; `None` is a quarter of the token width (v1).
-        stem_channels (`int`, *optional*, defaults to 64): Channels of the early convolution.
-        focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
-        num_focusing_iterations (`int`, *optional*, defaults to 4):
-            Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
-        focusing_num_attention_heads (`int`, *optional*): Heads of the focusing layer; one per 64 channels by default.
-        focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the encoder; that of the
-            encoder by default.
-        roi_encoding (`str`, *optional*, defaults to `"reference"`):
-            Frequencies and order of the sinusoidal encoding of RoIs: `"reference"`, as the authors' code has them, or
-            `"paper"`, as the supplement prints them, see `encode_rois`.
-        feature_stride (`int` or pair of `int`, *optional*, defaults to 16):
-            Height and width in pixels of a cell of feature maps: a patch of the teacher.
-    """
-
-    model_type = "sparseformer"
-    embeds_patches = False
-
-    generation: str = "bootstrapped"
-    num_sampling_points: int = 16
-    num_mixed_points: int | None = None
-    mixing_hidden_size: int | None = 128
-    stem_channels: int = 64
-    focusing_hidden_size: int = 384
-    num_focusing_iterations: int = 4
-    focusing_num_attention_heads: int | None = None
-    focusing_layer_norm_eps: float | int | None = None
-    roi_encoding: str = "reference"
-    feature_stride: int | list[int] | tuple[int, int] = 16
-
-    def __post_init__(self, **kwargs):
-        if self.num_mixed_points is None:
-            self.num_mixed_points = max(self.num_sampling_points, 32)
-        if self.focusing_num_attention_heads is None:
-            self.focusing_num_attention_heads = max(self.focusing_hidden_size // 64, 1)
-        if self.focusing_layer_norm_eps is None:
-            self.focusing_layer_norm_eps = self.layer_norm_eps
-        super().__post_init__(**kwargs)
-
-    @property
-    def is_v1(self) -> bool:
-        return self.generation == "v1"
-
-    def round_tokens(self, num_tokens: int) -> int:
-        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for."""
-        return num_tokens
-
-    def validate_focusing(self):
-        """Counts of the focusing stage are positive, widths divide, and choices exist."""
-        self._check_choices(generation=("bootstrapped", "v1"), roi_encoding=("reference", "paper"))
-        self._check_counts(
-            "num_mixed_points",
-            "mixing_hidden_size",
-            "stem_channels",
-            "focusing_hidden_size",
-            "num_focusing_iterations",
-            "focusing_num_attention_heads",
-        )
-        # Sampling offsets are standardized over the points of a token.
-        self._check_counts("num_sampling_points", low=2)
-        self._check_sizes("feature_stride")
-        self._check_positive("focusing_layer_norm_eps")
-        self._check_heads("focusing_hidden_size", "focusing_num_attention_heads")
-        for width in ("focusing_hidden_size", "hidden_size"):
-            if getattr(self, width) % 8:
-                raise ValueError(
-                    f"`{width}`={getattr(self, width)} is not a multiple of 8, as the RoI position encoding (sine "
-                    "and cosine of four coordinates) wants it."
-                )
-        if self.is_v1 and (self.num_prefix_tokens or self.rope_theta is not None):
-            raise ValueError(
-                "`generation='v1'` has no [CLS], registers or rotary positions, as its first block belongs to the "
-                "focusing stage: set `num_class_tokens=0`, no `num_register_tokens` and no `rope_theta`."
-            )
-
-    @staticmethod
-    def _variants() -> dict[str, dict]:
-        return VARIANTS
 
 
 def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
@@ -124,14 +23,13 @@ def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
         "mixing_hidden_size": None,
         "stem_channels": 96,
         "focusing_hidden_size": width // 2,
-        "focusing_num_attention_heads": 64,
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": 64,
         "layer_norm_eps": 1e-6,
         "num_class_tokens": 0,
         "pooling": "mean",
-        "pool_before_norm": True,
+        "final_norm": "after_pooling",
         "drop_path_rate": drop_path_rate,
         "image_mean": IMAGENET_MEAN,
         "image_std": IMAGENET_STD,
@@ -180,6 +78,8 @@ VARIANTS = {
         for image_size in (224, 320, 384)
     },
     **{f"augreg-{size}-49-224-untruncated": _bootstrapped(size, 49, truncated=False) for size in ("base", "large")},
+}
+CLIP_VARIANTS = {
     "clip-base-49-224": _clip("base", 49),
     "clip-large-64-224": _clip("large", 64),
     "clip-large-128-224": _clip("large", 128),
@@ -188,10 +88,111 @@ VARIANTS = {
 
 
 @strict
+class SparseFormerConfig(SparseFormerBaseConfig):
+    r"""
+    Configuration of a SparseFormer. The defaults are the base model bootstrapped from AugReg ViT-B/16 with 49 tokens
+    (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` has the rest.
+
+    A SparseFormer is a stem, a focusing stage and a transformer encoder. The focusing stage is one layer of width
+    `focusing_hidden_size`, executed `num_focusing_iterations` times, and one at full width, executed once. Further
+    fields are `SparseFormerBaseConfig`'s.
+
+    Args:
+        generation (`str`, *optional*, defaults to `"bootstrapped"`):
+            `"bootstrapped"`: a focusing layer samples, encodes positions, attends and adjusts RoIs; the one at full
+            width does the first two alone. All latent tokens start from one embedding, and each iteration adds a
+            learned one. `"v1"`, the first paper: a layer attends, adjusts RoIs, then samples; the one at full width is
+            a whole transformer block, the first of the `num_hidden_layers`. Each token starts from an embedding of its
+            own, mixing has biases, a LayerNorm follows the change of width, RoI deltas come from one linear layer and
+            are dropped along with residual branches, points outside the image read zeros, and the gradient of points
+            is clamped.
+        num_sampling_points (`int`, *optional*, defaults to 16): Points that a token samples in its RoI, at least 2.
+        num_mixed_points (`int`, *optional*):
+            Points after mixing; `max(num_sampling_points, 32)` if not given, as in the reference implementation.
+        mixing_hidden_size (`int`, *optional*, defaults to 128):
+            Bottleneck of the generator of mixing parameters; `None` is a quarter of the token width (v1).
+        stem_channels (`int`, *optional*, defaults to 64): Channels of the early convolution.
+        focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
+        num_focusing_iterations (`int`, *optional*, defaults to 4):
+            Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
+        focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the encoder; that of the
+            encoder by default.
+        roi_encoding (`str`, *optional*, defaults to `"reference"`):
+            Frequencies and order of the sinusoidal encoding of RoIs: `"reference"`, as the authors' code has them, or
+            `"paper"`, as the supplement prints them, see `encode_rois`.
+        feature_stride (`int` or pair of `int`, *optional*, defaults to 16):
+            Height and width in pixels of a cell of feature maps: a patch of the teacher.
+    """
+
+    model_type = "sparseformer"
+    embeds_patches = False
+    _variants = VARIANTS
+
+    generation: Literal["bootstrapped", "v1"] = "bootstrapped"
+    num_sampling_points: int = at_least(2)(default=16)
+    num_mixed_points: int | None = at_least(1)(default=None)
+    mixing_hidden_size: int | None = at_least(1)(default=128)
+    stem_channels: int = at_least(1)(default=64)
+    focusing_hidden_size: int = at_least(1)(default=384)
+    num_focusing_iterations: int = at_least(1)(default=4)
+    focusing_layer_norm_eps: float | int | None = None
+    roi_encoding: Literal["reference", "paper"] = "reference"
+    feature_stride: Size = at_least(1)(default=16)
+
+    def __post_init__(self, **kwargs):
+        if self.num_mixed_points is None:
+            self.num_mixed_points = max(self.num_sampling_points, 32)
+        if self.focusing_layer_norm_eps is None:
+            self.focusing_layer_norm_eps = self.layer_norm_eps
+        super().__post_init__(**kwargs)
+
+    @property
+    def is_v1(self) -> bool:
+        return self.generation == "v1"
+
+    @property
+    def focusing_num_attention_heads(self) -> int:
+        """Heads of the focusing layer: the encoder's in v1, then one per 64 channels."""
+        return self.num_attention_heads if self.is_v1 else max(self.focusing_hidden_size // 64, 1)
+
+    def round_tokens(self, num_tokens: int) -> int:
+        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for."""
+        return num_tokens
+
+    def validate_focusing(self):
+        """Widths divide, and v1 has no tokens or rotations that its first block would need."""
+        if self.focusing_hidden_size % self.focusing_num_attention_heads:
+            raise ValueError(
+                f"`focusing_hidden_size`={self.focusing_hidden_size} is not divisible by its "
+                f"{self.focusing_num_attention_heads} attention heads."
+            )
+        for width in ("focusing_hidden_size", "hidden_size"):
+            if getattr(self, width) % 8:
+                raise ValueError(
+                    f"`{width}`={getattr(self, width)} is not a multiple of 8, as the RoI position encoding (sine "
+                    "and cosine of four coordinates) wants it."
+                )
+        if self.is_v1 and (self.num_prefix_tokens or self.rope_theta is not None):
+            raise ValueError(
+                "`generation='v1'` has no [CLS], registers or rotary positions, as its first block belongs to the "
+                "focusing stage: set `num_class_tokens=0`, no `num_register_tokens` and no `rope_theta`."
+            )
+
+
+@strict
 class SparseFormerProjectionConfig(SparseFormerConfig):
-    """Configuration of `SparseFormerVisionModelWithProjection`, which `AutoModel` tells by its `model_type`."""
+    """Configuration of `SparseFormerVisionModelWithProjection`, which `AutoModel` tells by its `model_type`.
+
+    Args:
+        projection_dim (`int`, *optional*, defaults to 512): Width of the projected embedding.
+        projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection (EVA-02's CLIP).
+    """
 
     model_type = "sparseformer_projection"
+    _variants = CLIP_VARIANTS
+
+    projection_dim: int = at_least(1)(default=512)
+    projection_bias: bool = False
 
 
 __all__ = ["SparseFormerConfig", "SparseFormerProjectionConfig"]

@@ -1,12 +1,28 @@
 """ViTContextBroadcast configuration: the vision transformers of Hyeon-Woo et al., with Context Broadcasting."""
 
+from typing import Literal
+
 from huggingface_hub.dataclasses import strict
 
 from .configuration_vit import PlainViTConfig
 
 
-CONTEXT_BROADCASTS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
-CONTEXT_BROADCAST_POSITIONS = ("mlp_front", "mlp_mid", "mlp_end", "attention_end")
+ContextBroadcastKind = Literal["cb", "cb_s", "cb_gate", "cb_hybrid"]
+ContextBroadcastPosition = Literal["mlp_front", "mlp_mid", "mlp_end", "attention_end"]
+
+# Names read size, "distilled" with a teacher, kind of Context Broadcasting ("plain" for baselines), and image size.
+VARIANTS = {
+    f"vit-{size}{'-distilled' if distilled else ''}-{'plain' if kind is None else kind}-224": {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "context_broadcast": kind,
+        "use_distillation_token": distilled,
+        "num_labels": 1000,
+    }
+    for size, width, heads in (("tiny", 192, 3), ("small", 384, 6), ("base", 768, 12))
+    for distilled in (False, True)
+    for kind in (None, "cb", "cb_s")
+}
 
 
 @strict
@@ -29,9 +45,12 @@ class ViTContextBroadcastConfig(PlainViTConfig):
     """
 
     model_type = "vit_context_broadcast"
+    _variants = VARIANTS
 
-    context_broadcast: str | None = "cb"
-    context_broadcast_position: str | list[str] | tuple[str, ...] = "mlp_end"
+    context_broadcast: Literal[ContextBroadcastKind, None] = "cb"
+    context_broadcast_position: (
+        ContextBroadcastPosition | list[ContextBroadcastPosition] | tuple[ContextBroadcastPosition, ...]
+    ) = "mlp_end"
     context_broadcast_scale_init: float | int = 0.0
     context_broadcast_blend: bool = False
     use_distillation_token: bool = False
@@ -39,36 +58,6 @@ class ViTContextBroadcastConfig(PlainViTConfig):
     image_std: float | list[float] | tuple[float, ...] = (0.229, 0.224, 0.225)
     resize_size: int | None = 256
     resample: int = 3
-
-    @staticmethod
-    def _variants() -> dict[str, dict]:
-        return VARIANTS
-
-    def validate_context_broadcast(self):
-        """Kind and positions of Context Broadcasting exist."""
-        self._check_choices(context_broadcast=(None, *CONTEXT_BROADCASTS))
-        positions = self.context_broadcast_position
-        positions = (positions,) if isinstance(positions, str) else positions
-        if not positions or not {*positions} <= {*CONTEXT_BROADCAST_POSITIONS}:
-            raise ValueError(
-                f"`context_broadcast_position` is {self.context_broadcast_position!r}, expected some of "
-                f"{list(CONTEXT_BROADCAST_POSITIONS)}."
-            )
-
-
-# Names read size, "distilled" with a teacher, kind of Context Broadcasting ("plain" for baselines), and image size.
-VARIANTS = {
-    f"vit-{size}{'-distilled' if distilled else ''}-{'plain' if kind is None else kind}-224": {
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "context_broadcast": kind,
-        "use_distillation_token": distilled,
-        "num_labels": 1000,
-    }
-    for size, width, heads in (("tiny", 192, 3), ("small", 384, 6), ("base", 768, 12))
-    for distilled in (False, True)
-    for kind in (None, "cb", "cb_s")
-}
 
 
 __all__ = ["ViTContextBroadcastConfig"]

@@ -1,8 +1,36 @@
 """ViTImpulseInit configuration: the small vision transformers of Zheng et al. and how their attention starts."""
 
+from typing import Literal
+
 from huggingface_hub.dataclasses import strict
 
-from .configuration_vit import INITIALIZATIONS, PlainViTConfig
+from .configuration_base import Size, at_least
+from .configuration_vit import Initialization, PlainViTConfig
+
+
+# Names read size, heads and image size, or, of tables 5 and 7, depth, width and heads.
+VARIANTS = {
+    f"vit-{size}-h{heads}-{image_size}": {
+        "image_size": image_size,
+        "patch_size": patch_size,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_labels": num_labels,
+        "resize_size": resize_size,
+    }
+    for size, width, all_heads in (("tiny", 192, (3, 8)), ("small", 384, (6, 16)))
+    for heads in all_heads
+    for image_size, patch_size, num_labels, resize_size in ((32, 2, 10, None), (224, 16, 1000, 256))
+} | {
+    f"vit-depth8-{width}-h{heads}": {
+        "hidden_size": width,
+        "num_hidden_layers": 8,
+        "num_attention_heads": heads,
+        "num_labels": 10,
+    }
+    for width in (64, 128, 256, 512)
+    for heads in (4, 8, 16, 32)
+}
 
 
 @strict
@@ -29,56 +57,23 @@ class ViTImpulseInitConfig(PlainViTConfig):
     """
 
     model_type = "vit_impulse_init"
+    _variants = VARIANTS
 
-    image_size: int | list[int] | tuple[int, int] = 32
-    patch_size: int | list[int] | tuple[int, int] = 2
-    hidden_size: int = 192
-    num_attention_heads: int = 3
-    position_embedding: str = "sincos"
+    image_size: Size = at_least(1)(default=32)
+    patch_size: Size = at_least(1)(default=2)
+    hidden_size: int = at_least(1)(default=192)
+    num_attention_heads: int = at_least(1)(default=3)
+    position_embedding: Literal["sincos", "learned", "random"] = "sincos"
     position_std: float | int = 0.36
-    pooling: str = "mean"
-    initialization: str = "impulse"
-
-    @staticmethod
-    def _starts() -> tuple[str, ...]:
-        return INITIALIZATIONS
-
-    @staticmethod
-    def _variants() -> dict[str, dict]:
-        return VARIANTS
+    pooling: Literal["mean", "cls"] = "mean"
+    initialization: Initialization = "impulse"
 
     def validate_positions(self):
-        """Positions and pooling are known ones, and sinusoidal positions divide into sines and cosines of x and y."""
-        self._check_choices(position_embedding=("sincos", "learned", "random"), pooling=("mean", "cls"))
+        """The width divides into sines and cosines of x and y."""
         if self.hidden_size % 4:
             raise ValueError(
                 f"`hidden_size`={self.hidden_size} is not a multiple of 4 (sines and cosines of x and y)."
             )
-
-
-# Names read size, heads and image size, or, of tables 5 and 7, depth, width and heads.
-VARIANTS = {
-    f"vit-{size}-h{heads}-{image_size}": {
-        "image_size": image_size,
-        "patch_size": patch_size,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "num_labels": num_labels,
-        "resize_size": resize_size,
-    }
-    for size, width, all_heads in (("tiny", 192, (3, 8)), ("small", 384, (6, 16)))
-    for heads in all_heads
-    for image_size, patch_size, num_labels, resize_size in ((32, 2, 10, None), (224, 16, 1000, 256))
-} | {
-    f"vit-depth8-{width}-h{heads}": {
-        "hidden_size": width,
-        "num_hidden_layers": 8,
-        "num_attention_heads": heads,
-        "num_labels": 10,
-    }
-    for width in (64, 128, 256, 512)
-    for heads in (4, 8, 16, 32)
-}
 
 
 __all__ = ["ViTImpulseInitConfig"]

@@ -24,8 +24,7 @@ COUNTED, SAVED = "a model to count", "a model of frugalvit or Transformers"
 def variants() -> dict[str, type[PreTrainedConfig]]:
     """Return the papers' models of all families, by name, each with the class of its configuration."""
     families = [found for found in vars(frugalvit).values() if isinstance(found, type) and hasattr(found, "variants")]
-    plain = [found for found in families if not found.model_type.endswith("_projection")]
-    return {name: config_class for config_class in plain for name in config_class.variants()}
+    return {name: config_class for config_class in families for name in config_class.variants()}
 
 
 def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -34,8 +33,8 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
     known = variants()
     if name in known:
         config = known[name].from_variant(name)
-        if getattr(config, "projection_dim", None) is not None:
-            return SparseFormerVisionModelWithProjection, SparseFormerProjectionConfig.from_variant(name)
+        if isinstance(config, SparseFormerProjectionConfig):
+            return SparseFormerVisionModelWithProjection, config
         return transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)], config
     folder, revision = split_revision(name)
     if not Path(folder).is_dir() and "/" not in name:

@@ -29,7 +29,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
     state_dict = load_showlab_checkpoint(arguments.checkpoint)
     config = config_from_showlab(state_dict, arguments.variant, arguments.iterations, arguments.image_size)
-    if config.projection_dim is None and config.num_labels == 1000:
+    projection_dim = getattr(config, "projection_dim", None)
+    if projection_dim is None and config.num_labels == 1000:
         names = ImageNetInfo()
         config.id2label = {index: names.index_to_description(index) for index in range(1000)}
         config.label2id = {label: index for index, label in config.id2label.items()}
@@ -40,6 +41,6 @@ def main(argv: list[str] | None = None) -> None:
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         model.eval().save_pretrained(folder)
 
-    outputs = f"projection to {config.projection_dim}" if config.projection_dim else f"{config.num_labels} classes"
+    outputs = f"projection to {projection_dim}" if projection_dim else f"{config.num_labels} classes"
     size = f"{model.num_parameters():,} parameters, {config.num_latent_tokens} tokens"
     print(f"Wrote {arguments.output}: {model_class.__name__}, {size}, {outputs}.")

@@ -10,12 +10,13 @@ end, the loss of token i reaches them through the MLP of every token j.
 """
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..configuration.configuration_vit_context_broadcast import CONTEXT_BROADCASTS
+from ..configuration.configuration_vit_context_broadcast import ContextBroadcastKind
 
 
 class ContextBroadcast(nn.Module):
@@ -49,8 +50,8 @@ class ContextBroadcast(nn.Module):
         blend: bool = False,
     ):
         super().__init__()
-        if kind not in CONTEXT_BROADCASTS:
-            raise ValueError(f"`kind` is {kind!r}, expected one of {', '.join(map(repr, CONTEXT_BROADCASTS))}.")
+        if kind not in get_args(ContextBroadcastKind):
+            raise ValueError(f"`kind` is {kind!r}, expected one of {get_args(ContextBroadcastKind)}.")
         if kind == "cb_s" and blend and scale_init == 0:
             raise ValueError(
                 "`kind='cb_s'` with `blend=True` and `scale_init=0` never learns; set another `scale_init`."

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from safetensors.torch import load_file
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from ..configuration.configuration_vit_context_broadcast import CONTEXT_BROADCAST_POSITIONS
+from ..configuration.configuration_vit_context_broadcast import ContextBroadcastPosition
 from .context_broadcast import ContextBroadcast, broadcast_block, has_context_broadcast
 from .hosts import read_anatomy
 from .hosts.anatomy import find
@@ -138,11 +139,9 @@ def _check_positions(kind: str, position: str | Sequence[str], has_class_token: 
     """Return positions as a list. Raise a ValueError if a position is unknown or repeated, or the kind needs a class
     token and there is none."""
     positions = [position] if isinstance(position, str) else list(position)
-    if not positions or len(set(positions)) < len(positions) or not {*positions} <= {*CONTEXT_BROADCAST_POSITIONS}:
-        raise ValueError(
-            f"`position` is {position!r}, expected one or several different ones of "
-            f"{', '.join(map(repr, CONTEXT_BROADCAST_POSITIONS))}."
-        )
+    known = get_args(ContextBroadcastPosition)
+    if not positions or len(set(positions)) < len(positions) or not {*positions} <= {*known}:
+        raise ValueError(f"`position` is {position!r}, expected one or several different ones of {known}.")
     if kind in ("cb_gate", "cb_hybrid") and not has_class_token:
         raise ValueError(f"`kind={kind!r}` needs a class token in front of the tokens; 'cb' and 'cb_s' do without.")
     return positions

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer import VARIANTS, SparseFormerConfig, SparseFormerProjectionConfig
+from ..configuration.configuration_sparseformer import SparseFormerConfig, SparseFormerProjectionConfig
 from .modeling_sparseformer import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection
 
 
@@ -171,9 +171,11 @@ def config_from_showlab(
         height, width = pair(image_size)
         fields["image_size"] = height if height == width else (height, width)
         fields["resize_size"] = height * 256 // 224 if height == width else None
-    same_width = [name for name in TEMPLATES[variant] if VARIANTS[name]["hidden_size"] == hidden_size]
     config_class = SparseFormerProjectionConfig if "projection_dim" in fields else SparseFormerConfig
-    return config_class.from_variant((same_width or TEMPLATES[variant])[0], **fields)
+    templates = TEMPLATES[variant]
+    widths = [config_class.from_variant(name).hidden_size for name in templates]
+    template = templates[widths.index(hidden_size)] if hidden_size in widths else templates[0]
+    return config_class.from_variant(template, **fields)
 
 
 def showlab_model_class(config: SparseFormerConfig) -> type:
@@ -233,7 +235,8 @@ def showlab_names(generation: str, num_layers: int, projects: bool, iterates_onc
 
 def check_names(state_dict: dict[str, torch.Tensor], names: dict[str, str], expected: str):
     """Raise a ValueError unless a checkpoint has these names and no other."""
-    missing, unexpected = sorted(names.keys() - state_dict.keys()), sorted(state_dict.keys() - names.keys())
+    missing = sorted(names.keys() - state_dict.keys())
+    unexpected = sorted(state_dict.keys() - names.keys())
     if missing or unexpected:
         raise ValueError(
             f"The checkpoint does not fit {expected}: missing {listed(missing)}; unexpected {listed(unexpected)}. "

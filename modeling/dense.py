@@ -34,7 +34,8 @@ def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tenso
 
     def along(one: torch.Tensor, other: torch.Tensor, cells: int) -> torch.Tensor:
         """The share of an interval that lies in each cell, `(batch, tokens, cells)`."""
-        low, high = torch.minimum(one, other) * cells, torch.maximum(one, other) * cells
+        low = torch.minimum(one, other) * cells
+        high = torch.maximum(one, other) * cells
         starts = torch.arange(cells, device=rois.device)
         within = (torch.minimum(high, starts + 1) - torch.maximum(low, starts)).clamp(min=0)
         return within / (high - low).clamp(min=1e-6)
@@ -120,13 +121,15 @@ class FeatureMaps(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.stride, self.stage_names = pair(config.feature_stride), tuple(config.stage_names)
+        self.stride = pair(config.feature_stride)
+        self.stage_names = tuple(config.stage_names)
         self.num_prefix_tokens = config.num_prefix_tokens
-        names, scales = config.out_features, config.feature_scales or [1] * len(config.out_features)
-        self.scales = dict(zip(names, scales, strict=True))
-        cells = {name: tuple(side / scale for side in self.stride) for name, scale in self.scales.items()}
-        width = config.upsampler_hidden_size
-        self.upsamplers = nn.ModuleDict({name: MapUpsampler(config, cells[name]) for name in names} if width else {})
+        scales = config.feature_scales or [1] * len(config.out_features)
+        self.scales = dict(zip(config.out_features, scales, strict=True))
+        self.upsamplers = nn.ModuleDict()
+        if config.upsampler_hidden_size:
+            for name, scale in self.scales.items():
+                self.upsamplers[name] = MapUpsampler(config, tuple(side / scale for side in self.stride))
 
     def size_of(self, pixel_values: torch.Tensor, scale: float = 1) -> tuple[int, int]:
         """Height and width of a map of images. Raise a ValueError if the images are smaller than a cell of the
@@ -161,13 +164,14 @@ class FeatureMaps(nn.Module):
         Returns:
             The maps, `(batch, hidden_size, rows, columns)` each, and the share of each token in each cell of the last.
         """
-        maps, shares_by_scale = [], {}
+        maps = []
+        shares_by_scale = {}
         for name in names:
             scale = self.scales.get(name, 1)
             if scale not in shares_by_scale:
                 shares_by_scale[scale] = shares_of_tokens(rois, *self.size_of(pixel_values, scale))
-            shares, states = shares_by_scale[scale], hidden_states[self.stage_names.index(name)]
-            states = states[:, self.num_prefix_tokens :]
+            shares = shares_by_scale[scale]
+            states = hidden_states[self.stage_names.index(name)][:, self.num_prefix_tokens :]
             features = spread(states if norm is None else norm(states), shares)
             if name in self.upsamplers:
                 features = self.upsamplers[name](features, pixel_values, place_in_token(rois, shares))

@@ -62,9 +62,8 @@ def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
         rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom.
         deltas (`torch.Tensor`): `(batch, tokens, 4)`: shift in units of width and height, log scale of both.
     """
-    rois, deltas = in_float32(rois), in_float32(deltas)
-    left_top, right_bottom = rois.chunk(2, dim=-1)
-    shift, log_scale = deltas.chunk(2, dim=-1)
+    left_top, right_bottom = in_float32(rois).chunk(2, dim=-1)
+    shift, log_scale = in_float32(deltas).chunk(2, dim=-1)
     size = (right_bottom - left_top).abs()
     center = (left_top + right_bottom) * 0.5 + shift * size
     half = 0.5 * size * log_scale.clamp(max=MAX_LOG_SCALE).exp()
@@ -84,9 +83,10 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     Returns:
         `torch.Tensor`: `(batch, tokens, points, 2)`, 0 to 1 across the image.
     """
-    rois, offsets = in_float32(rois), in_float32(offsets)
-    left_top, right_bottom = rois.unsqueeze(2).chunk(2, dim=-1)
-    variance, mean = offsets.var(dim=2, keepdim=True), offsets.mean(dim=2, keepdim=True)
+    left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
+    offsets = in_float32(offsets)
+    variance = offsets.var(dim=2, keepdim=True)
+    mean = offsets.mean(dim=2, keepdim=True)
     # The square root has no finite gradient at 0, where all points of a token coincide.
     offsets = (offsets - mean) / (3 * (variance.clamp(min=1e-12).sqrt() + 1e-5))
     return (left_top + right_bottom) * 0.5 + offsets * (right_bottom - left_top)
@@ -331,7 +331,8 @@ class SparseFormerPositionEncoding(nn.Module):
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
-        self.hidden_size, self.kind = hidden_size, config.roi_encoding
+        self.hidden_size = hidden_size
+        self.kind = config.roi_encoding
         self.layernorm = nn.LayerNorm(hidden_size, eps=config.focusing_layer_norm_eps)
         self.proj = nn.Linear(hidden_size, hidden_size)
 
@@ -371,7 +372,8 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float]):
         super().__init__()
         self.drop_path_rates = tuple(drop_path_rates)
-        hidden_size, eps = config.focusing_hidden_size, config.focusing_layer_norm_eps
+        hidden_size = config.focusing_hidden_size
+        eps = config.focusing_layer_norm_eps
         self.stage_embedding = None
         if config.num_focusing_iterations > 1:
             self.stage_embedding = nn.Parameter(torch.empty(config.num_focusing_iterations, hidden_size))
@@ -427,20 +429,15 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float], full_width: bool = False):
         super().__init__()
         self.drop_path_rates = tuple(drop_path_rates)
-        hidden_size, eps = config.focusing_hidden_size, config.focusing_layer_norm_eps
-        heads, intermediate_size, hidden_act = config.focusing_num_attention_heads, 4 * hidden_size, "gelu"
-        if full_width:
-            hidden_size, eps = config.hidden_size, config.layer_norm_eps
-            heads, intermediate_size, hidden_act = (
-                config.num_attention_heads,
-                config.intermediate_size,
-                config.hidden_act,
-            )
+        hidden_size = config.hidden_size if full_width else config.focusing_hidden_size
         self.sampling = SparseFormerSampling(config, hidden_size)
-        self.layernorm_before = nn.LayerNorm(hidden_size, eps=eps)
-        self.attention = SelfAttention(config, hidden_size, heads)
-        self.layernorm_after = nn.LayerNorm(hidden_size, eps=eps)
-        self.mlp = MLP(hidden_size, intermediate_size, hidden_act)
+        self.layernorm_before = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        self.attention = SelfAttention(config, hidden_size, config.num_attention_heads)
+        self.layernorm_after = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
+        if full_width:
+            self.mlp = MLP(hidden_size, config.intermediate_size, config.hidden_act)
+        else:
+            self.mlp = MLP(hidden_size, 4 * hidden_size, "gelu")
         self.roi_deltas = SparseFormerRoIDeltas(config, hidden_size)
 
     def forward(

@@ -23,7 +23,8 @@ _CONFIGURATION_IMPORT = re.compile(r"^(from )\.\.configuration\.", re.MULTILINE)
 def source_files(module_name: str) -> dict[str, str]:
     """File names and sources of a module and of all that it imports relatively, changed to lie side by side. Works on
     an installed package and on remote code alike."""
-    sources, pending = {}, [module_name]
+    sources = {}
+    pending = [module_name]
     while pending:
         module = sys.modules[pending.pop()]
         path = Path(inspect.getsourcefile(module))

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 RELATIVE_TOLERANCE = 1e-2
 # The same for maps as sharp as those of Algorithm 1, whose error (eq. 8) larger values do not reach, and the attention
 # at the target where Algorithm 1 ends: 0.97 to 0.997 on grids of 8 to 16 positions a side.
-SHARP_TOLERANCE, SHARP_MASS = 1e-3, 0.985
+SHARP_TOLERANCE = 1e-3
+SHARP_MASS = 0.985
 
 
 def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch.Tensor:
@@ -60,7 +61,8 @@ def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Te
     """The convolution with an impulse as a matrix, `(height * width, height * width)`: row i has a one at the position
     `offset` away from i. Rows whose target lies outside the grid are zero."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    target_y, target_x = (y + offset[0]).flatten(), (x + offset[1]).flatten()
+    target_y = (y + offset[0]).flatten()
+    target_x = (x + offset[1]).flatten()
     inside = (target_y >= 0) & (target_y < height) & (target_x >= 0) & (target_x < width)
     matrix = torch.zeros(height * width, height * width)
     matrix[inside.nonzero()[:, 0], (target_y * width + target_x)[inside]] = 1.0

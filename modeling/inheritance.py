@@ -45,11 +45,12 @@ def inherit_patches(
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.patch_embedding.weight.shape[1],
         "patch_size": list(anatomy.patch_size),
-        "patch_norm": anatomy.patch_norm is not None,
-        "embedding_norm": anatomy.pre_norm is not None,
     }
+    inherited["extra_norms"] += ["patch"] if anatomy.patch_norm is not None else []
+    inherited["extra_norms"] += ["embedding"] if anatomy.pre_norm is not None else []
     student = new_student(model_class, anatomy, inherited | images | fields)
-    embeddings, patches = student.base_model.embeddings, anatomy.patch_embedding
+    embeddings = student.base_model.embeddings
+    patches = anatomy.patch_embedding
     load_linear(embeddings.projection, Projection(patches.weight.flatten(1), patches.bias))
     load_norm(embeddings.patch_norm, anatomy.patch_norm)
     load_norm(embeddings.norm, anatomy.pre_norm)
@@ -107,12 +108,14 @@ def inherit_blocks(
 @torch.no_grad()
 def place_by_content(model: nn.Module, rule: str, num_levels: int | None):
     """`place_by_content` of a PatchSparseFormer's class, which documents it."""
-    base, config = model.base_model, model.config
+    base = model.base_model
+    config = model.config
     if config.placement == "content":
         raise ValueError("This model's tokens are placed by content already.")
     fields = {"placement": "content", "placement_rule": rule, "num_placement_levels": num_levels}
     placed = type(config).from_dict(config.to_dict() | fields | {"token_grid": None})
-    grid, old = config.token_grid, base.embeddings
+    grid = config.token_grid
+    old = base.embeddings
     trees = PatchSparseFormerEmbeddings(placed).to(old.position_embeddings)
     if trees.placement.forecast is not None:
         trees.placement.forecast.draw(config.initializer_range)
@@ -173,6 +176,9 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict) -> nn.Module:
             f"{anatomy.name} has no projection to inherit. Load a CLIP as CLIPModel or CLIPVisionModelWithProjection, "
             "or make a VisionModel without projection."
         )
+    if needs_projection:
+        projection = anatomy.projection
+        fields = {"projection_dim": len(projection.weight), "projection_bias": projection.bias is not None} | fields
     config = model_class.config_class(**fields)
     if needs_classifier and config.num_labels != len(anatomy.classifier.weight):
         raise ValueError(
@@ -184,7 +190,8 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict) -> nn.Module:
         load_linear(student.classifier, anatomy.classifier)
     if needs_projection:
         load_linear(student.visual_projection, anatomy.projection)
-    pooling, head = anatomy.pooling_head, student.base_model.pooling_head
+    pooling = anatomy.pooling_head
+    head = student.base_model.pooling_head
     if pooling is not None and head is not None:
         head.probe.copy_(pooling.probe)
         load_attention(head.attention, pooling.attention)
@@ -211,8 +218,10 @@ def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
 def configuration_fields(anatomy: Anatomy) -> dict:
     """Fields of a `SparseFormerBaseConfig` that follow from a teacher. Raise a ValueError if its blocks differ from
     each other, or have activations or norms that a SparseFormer has not."""
-    block, (height, width) = anatomy.blocks[0], anatomy.image_size
-    attention, mlp = block.attention, block.mlp
+    height, width = anatomy.image_size
+    block = anatomy.blocks[0]
+    attention = block.attention
+    mlp = block.mlp
     for other in anatomy.blocks[1:]:
         shape = (other.attention.num_heads, other.mlp.up.weight.shape, other.mlp.activation)
         if shape != (attention.num_heads, mlp.up.weight.shape, mlp.activation):
@@ -222,6 +231,7 @@ def configuration_fields(anatomy: Anatomy) -> dict:
     for name, norm in (("final norm", anatomy.norm), ("norm of queries", attention.query_norm)):
         if norm is not None and norm_type(norm) != norm_type(block.attention_norm):
             raise anatomy.refusal("bootstrap from", f"its {name} is of another kind than those of its blocks")
+    extra_norms = {"query_key": attention.query_norm, "attention": attention.output_norm, "mlp": mlp.norm}
     fields = {
         "image_size": height if height == width else [height, width],
         "hidden_size": anatomy.hidden_size,
@@ -229,30 +239,27 @@ def configuration_fields(anatomy: Anatomy) -> dict:
         "num_attention_heads": attention.num_heads,
         "hidden_act": mlp.activation,
         "gated_mlp": mlp.gate is not None,
-        "mlp_norm": mlp.norm is not None,
-        "query_key_norm": attention.query_norm is not None,
-        "attention_norm": attention.output_norm is not None,
         "layer_scale": block.attention_scale is not None,
         "norm_type": norm_type(block.attention_norm),
         "layer_norm_eps": norm_eps(block.attention_norm),
-        "final_norm": anatomy.norm is not None,
+        "extra_norms": [name for name, norm in extra_norms.items() if norm is not None],
+        "final_norm": "after_pooling" if anatomy.pool_before_norm else "before_pooling",
         "num_class_tokens": anatomy.num_class_tokens,
         "num_register_tokens": anatomy.num_register_tokens,
         "pooling": anatomy.pooling,
         "pooled_class_tokens": anatomy.class_tokens,
-        "pool_before_norm": anatomy.pool_before_norm,
     }
+    if anatomy.norm is None:
+        fields["final_norm"] = None
     if anatomy.rotary is not None:
         fields |= anatomy.rotary.fields
     if (head := anatomy.pooling_head) is not None:
         fields |= {
             "pooling_num_attention_heads": head.attention.num_heads,
             "pooling_intermediate_size": 0 if head.mlp is None else len(head.mlp.up.weight),
-            "pooling_hidden_act": None if head.mlp is None else head.mlp.activation,
         }
-    if anatomy.projection is not None:
-        fields["projection_dim"] = len(anatomy.projection.weight)
-        fields["projection_bias"] = anatomy.projection.bias is not None
+        if head.mlp is not None and head.mlp.activation != mlp.activation:
+            raise anatomy.refusal("bootstrap from", "the MLP of its pooling has another activation than its blocks'")
     if anatomy.classifier is not None:
         fields |= anatomy.labels or {"num_labels": anatomy.classifier.out_features}
     return fields
@@ -292,7 +299,8 @@ def load_block(layer: nn.Module, block: Block, channels: torch.Tensor | None = N
 
 def load_attention(module: nn.Module, attention, channels: torch.Tensor | None = None):
     """Copy the weights of an attention; arguments as of `load_block`."""
-    query, key = attention.query, attention.key
+    query = attention.query
+    key = attention.key
     if channels is not None:
         channels = channels.to(query.weight.device)
         heads = torch.arange(attention.num_heads, device=channels.device).unsqueeze(1) * attention.head_dim

@@ -5,12 +5,13 @@ import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import nn
 from transformers.utils.logging import tqdm
 
-from ..configuration.configuration_vit import PSEUDO_INPUTS, SOLVERS, VALUE_INITS
+from ..configuration.configuration_vit import PseudoInput, Solver, ValueInit
 from .impulse import (
     attention_map,
     draw_offsets,
@@ -196,12 +197,12 @@ def impulse_init_(
         ValueError: if the model is no such transformer, or an argument is invalid; the model is then unchanged.
     """
     first_and_later = (pseudo_input, pseudo_input) if isinstance(pseudo_input, str) else tuple(pseudo_input)
-    _check("solver", solver, SOLVERS)
-    _check("value_init", value_init, VALUE_INITS)
+    _check("solver", solver, get_args(Solver))
+    _check("value_init", value_init, get_args(ValueInit))
     if len(first_and_later) != 2:
         raise ValueError(f"`pseudo_input` is {pseudo_input!r}, expected one name or two, for first and later layers.")
     for kind in first_and_later:
-        _check("pseudo_input", kind, PSEUDO_INPUTS)
+        _check("pseudo_input", kind, get_args(PseudoInput))
     if mass is not None and not 0 < mass < 1:
         raise ValueError(f"`mass` is {mass}, expected a number above 0 and below 1, or None.")
     if solver == "pinv" and kernel_size != 3:
@@ -270,7 +271,7 @@ def mimetic_init_(
     learned positions the sinusoidal encoding, on which the identity in the query-key product acts as locality. Biases
     of queries and keys become zero. Arguments, returns and errors as in `impulse_init_`.
     """
-    _check("value_init", value_init, VALUE_INITS)
+    _check("value_init", value_init, get_args(ValueInit))
     vit = read_parts(model)
     _set_positions(vit, positions)
     for layer in vit.layers:
@@ -319,7 +320,7 @@ def kaiming_uniform_init_(
 
 @torch.no_grad()
 def _init_linears(model: nn.Module, draw, generator: torch.Generator | None, value_init: str):
-    _check("value_init", value_init, VALUE_INITS)
+    _check("value_init", value_init, get_args(ValueInit))
     vit = read_parts(model)
     for layer in vit.layers:
         for module in layer.block.modules():

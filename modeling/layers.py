@@ -211,8 +211,8 @@ class EncoderLayer(GradientCheckpointingLayer):
             config,
             hidden_size,
             config.num_attention_heads,
-            head_norm=norm if config.query_key_norm else None,
-            output_norm=norm if config.attention_norm else None,
+            head_norm=norm if "query_key" in config.extra_norms else None,
+            output_norm=norm if "attention" in config.extra_norms else None,
         )
         self.layernorm_after = norm(hidden_size)
         self.mlp = MLP(
@@ -220,7 +220,7 @@ class EncoderLayer(GradientCheckpointingLayer):
             config.intermediate_size,
             config.hidden_act,
             config.gated_mlp,
-            norm if config.mlp_norm else None,
+            norm if "mlp" in config.extra_norms else None,
         )
         self.attention_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
         self.mlp_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
@@ -259,7 +259,7 @@ class AttentionPooling(nn.Module):
             self.mlp = MLP(
                 hidden_size,
                 config.pooling_intermediate_size or config.intermediate_size,
-                config.pooling_hidden_act or config.hidden_act,
+                config.hidden_act,
             )
 
     def draw(self, std: float):

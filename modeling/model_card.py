@@ -42,14 +42,16 @@ def pipeline_tag(model: PreTrainedModel) -> str:
 
 def loading_example(model: PreTrainedModel) -> str:
     """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor."""
-    name, loader = class_name(model), auto_class(model)
+    name = class_name(model)
+    loader = auto_class(model)
     both = loader in ("AutoModelForImageTextToText", "AutoModelForZeroShotImageClassification")
     processor = "AutoProcessor" if both else "AutoImageProcessor"
     remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
     lines = [f"from transformers import {', '.join(sorted([loader, processor]))}", ""]
     if name.endswith("Backbone"):
         lines = [f"from frugalvit import {name}", f"from transformers import {processor}", ""]
-        loader, remote = name, ""
+        loader = name
+        remote = ""
     # A LLaVA's processor is frugalvit's own.
     own = remote if loader == "AutoModelForImageTextToText" else ""
     lines += [f'processor = {processor}.from_pretrained("path/or/id"{own})']

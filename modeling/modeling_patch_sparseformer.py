@@ -98,9 +98,10 @@ class PatchSparseFormerEmbeddings(nn.Module):
         super().__init__()
         self.config = config
         self.patch_size = pair(config.patch_size)
-        hidden_size, norm = config.hidden_size, norm_factory(config)
+        hidden_size = config.hidden_size
+        norm = norm_factory(config)
         self.projection = nn.Linear(config.num_channels * math.prod(self.patch_size), hidden_size)
-        self.patch_norm = norm(hidden_size) if config.patch_norm else nn.Identity()
+        self.patch_norm = norm(hidden_size) if "patch" in config.extra_norms else nn.Identity()
         cells = sum(map(math.prod, self.grids))
         self.position_embeddings = nn.Parameter(torch.empty(cells, hidden_size))
         self.cls_token = self.register_tokens = None
@@ -108,7 +109,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
             self.cls_token = nn.Parameter(torch.empty(config.num_class_tokens, hidden_size))
         if config.num_register_tokens:
             self.register_tokens = nn.Parameter(torch.empty(config.num_register_tokens, hidden_size))
-        self.norm = norm(hidden_size) if config.embedding_norm else nn.Identity()
+        self.norm = norm(hidden_size) if "embedding" in config.extra_norms else nn.Identity()
         self.placement = ContentPlacement(config) if config.placement == "content" else None
 
     def draw(self, std: float):
@@ -226,7 +227,8 @@ class PatchSparseFormerPreTrainedModel(HubModel):
     def resize_tokens(self, num_latent_tokens: int):
         """Change the number of latent tokens, [CLS] not counted, in place, as continued bootstrapping needs. Positions
         are interpolated. Errors as of `set_num_tokens`."""
-        config, embeddings = self.config, self.base_model.embeddings
+        config = self.config
+        embeddings = self.base_model.embeddings
         smaller = []
         if config.placement == "content":
             # Each cell has its position already.
@@ -342,7 +344,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             self.layernorm,
             self.config.num_prefix_tokens,
             self.config.pooled_class_tokens or range(self.config.num_class_tokens),
-            self.config.pool_before_norm,
+            self.config.final_norm == "after_pooling",
             self.pooling_head,
         )
         return PatchSparseFormerModelOutput(
@@ -430,8 +432,6 @@ class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedMode
 
     def __init__(self, config: PatchSparseFormerProjectionConfig):
         super().__init__(config)
-        if config.projection_dim is None:
-            raise ValueError("`projection_dim` is None, expected the width of the projected embedding.")
         self.sparseformer = PatchSparseFormerModel(config)
         self.visual_projection = nn.Linear(config.pooled_size, config.projection_dim, bias=config.projection_bias)
         self.post_init()

@@ -250,7 +250,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
     def __init__(self, config: SparseFormerConfig):
         config.validate()
         super().__init__(config)
-        iterations, blocks = config.num_focusing_iterations, config.num_hidden_layers
+        iterations = config.num_focusing_iterations
+        blocks = config.num_hidden_layers
         # One for each execution of a layer, in order; v1's last focusing layer is the first block.
         executions = iterations + blocks + (not config.is_v1)
         rates = [config.drop_path_rate * number / max(executions - 1, 1) for number in range(executions)]
@@ -315,7 +316,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         # Before the first sampling, all images have the same tokens and RoIs: they are computed once.
         count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
         hidden_states, rois, prefix = self.latents(pixel_values.shape[0], count)
-        all_rois, all_points = [], []
+        all_rois = []
+        all_points = []
         for iteration in range(self.config.num_focusing_iterations):
             hidden_states, rois, points = self.focusing_layer(hidden_states, rois, features, iteration, **kwargs)
             all_rois.append(rois)
@@ -346,7 +348,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             self.layernorm,
             self.config.num_prefix_tokens,
             self.config.pooled_class_tokens or range(self.config.num_class_tokens),
-            self.config.pool_before_norm,
+            self.config.final_norm == "after_pooling",
             self.pooling_head,
         )
         return SparseFormerModelOutput(
@@ -443,8 +445,6 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
 
     def __init__(self, config: SparseFormerProjectionConfig):
         super().__init__(config)
-        if config.projection_dim is None:
-            raise ValueError("`projection_dim` is None, expected the width of the projected embedding.")
         self.sparseformer = SparseFormerModel(config)
         self.visual_projection = nn.Linear(config.pooled_size, config.projection_dim, bias=config.projection_bias)
         self.post_init()

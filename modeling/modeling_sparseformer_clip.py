@@ -27,6 +27,8 @@ AutoModel.register(PatchSparseFormerConfig, PatchSparseFormerModel, exist_ok=Tru
 def image_side_fields(vision_model: nn.Module) -> dict:
     """Return the configuration's fields of a SparseFormer without its projection."""
     fields = vision_model.config.to_dict()
+    for name in ("projection_dim", "projection_bias"):
+        fields.pop(name, None)
     fields["model_type"] = fields["model_type"].removesuffix("_projection")
     if fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
@@ -142,7 +144,8 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
 
     def __init__(self, config: SparseFormerCLIPConfig):
         super().__init__(config)
-        text, vision = config.text_config, config.vision_config
+        text = config.text_config
+        vision = config.vision_config
         self.text_model = CLIPTextModel._from_config(text)
         self.vision_model = AutoModel.from_config(vision)
         self.text_projection = nn.Linear(text.hidden_size, config.projection_dim, bias=False)

@@ -7,7 +7,6 @@ from Vision Foundation Models*), a PatchSparseFormer a linear classifier of its 
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.modeling_outputs import BackboneOutput, SemanticSegmenterOutput
 from transformers.processing_utils import Unpack
@@ -88,11 +87,11 @@ class FeatureMapsMixin(BackboneMixin):
         Raises:
             ValueError: if the images are smaller than a cell, or `num_tokens` does not fit.
         """
-        base, config = self.base_model, self.config
-        outputs = base(pixel_values, num_tokens=num_tokens, **kwargs | {"output_rois": True, "return_dict": True})
-        norm = base.layernorm if config.apply_layernorm else nn.Identity()
+        kwargs |= {"num_tokens": num_tokens, "output_rois": True, "return_dict": True}
+        outputs = self.base_model(pixel_values, **kwargs)
+        norm = self.base_model.layernorm
         maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm, self.out_features)
-        if not config.reshape_hidden_states:
+        if not self.config.reshape_hidden_states:
             maps = tuple(
                 self.in_a_row(each, norm(outputs.hidden_states[index]))
                 for each, index in zip(maps, self.out_indices, strict=True)
@@ -254,9 +253,13 @@ class PatchSparseFormerForSemanticSegmentation(PatchSparseFormerPreTrainedModel)
         """As that of `SparseFormerForSemanticSegmentation`, with logits at the grid of the last feature map."""
         kwargs |= {"output_rois": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
-        norm = self.sparseformer.layernorm if self.config.apply_layernorm else nn.Identity()
-        places = (outputs.hidden_states, outputs.rois[-1], pixel_values)
-        maps, token_maps = self.feature_maps(*places, norm, self.config.out_features)
+        maps, token_maps = self.feature_maps(
+            outputs.hidden_states,
+            outputs.rois[-1],
+            pixel_values,
+            self.sparseformer.layernorm,
+            self.config.out_features,
+        )
         logits = self.decode_head(maps)
         return SparseFormerSemanticSegmenterOutput(
             loss=None if labels is None else semantic_segmentation_loss(logits, labels),

@@ -268,6 +268,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         weights["text_projection"] = model.text_projection.weight.mT
         fields = model.vision_model.config.to_dict()
         model_type = f"{fields.pop('model_type')}_projection"
+        fields["projection_dim"] = model.config.projection_dim
         vision = AutoModel.from_config(AutoConfig.for_model(model_type, **fields))
         vision.base_model.load_state_dict(model.vision_model.state_dict())
         vision.visual_projection.load_state_dict(model.visual_projection.state_dict())

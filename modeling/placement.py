@@ -17,7 +17,8 @@ from .layers import in_float32
 
 
 # Bins of gray of the entropy rule, from -BOUND to BOUND of normalized pixels.
-BINS, BOUND = 16, 2.5
+BINS = 16
+BOUND = 2.5
 # By how much each cell's worth is less than that of the cell before it which is worth as much: ties are decided alike
 # everywhere, and no cell is worth as much as the one that it is a part of.
 TIE = 2.0**-20
@@ -76,8 +77,8 @@ def entropy(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -
         below.insert(0, F.avg_pool2d(below[0], 2))
     found = []
     for shares in below[:-1]:
-        none, all_ = torch.zeros_like(shares[:, :1]), torch.ones_like(shares[:, :1])
-        probability = torch.cat([shares, all_], 1) - torch.cat([none, shares], 1)
+        first = shares[:, :1]
+        probability = torch.cat([shares, torch.ones_like(first)], 1) - torch.cat([torch.zeros_like(first), shares], 1)
         found.append(-(probability * probability.clamp(min=1e-9).log2()).sum(1))
     return found
 
@@ -101,7 +102,8 @@ def worth_of(
     if rule != "learned":
         # Times the cell's area, in cells of the finest grid.
         return [loss * 4 ** (num_levels - 1 - level) for level, loss in enumerate(losses)]
-    worths, within = [], attention
+    worths = []
+    within = attention
     for loss in reversed(losses):
         # Of the four cells that one is split into.
         within = 4 * F.avg_pool2d(within.unsqueeze(1), 2).squeeze(1)
@@ -116,7 +118,9 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
     batch, rows, columns = worths[0].shape
     sizes = [worth[0].numel() for worth in worths]
     num_splits = (num_tokens - sizes[0]) // 3
-    ordered, above, place = [], None, 0
+    ordered = []
+    above = None
+    place = 0
     for worth, size in zip(worths, sizes, strict=True):
         # From a positive number on, so that a factor below 1 makes it smaller.
         worth = in_float32(worth).clamp(min=1e-20)
@@ -130,7 +134,8 @@ def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
     order = torch.cat(ordered, dim=1).topk(place).indices
     is_split = (torch.arange(place, device=order.device) < num_splits).to(torch.float32)
     splits = torch.zeros(order.shape, device=order.device).scatter(1, order, is_split.expand_as(order))
-    is_there, left = torch.ones_like(worths[0], dtype=torch.float32), []
+    is_there = torch.ones_like(worths[0], dtype=torch.float32)
+    left = []
     for split, worth in zip(splits.split(sizes, dim=1), worths, strict=True):
         split = split.view(worth.shape)
         left.append((is_there - split).flatten(1))
@@ -212,10 +217,12 @@ class ContentPlacement(nn.Module):
     def patches(self, levels: list[torch.Tensor], cells: torch.Tensor) -> torch.Tensor:
         """Return the patches of cells, `(batch, num_tokens)`, see `cut_patches`: `(batch, num_tokens, pixels)`."""
         images = torch.arange(cells.shape[0], device=cells.device).unsqueeze(1)
-        found, place = None, 0
+        found = None
+        place = 0
         for level in levels:
             grid = cut_patches(level, self.patch_size)
-            count, columns = grid.shape[1] * grid.shape[2], grid.shape[2]
+            rows, columns = grid.shape[1:3]
+            count = rows * columns
             # Of cells of other grids any patch; few copies of these cost less than one of all cells.
             number = (cells - place).clamp(0, count - 1)
             here = grid[images, number // columns, number % columns]

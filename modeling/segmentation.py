@@ -10,7 +10,8 @@ from .layers import MLP, SelfAttention, in_float32
 
 
 # Width and number of transformer blocks of the head.
-HIDDEN_SIZE, NUM_BLOCKS = 256, 2
+HIDDEN_SIZE = 256
+NUM_BLOCKS = 2
 # Label of pixels that do not count.
 IGNORED = 255
 

@@ -80,7 +80,8 @@ def swap_vision_tower(
     config = swapped_config(model_class.config_class, vlm.config, tower_fields, image_grid)
     with torch.device("meta"):
         model = model_class(config)
-    old, new = vlm.model, model.model
+    old = vlm.model
+    new = model.model
     has_grid = vlm.config.model_type in GRID_MODELS
     sparseformer = new.vision_tower.tower if has_grid else new.vision_tower
     sparseformer.load_state_dict(copy.deepcopy(tower.state_dict()), assign=True)

@@ -1,11 +1,13 @@
 """The `frugalvit` command: fast help, clear errors, exit codes."""
 
+import inspect
 import os
 import re
 import signal
 import subprocess
 import sys
 import types
+from typing import get_args
 
 import frugalvit_cli as cli
 import pytest
@@ -48,19 +50,21 @@ def test_answers_at_once(argument):
 
 def test_choices_are_all_that_there_are():
     """Names that options list without importing what defines them."""
+    from frugalvit import PatchSparseFormerConfig
     from frugalvit.common import choices
-    from frugalvit.configuration import (
-        configuration_bootstrapped_vit,
-        configuration_patch_sparseformer,
-        configuration_vit_context_broadcast,
+    from frugalvit.configuration import configuration_bootstrapped_vit
+    from frugalvit.configuration.configuration_vit_context_broadcast import (
+        ContextBroadcastKind,
+        ContextBroadcastPosition,
     )
     from frugalvit.modeling import conversion, initialization, reference_initialization
 
     assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
     assert reference_initialization.REFERENCE == choices.REFERENCE
-    assert configuration_patch_sparseformer.PLACEMENT_RULES == choices.PLACEMENT_RULES
-    assert configuration_vit_context_broadcast.CONTEXT_BROADCASTS == choices.CONTEXT_BROADCASTS
-    assert configuration_vit_context_broadcast.CONTEXT_BROADCAST_POSITIONS == choices.CONTEXT_BROADCAST_POSITIONS
+    rules = inspect.get_annotations(PatchSparseFormerConfig)["placement_rule"]
+    assert get_args(rules) == choices.PLACEMENT_RULES
+    assert get_args(ContextBroadcastKind) == choices.CONTEXT_BROADCASTS
+    assert get_args(ContextBroadcastPosition) == choices.CONTEXT_BROADCAST_POSITIONS
     assert tuple(configuration_bootstrapped_vit.VARIANTS) == choices.JOINT_VARIANTS
     assert tuple(conversion.TEMPLATES) == choices.CONVERTED_VARIANTS
 

@@ -135,8 +135,12 @@ REFUSED = {
     # name: (checkpoint, arguments, part of the message)
     "bootstrapped as v1": (checkpoint_of("bootstrapped"), ["--variant", "v1"], "does not fit variant 'v1': missing"),
     "another model": ({"blocks.0.attn.qkv.weight": torch.ones(3)}, [], "unexpected blocks.0.attn"),
-    "no iterations": (checkpoint_of("v1"), ["--iterations", "0"], "`num_focusing_iterations` is 0"),
-    "a tiny image": (checkpoint_of("v1"), ["--image-size", "2"], "`image_size` is 2"),
+    "no iterations": (
+        checkpoint_of("v1"),
+        ["--iterations", "0"],
+        "'num_focusing_iterations': expected at least 1, got 0",
+    ),
+    "a tiny image": (checkpoint_of("v1"), ["--image-size", "2"], "'image_size': expected at least 4, got 2"),
     "a list": ([1, 2, 3], [], "holds no state dict"),
     "objects": ({"model": Path("x")}, [], "Cannot read tensors"),
 }

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import (
+    StrictDataclassClassValidationError,
+    StrictDataclassError,
+    StrictDataclassFieldValidationError,
+)
 from safetensors import SafetensorError
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -178,9 +182,11 @@ def read_values(name: str, text: str) -> dict:
 
 def reason(error: BaseException) -> str | None:
     """Return the message of an error that the user can mend, in one line; None for a defect of the program."""
-    if isinstance(error, StrictDataclassError) and error.__cause__:
-        error = ValueError(str(error.__cause__))
     message = str(error).strip()
+    if isinstance(error, StrictDataclassClassValidationError):
+        message = str(error.__cause__)
+    elif isinstance(error, StrictDataclassFieldValidationError):
+        message = message.replace(f"{type(error.__cause__).__name__}: ", "", 1)
     if isinstance(error, RuntimeError) and "to be installed" in message:
         message += " TensorBoard comes with pip install 'frugalvit[track]'."
     elif isinstance(error, RuntimeError) and message.startswith("DataLoader worker (pid"):

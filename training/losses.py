@@ -121,8 +121,8 @@ class MapAlignment:
             self.layers = [index - len(student.stage_names) for index in student.out_indices]
             if layers and sorted(layers) != self.layers:
                 raise ValueError(f"dense_layers are {layers}, and the backbone has maps of {self.layers}.")
-            if not (config.apply_layernorm and config.reshape_hidden_states):
-                raise ValueError("A backbone is aligned with apply_layernorm and reshape_hidden_states.")
+            if not config.reshape_hidden_states:
+                raise ValueError("A backbone is aligned with reshape_hidden_states.")
         most = min(len(student.base_model.layers), len(teacher.blocks)) + 1
         if wrong := [layer for layer in self.layers if not -most <= layer < 0]:
             raise ValueError(f"dense_layers has {wrong[0]}, expected -1, the last, to {-most}, before all blocks.")

@@ -33,7 +33,9 @@ class Kind:
         """A tiny configuration, of a model class or the base model's, with these fields instead."""
         config_class = (model_class or self.base).config_class
         fields = self.fields | fields
-        return config_class.from_variant(self.variant, **fields) if self.variant else config_class(**fields)
+        if config_class.model_type.endswith("_projection"):
+            fields = {"projection_dim": 16} | fields
+        return config_class(**self.config_class._variants.get(self.variant, {}) | fields)
 
     @property
     def base(self) -> type[PreTrainedModel]:
@@ -68,7 +70,6 @@ ENCODER = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "drop_path_rate": 0.0,
-    "projection_dim": 16,
     "upsampler_hidden_size": 8,
 }
 SPARSEFORMER = ENCODER | {
@@ -92,14 +93,14 @@ KINDS = {
         frugalvit.SparseFormerConfig,
         "augreg-base-49-224",
         # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
-        {**SPARSEFORMER, "mixing_hidden_size": 16, "focusing_num_attention_heads": 2},
+        {**SPARSEFORMER, "mixing_hidden_size": 16},
         SPARSEFORMERS,
         files={"focusing.py"},
     ),
     "patches": Kind(
         frugalvit.PatchSparseFormerConfig,
         None,
-        PATCHES | {"num_latent_tokens": 6, "patch_norm": True, "embedding_norm": True},
+        PATCHES | {"num_latent_tokens": 6, "extra_norms": ["patch", "embedding"]},
         PATCH_SPARSEFORMERS,
         files={"placement.py"},
     ),
@@ -114,7 +115,7 @@ KINDS = {
     "v1": Kind(
         frugalvit.SparseFormerConfig,
         "v1-tiny",
-        {**SPARSEFORMER, "focusing_num_attention_heads": 16, "num_attention_heads": 16},
+        {**SPARSEFORMER, "num_attention_heads": 16},
         SPARSEFORMERS,
         files={"focusing.py"},
     ),

@@ -285,7 +285,7 @@ def test_layers_and_sizes_that_do_not_exist():
     for fields, message in (
         ({"out_features": ["stage9"]}, r"subset of stage_names: .*stage4"),
         ({"feature_scales": [2, 1], "out_indices": [1]}, r"`feature_scales` is \[2, 1\], expected a positive number"),
-        ({"upsampler_hidden_size": 0}, "`upsampler_hidden_size` is 0, expected at least 1"),
+        ({"upsampler_hidden_size": 0}, "(?s)'upsampler_hidden_size'.*expected at least 1, got 0"),
     ):
         with pytest.raises((StrictDataclassError, ValueError), match=message):
             PatchSparseFormerConfig(**PATCHES | fields)

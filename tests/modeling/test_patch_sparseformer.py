@@ -9,7 +9,7 @@ import frugalvit
 @pytest.mark.parametrize("config_class", ["SparseFormerCLIPConfig", "SparseFormerLlavaConfig"])
 @pytest.mark.parametrize("kind", ["patches", "bootstrapped"])
 def test_towers_are_read_by_their_model_type(kind, config_class, make_config):
-    own = make_config(kind, projection_dim=None)
+    own = make_config(kind)
     vision = getattr(frugalvit, config_class)(vision_config=own.to_dict()).vision_config
     assert type(vision) is type(own) and vision.to_dict() == own.to_dict()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugalvit import PatchSparseFormerConfig, PatchSparseFormerForImageClassification, PatchSparseFormerModel
-from frugalvit.configuration.configuration_patch_sparseformer import PLACEMENT_RULES
+from frugalvit.common.choices import PLACEMENT_RULES
 from frugalvit.modeling.layers import resize
 from frugalvit.modeling.placement import (
     ContentPlacement,

@@ -9,7 +9,6 @@ import frugalvit
 from frugalvit import (
     SparseFormerForImageClassification,
     SparseFormerModel,
-    SparseFormerVisionModelWithProjection,
 )
 from frugalvit.modeling.focusing import locate_sampling_points, sample_features
 from kinds import SPARSEFORMERS
@@ -113,8 +112,6 @@ class TestClsAlone:
 
 
 def test_counts_and_widths_that_do_not_fit(make_config, classifier):
-    with pytest.raises(ValueError, match="`projection_dim` is None"):
-        SparseFormerVisionModelWithProjection(make_config("bootstrapped", projection_dim=None))
     with pytest.raises(ValueError, match="`num_latent_tokens` is 0, expected at least 1"):
         classifier.resize_tokens(0)
 
