@@ -91,6 +91,7 @@ def recipe(arguments, folder: Path) -> float:
         str(folder / "teacher"),
         arguments.dataset,
         num_tokens=48,
+        focusing="paper",
         output=output,
         eval_split="none",
         per_device_train_batch_size=arguments.batch_size,

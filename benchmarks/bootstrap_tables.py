@@ -158,7 +158,8 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     # The paper continues at a quarter of the first learning rate.
     rate, warmup = (arguments.learning_rate / 4, 0) if continued else (arguments.learning_rate, 1 / epochs)
     argv = [
-        *(*shared, "--teacher", arguments.teacher, "--recipe", "paper", "--config_overrides", STUDENT),
+        *(*shared, "--teacher", arguments.teacher, "--focusing", "paper", "--config_overrides", STUDENT),
+        *("--recipe", "paper"),
         *("--num_train_epochs", str(epochs), "--learning_rate", str(rate), "--warmup_steps", str(warmup), *extra),
     ]
     return run_training(bootstrap, folder, argv)

@@ -65,11 +65,11 @@ from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, t
 
 # Arguments of `frugalvit bootstrap` besides the shared ones.
 VARIANTS = {
-    "fixed": ["--focusing", "inherited"],
-    "elastic": ["--focusing", "inherited", "--num_tokens", "9", "16", "25", "36", "49", "64"],
+    "fixed": [],
+    "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
     # With --tokens 256, the teacher's at 224 pixels: as many products as 64 tokens through twelve blocks.
-    "3 blocks": ["--focusing", "inherited", "--truncate", "9"],
-    "paper": ["--recipe", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
+    "3 blocks": ["--truncate", "9"],
+    "paper": ["--focusing", "paper", "--recipe", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
 # Sureness from which on an image needs no more tokens, and how many it is looked at with.
 CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]

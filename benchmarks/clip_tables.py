@@ -91,10 +91,9 @@ STUDENTS = {
     "SparseFormer, 16 tokens, normalized": (15, ["--token_loss_weight", "1", "--token_layers", "-2"]),
     "SparseFormer, 16 tokens, all layers": (15, ["--token_loss_weight", "1", "--token_distance", "raw"]),
 }
-INHERITED = [*READABLE, "--focusing", "inherited"]
 STUDENTS_INHERITED = {
-    "SparseFormer, 16 readable tokens of a grid": (16, INHERITED),
-    "SparseFormer, 16 readable tokens of trees": (16, [*INHERITED, "--placement", "content"]),
+    "SparseFormer, 16 readable tokens of a grid": (16, READABLE),
+    "SparseFormer, 16 readable tokens of trees": (16, [*READABLE, "--placement", "content"]),
 }
 # Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
 ALIGNED = {
@@ -180,7 +179,7 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
     argv = ["--teacher", str(clip), *shared_arguments(arguments, seed), "--num_tokens", str(tokens), *extra]
     argv += ["--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", "64"]
     if name in STUDENTS:
-        argv += ["--recipe", "paper", "--config_overrides", STUDENT, "--learning_rate", "4e-3"]
+        argv += ["--focusing", "paper", "--recipe", "paper", "--config_overrides", STUDENT, "--learning_rate", "4e-3"]
         argv += ["--warmup_steps", str(1 / arguments.epochs)]
     run_training(bootstrap, folder, argv)
     return folder

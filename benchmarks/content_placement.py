@@ -213,7 +213,7 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         return json.loads(measured_file.read_text(encoding="utf-8"))
     argv = [
         *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval_split", "none", "--seed", str(seed)),
-        *("--focusing", "inherited", "--num_tokens", *map(str, TOKENS), *PLACEMENTS[placement]),
+        *("--num_tokens", *map(str, TOKENS), *PLACEMENTS[placement]),
         *("--zoom_out", str(ZOOM_OUT)),
         *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", str(arguments.batch_size)),
         *("--learning_rate", str(arguments.learning_rate)),

@@ -71,7 +71,6 @@ def main(argv: list[str] | None = None) -> None:
         str(photographs / "train.parquet"),
         TOKENS,
         folder / "student",
-        focusing="inherited",
         train_split=f"train[:{num_train}]",
         eval_split=NO_EVALUATION,
         num_train_epochs=1,
@@ -104,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{format_table(table_rows(rows))}\n\n± is a standard error; images/s are those of batches of "
         f"{BATCH_SIZES[-1]} in {precision}. It took {seconds} seconds. In {folder}: student/, comparison.png, "
         "rois.png, results.json.\n\nNext, with your own ViT and your own photographs, which need no labels:\n"
-        "  frugalvit bootstrap --teacher YOUR_VIT --dataset PHOTOGRAPHS --focusing inherited --num_tokens "
+        "  frugalvit bootstrap --teacher YOUR_VIT --dataset PHOTOGRAPHS --num_tokens "
         f"{' '.join(map(str, TOKENS))} --num_train_epochs 1 --output_dir student\n"
         "  frugalvit compare YOUR_VIT student --dataset PHOTOGRAPHS --output comparison\n"
         "  frugalvit predict PHOTOGRAPHS --model student --num-tokens 36"

@@ -40,16 +40,16 @@ from .augmentation import BootstrapView, PairedEvalView
 from .cards import without_place
 from .data import Views, as_images, split_off
 from .losses import AlignmentLoss, Targets, attended_cells
-from .students import StudentArguments, build_student, freeze, token_counts_to_train
+from .students import StudentArguments, build_student, continued_student, freeze, token_counts_to_train
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
 PROG = "frugalvit bootstrap"
 # Pixels of the largest images that the recipe "small" is for.
 LARGEST_SMALL = 96
-# Defaults. "paper" is made for 224 pixels; students of 32 pixels learn slowly with it: "small" has large steps, and
-# tokens learn what to hold. "inherited" is for students that begin as their teacher at a lower resolution, which large
-# steps destroy.
+# Defaults. "inherited" is for students that begin as their teacher at a lower resolution, which large steps destroy;
+# the others are for new focusing stages. "paper" is made for 224 pixels; students of 32 pixels learn slowly with it:
+# "small" has large steps, and tokens learn what to hold.
 PAPER = {
     "crop_scale": [0.5, 1.0],
     "token_loss_weight": 0.0,
@@ -350,7 +350,7 @@ def bootstrap(
             quarter of the teacher's by default.
         output (`str`, *optional*, defaults to `"student"`): Folder of the student, its card and its checkpoints.
         processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
-        options: Arguments of `frugalvit bootstrap`, for example `num_train_epochs=5`, `focusing="inherited"`.
+        options: Arguments of `frugalvit bootstrap`, for example `num_train_epochs=5`, `placement="content"`.
 
     Returns:
         `PreTrainedModel`: The student, on the CPU, in float32.
@@ -399,9 +399,16 @@ def make_trainer(
     train, evaluation, test = (*parts, None) if parts else load_splits(data, args.label_loss_weight > 0)
     model, processor = teacher or load_vision_model(options.teacher, "cpu", options.trust_remote_code)
     teacher_format = ImageFormat.from_processor(processor)
-    args.complete(options.focusing == "inherited", max(teacher_format.size), options.student is not None)
     anatomy = read_anatomy(model.requires_grad_(False), teacher_format.size)
-    student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **NEW_STUDENTS[args.recipe])
+    if options.student:
+        student = continued_student(options, anatomy)
+        args.complete(student.config.embeds_patches, max(teacher_format.size), continues=True)
+    else:
+        args.complete(options.focusing == "inherited", max(teacher_format.size))
+        new = NEW_STUDENTS["inherited" if options.focusing == "inherited" else args.recipe]
+        student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **new)
+    if options.image_size:
+        set_image_size(student.config, options.image_size)
     trainer = BootstrapTrainer(anatomy, student, args, train, evaluation, processor, options.teacher)
     trainer.test_images = test
     return trainer

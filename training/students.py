@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
 from ..common.choices import FOCUSINGS, PLACEMENT_RULES, PLACEMENTS
 from ..common.loading import load_vision_model, one_error, split_revision
 from ..common.views import ImageFormat
-from ..configuration.configuration_base import is_sparseformer, set_image_size
+from ..configuration.configuration_base import is_sparseformer
 from ..modeling.hosts import Anatomy
 from ..modeling.modeling_patch_sparseformer import (
     PatchSparseFormerForImageClassification,
@@ -50,7 +50,7 @@ class StudentArguments:
     teacher: str = argument(help="Folder, hub id or open_clip:MODEL:PRETRAINED of a ViT, CLIP, SigLIP or LLaVA.")
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     focusing: str = argument(
-        "paper", "A new stage, or the teacher's patches at the cells of a grid.", choices=FOCUSINGS
+        "inherited", "The teacher's patches at the cells of a grid, or the paper's new stage.", choices=FOCUSINGS
     )
     placement: str = argument("grid", "Cells of focusing inherited: equal, or small at detail.", choices=PLACEMENTS)
     placement_rule: str = argument("detail", "With placement content, which cells are small.", choices=PLACEMENT_RULES)
@@ -71,38 +71,32 @@ class StudentArguments:
 def build_student(
     options: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat, inherit_blocks: bool = True, **recipe
 ) -> PreTrainedModel:
-    """Return a new student with the teacher's blocks, or that of `options.student` with other tokens and pixels.
-    `recipe` gives `truncate` and fields of the configuration that `options` leaves open."""
-    if options.student:
-        student = continued_student(options, teacher)
-    else:
-        kind = "tokens"
-        if options.upsampler_hidden_size:
-            kind = "map"
-            recipe["upsampler_hidden_size"] = options.upsampler_hidden_size
-        elif teacher.classifier is not None:
-            kind = "classifier"
-        elif teacher.projection is not None:
-            kind = "projection"
-        student_class = STUDENTS[options.focusing][kind]
-        if options.focusing == "paper":
-            recipe |= {"inherit_blocks": inherit_blocks, "break_ties": options.break_ties}
-        elif not inherit_blocks:
-            raise ValueError("inherit_blocks is False, expected True with focusing inherited.")
-        if options.placement == "content":
-            recipe |= {"placement": "content", "placement_rule": options.placement_rule}
-        if options.truncate is not None:
-            recipe["truncate"] = options.truncate
-        counts = sorted({*(options.num_tokens or ())})
-        fields = {
-            "elastic_token_counts": counts if len(counts) > 1 else None,
-            **teacher_format.config_fields(),
-        }
-        fields |= recipe | parse_overrides(student_class.config_class.model_type, options.config_overrides)
-        student = student_class.from_teacher(teacher, counts[-1] if counts else None, **fields)
-    if options.image_size:
-        set_image_size(student.config, options.image_size)
-    return student
+    """Return a new student with the teacher's blocks. `recipe` gives `truncate` and fields of the configuration that
+    `options` leaves open."""
+    kind = "tokens"
+    if options.upsampler_hidden_size:
+        kind = "map"
+        recipe["upsampler_hidden_size"] = options.upsampler_hidden_size
+    elif teacher.classifier is not None:
+        kind = "classifier"
+    elif teacher.projection is not None:
+        kind = "projection"
+    student_class = STUDENTS[options.focusing][kind]
+    if options.focusing == "paper":
+        recipe |= {"inherit_blocks": inherit_blocks, "break_ties": options.break_ties}
+    elif not inherit_blocks:
+        raise ValueError("inherit_blocks is False, expected True with focusing inherited.")
+    if options.placement == "content":
+        recipe |= {"placement": "content", "placement_rule": options.placement_rule}
+    if options.truncate is not None:
+        recipe["truncate"] = options.truncate
+    counts = sorted({*(options.num_tokens or ())})
+    fields = {
+        "elastic_token_counts": counts if len(counts) > 1 else None,
+        **teacher_format.config_fields(),
+    }
+    fields |= recipe | parse_overrides(student_class.config_class.model_type, options.config_overrides)
+    return student_class.from_teacher(teacher, counts[-1] if counts else None, **fields)
 
 
 def continued_student(options: StudentArguments, teacher: Anatomy) -> PreTrainedModel:

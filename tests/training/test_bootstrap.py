@@ -28,7 +28,7 @@ from tiny import make_vit
 
 
 run = functools.partial(run_command, "bootstrap")
-PAPER = {"recipe": "paper", "config_overrides": TINY_STUDENT}
+PAPER = {"focusing": "paper", "recipe": "paper", "config_overrides": TINY_STUDENT}
 INHERITED = {"focusing": "inherited", "num_tokens": 16}
 # For Python.
 ONE_EPOCH = PAPER | {"per_device_train_batch_size": 16, "use_cpu": True, "num_train_epochs": 1}
@@ -118,8 +118,8 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
 def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     """All but cells and classifier learn, and what chooses cells at the full rate."""
     model = AutoModelForImageClassification.from_pretrained(teacher)
-    learned = {"placement": "content", "placement_rule": "learned", "image_std": [0.25] * 3, "resample": 2}
-    student = PatchSparseFormerForImageClassification.from_teacher(model, 16, **learned)
+    learned = {"placement": "content", "placement_rule": "learned"}
+    student = PatchSparseFormerForImageClassification.from_teacher(teacher, 16, **learned)
     before = {name: value.clone() for name, value in student.state_dict().items()}
     own = make(student, learning_rate=1.0, warmup_steps=4)
     assert (own.args.recipe, own.args.inherited_lr_factor) == ("inherited", 0.02)
@@ -147,11 +147,19 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
 @pytest.mark.parametrize(
     ("size", "options", "expected"),
     [
-        (96, {}, {"recipe": "small", "learning_rate": 6e-3, "num_train_epochs": 20, "token_loss_weight": 4}),
-        (384, {}, {"recipe": "paper", "token_loss_weight": 0, "per_device_train_batch_size": 128}),
-        (32, {"focusing": "inherited"}, {"recipe": "inherited", "inherited_lr_factor": 0.02}),
+        (
+            96,
+            {"focusing": "paper"},
+            {"recipe": "small", "learning_rate": 6e-3, "num_train_epochs": 20, "token_loss_weight": 4},
+        ),
+        (384, {"focusing": "paper"}, {"recipe": "paper", "token_loss_weight": 0, "per_device_train_batch_size": 128}),
+        (32, {}, {"recipe": "inherited", "inherited_lr_factor": 0.02}),
         (32, {"recipe": "paper", "warmup_steps": 0}, {"crop_scale": [0.5, 1.0], "warmup_steps": 0}),
-        (32, {"student": "s"}, {"recipe": "paper", "learning_rate": 5e-5, "num_train_epochs": 5, "warmup_steps": 0}),
+        (
+            32,
+            {"focusing": "paper", "student": "s"},
+            {"recipe": "paper", "learning_rate": 5e-5, "num_train_epochs": 5, "warmup_steps": 0},
+        ),
     ],
 )
 def test_the_recipe_fits_the_images_and_what_is_given_goes_before(size, options, expected):

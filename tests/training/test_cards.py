@@ -24,7 +24,7 @@ def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once,
     for start, (part, count) in enumerate({"train": 6, "val": 2, "test": 3}.items()):
         draw_classes(images / part, count, ("a", "b"), 20 * start)
     options = {"teacher": teacher, "dataset": images, "license": "mit", "train_split": None, "eval_split": None}
-    own = run_command("bootstrap", tmp_path / "out", config_overrides=TINY_STUDENT, **options)
+    own = run_command("bootstrap", tmp_path / "out", focusing="paper", config_overrides=TINY_STUDENT, **options)
     # Chosen on the one, measured on the other.
     card, alignments = ModelCard.load(tmp_path / "out" / "README.md"), logged(own, "eval_alignment")
     [measured], step = logged(own, "test_alignment"), 1 + alignments.index(max(alignments))
