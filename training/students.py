@@ -65,7 +65,7 @@ class StudentArguments:
     def __post_init__(self):
         check_choices(self)
         if self.student is None and self.focusing != "inherited":
-            check(self, lambda placement: placement == "grid", "grid without focusing inherited", "placement")
+            check(self, lambda placement: placement == "grid", "grid with focusing paper", "placement")
 
 
 def build_student(

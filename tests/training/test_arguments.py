@@ -50,7 +50,7 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
         "bootstrap --teacher t --max_steps many | --max_steps/--max-steps: invalid int value: 'many'",
         "bootstrap --teacher t --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
         "bootstrap --teacher t --tune 1.5 | tune is 1.5, expected a share from 0 to below 1, or a count",
-        "bootstrap --teacher t --focusing paper --placement content | placement is 'content', expected grid without focusing inherited",
+        "bootstrap --teacher t --focusing paper --placement content | placement is 'content', expected grid with",
         "bootstrap --config siglip-base | siglip-base is no file and no recipe; did you mean siglip2-base",
         "bootstrap --config impulse-cifar10 | impulse-cifar10 is for another command than frugalvit bootstrap",
         "train | Give model, to go on from, or model_type and config_overrides, to train from scratch",
