@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_model
 from .common.command_line import CommandParser
-from .common.files import COMPANIONS, forget_code, is_picture_of, whole_folder
+from .common.files import COMPANIONS, forget_code, is_picture_of, read_text, whole_folder
 from .common.loading import load_image_processor, split_revision
 from .modeling.hub import HubModel
 from .modeling.model_card import auto_class, model_card
@@ -113,7 +113,7 @@ def save_compact(model: PreTrainedModel, folder: Path):
 def copy_companions(source: Path, folder: Path):
     """Copy the card with its pictures, processors and tokenizers."""
     card = source / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    text = read_text(card) if card.is_file() else ""
     for path in sorted(source.glob("*")):
         if is_picture_of(text, path) or any(fnmatch(path.name, pattern) for pattern in COMPANIONS):
             # It may lead to a private file.

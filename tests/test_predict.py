@@ -15,6 +15,7 @@ from transformers import ViTImageProcessor, pipeline
 
 from drawn import noise
 from frugalvit import Classifier, SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit.common.image_files import find_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.demo import look
 from frugalvit.predict import format_labels, format_prediction, predict
@@ -103,6 +104,8 @@ def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
         assert sum(label["score"] for label in result["labels"]) == pytest.approx(1)
     _, output, _ = run(images, *arguments, 2, "--limit", 2, capsys=capsys)
     assert json.loads(output) == results[:2]
+    # No way around.
+    (images / "more" / "again").symlink_to(images)
     for image in (images / "[ab].*g", images / "**" / "[!.]*.webp"):
         _, output, _ = run(image, *arguments, 1, capsys=capsys)
         for single in json.loads(output):
@@ -110,6 +113,7 @@ def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
             assert [label["label"] for label in single["labels"]] == [label["label"] for label in batched["labels"]]
             scores = [[label["score"] for label in result["labels"]] for result in (single, batched)]
             np.testing.assert_allclose(*scores, atol=1e-5)
+    assert find_images([str(images / "**" / "*.[pw][ne]*")]) == [images / "a.png", images / "more" / "c.webp"]
 
 
 def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, capsys):

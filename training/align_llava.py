@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PaliGemmaProcessor, PreTrainedModel
 
+from ..common.files import read_text
 from ..common.loading import load_llava, load_vision_model
 from ..common.splits import load_parts, load_splits
 from ..common.views import CAPTION, ImageFormat, random_seed
@@ -105,7 +106,7 @@ def read_conversations(file: str | Path, image_folder: str | Path | None = None)
     folder = Path(image_folder or file.parent).expanduser()
     columns = {"image": [], "turns": []}
     try:
-        for record in json.loads(file.read_text(encoding="utf-8")):
+        for record in json.loads(read_text(file)):
             if record.get("image") is None:
                 continue
             said = record["conversations"]

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from transformers import HfArgumentParser, TrainingArguments
 
 from ..common.choices import NO_EVALUATION, SUBSET
+from ..common.files import read_text
 from ..common.interruptions import end_on_sigterm
 from ..common.tables import printable
 
@@ -156,8 +157,8 @@ def read_config(given: str, prog: str) -> dict:
         close = ", ".join(difflib.get_close_matches(given, RECIPES))
         raise ValueError(f"--config {given} is no file and no recipe{close and f'; did you mean {close}?'}")
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.safe_load(read_text(file))
+    except yaml.YAMLError as error:
         raise ValueError(f"--config {given} is no YAML ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {given} holds a {type(content).__name__}, expected names and values.")

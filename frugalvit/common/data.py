@@ -23,7 +23,7 @@ from accelerate import PartialState
 
 from .choices import SUBSET
 from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS
-from .files import shipped_images
+from .files import read_text, shipped_images
 from .loading import split_revision
 from .tables import first_line, printable, shortened
 
@@ -105,7 +105,8 @@ def kind_of(feature) -> str:
     if isinstance(feature, datasets.ClassLabel):
         return "classes"
     dtype = feature.dtype.removeprefix("large_") if isinstance(feature, datasets.Value) else ""
-    return {"binary": "bytes", "string": "texts"}.get(dtype, "numbers" if "int" in dtype else "else")
+    known = {"binary": "bytes", "string": "texts", "bool": "numbers"}
+    return known.get(dtype, "numbers" if "int" in dtype else "else")
 
 
 def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what: str, dataset) -> str | None:
@@ -216,6 +217,9 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
     tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
+    for path in metadata:
+        if path.suffix != ".parquet":
+            read_text(path)
     archives = sorted(folder.glob("*.zip"))
     if unread := [path for path in files if path.suffix.lower() in UNREAD_ENDINGS]:
         leave_out(unread, NOT_READ)

@@ -85,13 +85,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
         scaled = values // 257 + (values % 257 > 128)
         return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
     if image.mode in ("F", "I"):
-        values = np.asarray(image).astype(np.float64)
-        highest = values.max(initial=0)
-        if not (values.min(initial=0) >= 0 and highest < 2**31):
+        values = np.asarray(image)
+        lowest, highest = values.min(initial=0), values.max(initial=0)
+        # Several threads read large images: no further copies.
+        del values
+        if not (lowest >= 0 and highest < 2**31):
             raise ValueError(f"its values go up to {highest:g}, expected none below 0 or above 2^31 - 1")
         ranges = [*([1] if image.mode == "F" else []), 255, 65_535, 2**31 - 1]
         full = next((each for each in ranges if highest <= 1.001 * each), highest)
-        return Image.fromarray((values * (255 / full)).round().clip(0, 255).astype(np.uint8)).convert("RGB")
+        return image.point(lambda value: value * (255 / full) + 0.5).convert("L").convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

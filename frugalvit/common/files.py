@@ -88,6 +88,14 @@ def permit_as_usual(path: Path):
                 file.chmod(0o666 & ~mask)
 
 
+def read_text(path: str | os.PathLike) -> str:
+    """Read a text file that a user gives; raise a ValueError that names it if it is not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 ({error}); convert it, for example by iconv.") from error
+
+
 def write_text(path: str | os.PathLike, text: str):
     with whole_file(path) as aside:
         aside.write_text(text, encoding="utf-8")

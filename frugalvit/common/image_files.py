@@ -1,7 +1,5 @@
 """Images that commands name: files, folders and patterns of them, and parquet files."""
 
-import glob
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,13 +22,18 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
                 leave_out(unread, NOT_READ)
             files = [file for file in files if file not in unread and file.name not in METADATA_FILES]
         else:
-            names = [path] if path.exists() else sorted(glob.glob(str(path), recursive=True))
-            # A pipe would be waited for.
-            files = [Path(name) for name in names if os.path.isfile(name)]
+            # Unlike `glob`, it follows no links at **, which may lead in circles.
+            names = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            # A pipe would be waited for; hidden files are those that are named.
+            files = [name for name in names if name.is_file() and _hidden(name) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {argument!r}; give image files, folders or patterns.")
         found += files
     return found
+
+
+def _hidden(path: Path) -> set[str]:
+    return {part for part in path.parts if part.startswith(".")}
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:

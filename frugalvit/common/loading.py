@@ -177,6 +177,8 @@ def check_folder(folder: Path):
     """Raise a ValueError if there is no model in a folder. A path that is no folder is left to the hub."""
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{str(folder)!r} is an adapter of peft; merge it first: merge_and_unload, save_pretrained.")
     # A training that was stopped has written checkpoints alone.
     hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
     raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. Give {hint}.")

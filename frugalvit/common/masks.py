@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageOps
 from .choices import IGNORED
 from .data import SPLITS, SYSTEM_FOLDERS, files_within, kind_of, load_table, split_names
 from .decoding import IMAGE_ENDINGS, CorruptImageError, is_image_file, open_record
+from .files import read_text
 from .splits import load_parts
 from .tables import first_line, shortened
 
@@ -114,13 +115,14 @@ def _labelme_names(pairs: dict) -> list[str]:
 
 
 def _read_labelme(file: Path) -> dict:
+    text = read_text(file)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if {"shapes", "imageWidth", "imageHeight"} <= content.keys():
-            return content
-    except (ValueError, AttributeError):
-        pass
-    raise ValueError(f"{file} is no file of labelme's.")
+        content = json.loads(text)
+        if wrong := [shape["label"] for shape in content["shapes"] if not isinstance(shape["label"], str)]:
+            raise ValueError(f"the label {wrong[0]!r}, expected a text")
+        return {name: content[name] for name in ("shapes", "imageWidth", "imageHeight")}
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} is no file of labelme's: {type(error).__name__}: {error}.") from error
 
 
 def _draw(file: Path, names: list[str]) -> dict:
@@ -130,9 +132,9 @@ def _draw(file: Path, names: list[str]) -> dict:
     mask = Image.new("L", (content["imageWidth"], content["imageHeight"]), numbers.get(BACKGROUND, IGNORED))
     for shape in content["shapes"]:
         label = shape["label"]
-        kind = shape["shape_type"]
-        if label not in numbers or kind != "polygon":
-            raise ValueError(f"{file} has a {kind} {label!r}, expected polygons of {shortened(names)}.")
+        kind = shape.get("shape_type")
+        if label not in numbers or kind != "polygon" or not shape.get("points"):
+            raise ValueError(f"{file} has a {kind} {label!r}, expected polygons, with points, of {shortened(names)}.")
         points = [tuple(point) for point in shape["points"]]
         ImageDraw.Draw(mask).polygon(points, numbers[label], numbers[label])
     encoded = io.BytesIO()

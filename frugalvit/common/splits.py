@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import datasets
@@ -178,17 +178,26 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
             if len(indices) > 1:
                 numbers = ", ".join(map(str, indices))
                 raise ValueError(f"The model has classes {numbers} called {name!r}; name them so (--class-names).")
-        return [found[name][0] for name in names]
+        return _distinct(names, [found[name][0] for name in names], id2label)
     if len(id2label) == IMAGENET_CLASSES:
         synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
         if all(name in synsets for name in names):
             return [synsets[name] for name in names]
     if all(name.isdecimal() and int(name) < len(id2label) for name in names):
-        return [int(name) for name in names]
+        return _distinct(names, [int(name) for name in names], id2label)
     if len(names) <= len(id2label) and all(_NO_NAME.fullmatch(label) for label in id2label.values()):
         return list(range(len(names)))
     own = shortened(list(id2label.values()))
     raise ValueError(f"The model does not know the classes {shortened(unknown)}, its own are {own} (--class-names).")
+
+
+def _distinct(names: Sequence[str], indices: list[int], id2label: Mapping[int, str]) -> list[int]:
+    """Return the indices; raise a ValueError if two names are one class, as "Cat" and "cat", or "1" and "01"."""
+    for index, count in Counter(indices).most_common(1):
+        if count > 1:
+            twice = " and ".join(repr(name) for name, other in zip(names, indices, strict=True) if other == index)
+            raise ValueError(f"The classes {twice} are both the model's {id2label[index]!r} (--class-names).")
+    return indices
 
 
 def _plain(name: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import datasets
 import torch
 
+from ..common.files import read_text
 from ..common.scores import check_scores
 from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
@@ -32,8 +33,9 @@ def read_karpathy(
     path: str, folder: Path, split: str = "test", limit: int | None = None
 ) -> tuple[datasets.Dataset, list[list[str]]]:
     """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k."""
+    text = read_text(path)
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))["images"]
+        entries = json.loads(text)["images"]
         entries = [entry for entry in entries if entry["split"] == split][:limit]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
         # Karpathy's COCO lies in a folder for each year.

@@ -2,13 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import datasets
 import open_clip
 import torch
 
 from ..common.data import class_names
+from ..common.files import read_text
 from ..common.metrics import accuracies
 from .images import image_batches, images_to_evaluate, reading_options
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
@@ -32,17 +32,21 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     names = list(open_clip.IMAGENET_CLASSNAMES) if source == "imagenet" else known
     if source not in (None, "imagenet"):
-        names = [line.strip() for line in Path(source).read_text(encoding="utf-8").splitlines() if line.strip()]
+        names = read_lines(source)
     if len(names) < len(known):
         raise ValueError(f"--classes {source} names {len(names)} classes, the data set has {len(known)}.")
     return names
+
+
+def read_lines(file: str) -> list[str]:
+    return [line.strip() for line in read_text(file).splitlines() if line.strip()]
 
 
 def read_templates(source: str) -> list[str]:
     """Read sentences with `{}` in the place of a class's name."""
     if source == "imagenet":
         return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
-    templates = [line.strip() for line in Path(source).read_text(encoding="utf-8").splitlines() if line.strip()]
+    templates = read_lines(source)
     if wrong := [line for line in templates or [""] if line.count("{}") != 1 or line.count("{") != 1]:
         raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
     return templates

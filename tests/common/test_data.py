@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from drawn import encode
+from drawn import encode, save
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import class_names, load_images, sample, split_names
 from frugalvit.common.decoding import decode_image
@@ -80,6 +80,7 @@ def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
     ("labels", "options", "names", "numbers"),
     [
         (pa.array([1, 0, 2], pa.uint8()), {}, ["0", "1", "2"], [1, 0, 2]),
+        ([True, False, True], {}, ["0", "1"], [1, 0, 1]),
         (["b", "a", "c"], {}, ["a", "b", "c"], [1, 0, 2]),
         (pa.array(["b", None, "a"], pa.large_string()), {}, ["a", "b"], [1, None, 0]),
         (["b", "", "c"], {}, ["", "b", "c"], [1, 0, 2]),
@@ -116,12 +117,15 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
     parquet = write_parquet()
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no parquet")
     (tmp_path / "empty").mkdir()
+    save(tmp_path / "western" / "a.png")
+    (tmp_path / "western" / "metadata.jsonl").write_bytes('{"file_name": "a.png", "label": "café"}'.encode("latin-1"))
     two = pa.table({name: [{"bytes": b"", "path": None}] for name in ("left", "right")})
     pq.write_table(two, tmp_path / "two.parquet")
     for source, options, message in (
         ("nobody/nothing", {}, "expected a hub id, a folder of images"),
         (str(tmp_path / "none.parquet"), {}, "There is no file .*none"),
         (str(tmp_path / "empty"), {}, "Cannot load .*empty.*: it has no images, and 0 zip files"),
+        (str(tmp_path / "western"), {}, "western/metadata.jsonl' is not UTF-8"),
         (str(tmp_path / "none"), {}, "is no data set; expected a hub id, a folder"),
         (str(tmp_path / "broken.parquet"), {}, "Cannot load .*: Parquet magic bytes not found"),
         ([parquet, SUBSET], {}, "expected one, or several parquet files"),

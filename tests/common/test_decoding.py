@@ -3,6 +3,7 @@
 import io
 import os
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -57,6 +58,17 @@ def test_is_read_the_same_everywhere(image, ending, expected, options, tmp_path)
     ):
         assert read.mode == "RGB"
         np.testing.assert_allclose(np.asarray(read).astype(float), expected, atol=1)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_images_of_many_bits_are_not_copied_many_times(dtype, tmp_path):
+    """Several threads read images at once, and a small file may hold a large one."""
+    Image.fromarray(np.zeros((512, 512), dtype)).save(tmp_path / "image.tif")
+    tracemalloc.start()
+    read_image(tmp_path / "image.tif")
+    bytes_per_pixel = tracemalloc.get_traced_memory()[1] / 512**2
+    tracemalloc.stop()
+    assert bytes_per_pixel < 10
 
 
 def test_what_is_no_image_is_refused(tmp_path):

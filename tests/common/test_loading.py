@@ -90,6 +90,12 @@ def test_weights_that_the_embedding_reads_must_be_there(edit, message, tmp_path)
         load_vision_model(folder, "cpu")
 
 
+def test_an_adapter_is_to_be_merged(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ValueError, match="is an adapter of peft; merge it first: merge_and_unload"):
+        load_image_classifier(tmp_path)
+
+
 def write_timm(folder: Path, num_classes: int) -> torch.nn.Module:
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
     torch.manual_seed(0)

@@ -110,11 +110,18 @@ class TestData:
         assert data.class_names == ["_background_", "at 0", "at 30"]
         labels = MaskReader(3)(train[0]["mask"], 0, (52, 40))
         assert (labels[:, :19] == 1).all() and (labels[:, 32:49] == 2).all() and not labels[:, 23:28].any()
-        with pytest.raises(ValueError, match="0.json has a polygon 'at 30', expected polygons of at 0"):
+        with pytest.raises(ValueError, match="0.json has a polygon 'at 30', expected polygons, with points, of at 0"):
             load_masked_images(str(tmp_path), "train", class_names=["at 0"])
-        for content in ("{}", "[]", "no JSON"):
-            (tmp_path / "0.json").write_text(content)
-            with pytest.raises(ValueError, match="0.json is no file of labelme's"):
+        content["shapes"][0]["label"] = 3
+        for text, message in (
+            ("{}", "is no file of labelme's: KeyError"),
+            ("[]", "is no file of labelme's: TypeError"),
+            ("no JSON", "is no file of labelme's: JSONDecodeError"),
+            (json.dumps(content), "is no file of labelme's: ValueError: the label 3, expected a text"),
+            ("é", "' is not UTF-8 .*iconv"),
+        ):
+            (tmp_path / "0.json").write_text(text, encoding="latin-1")
+            with pytest.raises(ValueError, match=f"0.json.*{message}"):
                 load_masked_images(str(tmp_path), "train")
 
     def test_labels_that_do_not_count(self):

@@ -128,6 +128,8 @@ def test_occlusion_hides_the_middle():
         (["0", "1", "2", "3"], ["cat", "dog", "frog"], "does not know the classes 0, 1, 2, … \\(4\\)"),
         # Two classes of one name are told apart by nothing.
         (["cat", "dog"], ["cat", "cat", "dog"], "has classes 0, 1 called 'cat'"),
+        (["Cat", "cat"], ["cat", "dog"], "The classes 'Cat' and 'cat' are both the model's 'cat'"),
+        (["1", "0", "01"], ["a", "b"], "The classes '1' and '01' are both the model's 'b'"),
     ],
 )
 def test_classes_are_matched_by_name(names, labels, expected):
