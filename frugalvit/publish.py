@@ -25,6 +25,7 @@ from .common.files import COMPANIONS, forget_code, is_picture_of, read_text, who
 from .common.loading import load_image_processor, split_revision
 from .modeling.hub import HubModel
 from .modeling.model_card import auto_class, model_card
+from .modeling.notebook import write_notebook
 from .without_package import outputs_of
 
 
@@ -68,6 +69,8 @@ def main(argv: list[str] | None = None) -> None:
             for path in folder.glob("*.py"):
                 path.unlink()
             forget_code(folder)
+        else:
+            write_notebook(model, folder, arguments.repo_id or ".")
         for path in sorted(folder.iterdir()):
             print(f"{path.stat().st_size:>12,}  {path.name}")
         if arguments.repo_id and not arguments.dry_run:

@@ -140,14 +140,22 @@ class HubModel(PreTrainedModel):
         }
 
     def push_to_hub(self, repo_id: str, *, private=None, token=None, revision=None, **commit):
-        """Save the repository and upload it by one `HfApi.upload_folder`; a model card that is there stays."""
+        """Save the repository, with a notebook where frugalvit is installed, and upload it by one
+        `HfApi.upload_folder`; card and notebook that are there stay."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        keeps = ["README.md"] if api.file_exists(repo_id, "README.md", revision=revision) else None
+        names = ("README.md", "notebook.ipynb")
+        keeps = [name for name in names if api.file_exists(repo_id, name, revision=revision)]
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
+            try:
+                from frugalvit.modeling.notebook import write_notebook
+
+                write_notebook(self, folder, repo_id)
+            except ModuleNotFoundError:
+                pass
             commit |= {"repo_id": repo_id, "folder_path": folder, "revision": revision, "ignore_patterns": keeps}
             return api.upload_folder(**{"commit_message": "Upload model"} | commit)
 

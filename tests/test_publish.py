@@ -112,7 +112,7 @@ def test_uploads_all_in_one_commit_and_checks_from_nothing(trained, tmp_path, hu
     assert path == "/api/models/someone/model/commit/main"
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"} < set(files)
-    assert "optimizer.bin" not in files
+    assert "optimizer.bin" not in files and b"someone/model" in files["notebook.ipynb"]
     assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
     assert "Uploaded to someone/model." in capsys.readouterr().out
 

@@ -17,7 +17,7 @@ IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 # Files of a model folder, besides source files and the card's pictures; those that no model itself writes; and of
 # `frugalvit export`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
-MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json")
+MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json", "notebook.ipynb")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
 EXPORT_FILES = ("onnx", "openvino_*.*", "export.json", "report.json", "index.html", "ort*.*")
 

@@ -246,7 +246,9 @@ def test_uploads(make_model, hub, tmp_path):
     model.save_pretrained(tmp_path / "model", push_to_hub=True, repo_id="someone/other")
     (path, commit, files), (other_path, _, other_files) = hub.commits
     assert path == "/api/models/someone/model/commit/dev" and commit["summary"] == "Mine"
-    assert {*files} == kind.complete() and {*other_files} == kind.complete() - {"README.md"}
+    complete = kind.complete() | {"notebook.ipynb"}
+    assert {*files} == complete and {*other_files} == complete - {"README.md"}
+    assert b'from_pretrained(\\"someone/model\\"' in files["notebook.ipynb"]
     assert f"# {kind.classifier.__name__}" in ModelCard(files["README.md"].decode()).text
     assert files["model.safetensors"] == save(model.state_dict(), {"format": "pt"})
     assert other_path == "/api/models/someone/other/commit/main"
