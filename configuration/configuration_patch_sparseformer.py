@@ -76,6 +76,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             Number of sizes of a tree's cells, at least two. By default until cells have no more pixels than a patch.
         placement_random_share (`float`, *optional*, defaults to 0.0):
             Share of images that have a random tree while training.
+        teacher_config (`dict`, *optional*): Configuration of a teacher of Transformers, for `to_plain_vit`.
     """
 
     model_type = "patch_sparseformer"
@@ -90,6 +91,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     placement_grid: Size | None = at_least(1)(default=None)
     num_placement_levels: int | None = at_least(2)(default=None)
     placement_random_share: float | int = rate(default=0.0)
+    teacher_config: dict | None = None
 
     def __post_init__(self, **kwargs):
         height, width = pair(self.patch_size)

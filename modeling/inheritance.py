@@ -13,7 +13,18 @@ from torch import nn
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 from .hosts import Anatomy, read_anatomy
-from .hosts.anatomy import Block, Projection, difference, evaluating, norm_eps, norm_type
+from .hosts.anatomy import (
+    Attention,
+    AttentionPooling,
+    Block,
+    Linear,
+    Projection,
+    difference,
+    evaluating,
+    norm_eps,
+    norm_type,
+)
+from .hosts.transformers import read_block, read_head
 from .image_format import ImageFormat
 from .layers import pool_tokens, rotary_embeddings
 from .modeling_patch_sparseformer import PatchSparseFormerEmbeddings, resize_table
@@ -45,6 +56,7 @@ def inherit_patches(
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.patch_embedding.weight.shape[1],
         "patch_size": list(anatomy.patch_size),
+        "teacher_config": teacher_config(anatomy),
     }
     inherited["extra_norms"] += ["patch"] if anatomy.patch_norm is not None else []
     inherited["extra_norms"] += ["embedding"] if anatomy.pre_norm is not None else []
@@ -56,7 +68,8 @@ def inherit_patches(
     load_norm(embeddings.norm, anatomy.pre_norm)
     positions = [anatomy.positions_of(grid) for grid in embeddings.grids]
     if positions[0] is None:
-        embeddings.position_embeddings.zero_()
+        # A grid's stay zero, so that the student goes back into its teacher's class, see `to_plain_vit`.
+        embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:
         embeddings.position_embeddings.copy_(torch.cat(positions))
     front = front_of_blank_image(anatomy, truncated) if truncated else anatomy.front_tokens()
@@ -190,15 +203,8 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict) -> nn.Module:
         load_linear(student.classifier, anatomy.classifier)
     if needs_projection:
         load_linear(student.visual_projection, anatomy.projection)
-    pooling = anatomy.pooling_head
-    head = student.base_model.pooling_head
-    if pooling is not None and head is not None:
-        head.probe.copy_(pooling.probe)
-        load_attention(head.attention, pooling.attention)
-        if pooling.mlp is not None:
-            load_norm(head.layernorm, pooling.norm)
-            load_linear(head.mlp.fc1, pooling.mlp.up)
-            load_linear(head.mlp.fc2, pooling.mlp.down)
+    if anatomy.pooling_head is not None and student.base_model.pooling_head is not None:
+        load_pooling(read_head(student.base_model.pooling_head), anatomy.pooling_head)
     return student
 
 
@@ -265,6 +271,15 @@ def configuration_fields(anatomy: Anatomy) -> dict:
     return fields
 
 
+def teacher_config(anatomy: Anatomy) -> dict | None:
+    """The configuration of a teacher of Transformers, without what its weights and labels are; None for others."""
+    config = getattr(anatomy.model, "config", None)
+    if not type(config).__module__.startswith("transformers."):
+        return None
+    left_out = ("architectures", "dtype", "id2label", "label2id", "problem_type", "transformers_version")
+    return {name: value for name, value in config.to_diff_dict().items() if name not in left_out}
+
+
 def front_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
     """Class tokens and registers before a block, `(prefix tokens, hidden_size)`, in an image of zeros. They differ
     from image to image; a student's are constant, and learned from here."""
@@ -278,46 +293,56 @@ def load_encoder(student: nn.Module, anatomy: Anatomy, truncated: int):
     base = student.base_model
     load_norm(base.layernorm, anatomy.norm)
     for layer, block in zip(base.layers, anatomy.blocks[truncated:], strict=True):
-        load_block(layer, block, None if anatomy.rotary is None else anatomy.rotary.channels)
+        load_block(read_block(layer), block, None if anatomy.rotary is None else anatomy.rotary.channels)
 
 
-def load_block(layer: nn.Module, block: Block, channels: torch.Tensor | None = None):
-    """Copy a block's weights into an `EncoderLayer`, or any other pre-norm block of these names. `channels` is the
-    order of each head's channels of queries and keys, where they are rotated."""
-    load_norm(layer.layernorm_before, block.attention_norm)
-    load_attention(layer.attention, block.attention, channels)
-    load_norm(layer.layernorm_after, block.mlp_norm)
-    if block.mlp.gate is not None:
-        load_linear(layer.mlp.gate_proj, block.mlp.gate)
-    load_linear(layer.mlp.fc1, block.mlp.up)
-    load_norm(layer.mlp.norm, block.mlp.norm)
-    load_linear(layer.mlp.fc2, block.mlp.down)
-    if block.attention_scale is not None:
-        layer.attention_scale.copy_(block.attention_scale)
-        layer.mlp_scale.copy_(block.mlp_scale)
+def load_block(target: Block, source: Block, channels: torch.Tensor | None = None):
+    """Copy a block's weights into another one of its shape. `channels` is the order of each head's channels of queries
+    and keys, where they are rotated."""
+    load_norm(target.attention_norm, source.attention_norm)
+    load_attention(target.attention, source.attention, channels)
+    load_norm(target.mlp_norm, source.mlp_norm)
+    if source.mlp.gate is not None:
+        load_linear(target.mlp.gate, source.mlp.gate)
+    load_linear(target.mlp.up, source.mlp.up)
+    load_norm(target.mlp.norm, source.mlp.norm)
+    load_linear(target.mlp.down, source.mlp.down)
+    if source.attention_scale is not None:
+        target.attention_scale.copy_(source.attention_scale)
+        target.mlp_scale.copy_(source.mlp_scale)
 
 
-def load_attention(module: nn.Module, attention, channels: torch.Tensor | None = None):
+def load_attention(target: Attention, source: Attention, channels: torch.Tensor | None = None):
     """Copy the weights of an attention; arguments as of `load_block`."""
-    query = attention.query
-    key = attention.key
+    query = source.query
+    key = source.key
     if channels is not None:
         channels = channels.to(query.weight.device)
-        heads = torch.arange(attention.num_heads, device=channels.device).unsqueeze(1) * attention.head_dim
+        heads = torch.arange(source.num_heads, device=channels.device).unsqueeze(1) * source.head_dim
         rows = (heads + channels).flatten()
         query, key = (
             Projection(each.weight[rows], None if each.bias is None else each.bias[rows]) for each in (query, key)
         )
-    load_linear(module.q_proj, query)
-    load_linear(module.k_proj, key)
-    load_linear(module.v_proj, attention.value)
-    load_linear(module.o_proj, attention.output)
-    load_norm(module.output_norm, attention.output_norm)
-    load_norm(module.q_norm, attention.query_norm, channels)
-    load_norm(module.k_norm, attention.key_norm, channels)
+    load_linear(target.query, query)
+    load_linear(target.key, key)
+    load_linear(target.value, source.value)
+    load_linear(target.output, source.output)
+    load_norm(target.output_norm, source.output_norm)
+    load_norm(target.query_norm, source.query_norm, channels)
+    load_norm(target.key_norm, source.key_norm, channels)
 
 
-def load_linear(module: nn.Linear, projection: Projection):
+def load_pooling(target: AttentionPooling, source: AttentionPooling):
+    """Copy the weights of attention pooling."""
+    target.probe.copy_(source.probe)
+    load_attention(target.attention, source.attention)
+    if source.mlp is not None:
+        load_norm(target.norm, source.norm)
+        load_linear(target.mlp.up, source.mlp.up)
+        load_linear(target.mlp.down, source.mlp.down)
+
+
+def load_linear(module: Linear, projection: Linear):
     """Copy a projection's weights; one without a bias computes the same with a bias of zero."""
     module.weight.copy_(projection.weight)
     if module.bias is not None and projection.bias is None:
@@ -328,7 +353,7 @@ def load_linear(module: nn.Linear, projection: Projection):
 
 def load_norm(module: nn.Module | None, norm: nn.Module | None, channels: torch.Tensor | None = None):
     """Copy a norm's weights, in the order of `channels`, where it has some; nothing without a norm."""
-    if norm is None:
+    if module is None or norm is None:
         return
     order = slice(None) if channels is None else channels
     for name, value in module.named_parameters():

@@ -287,6 +287,26 @@ class PatchSparseFormerPreTrainedModel(HubModel):
             raise ImportError("from_teacher needs frugalvit: pip install frugalvit.") from error
         return inherit_patches(cls, teacher, num_latent_tokens, truncate, image_processor, **fields)
 
+    def to_plain_vit(self, num_tokens: int | None = None, like=None) -> nn.Module:
+        """Return this model with a count of tokens as one of its teacher's class, for images of as many patches: a
+        `Dinov2ForImageClassification` for 84 pixels, for example, which loads and runs as any other.
+
+        Args:
+            num_tokens (`int`, *optional*): Latent tokens; those of a call that chooses none by default.
+            like (`PreTrainedConfig` or `str`, *optional*):
+                Configuration, folder or hub id of a model of Transformers with the teacher's architecture. Needed
+                where the teacher was of another library.
+
+        Raises:
+            ValueError: if tokens are placed by content, `like` is needed or does not fit, or the class has no place
+                for some of the student's weights.
+        """
+        try:
+            from frugalvit.modeling.plain_vit import to_plain_vit
+        except ModuleNotFoundError as error:
+            raise ImportError("to_plain_vit needs frugalvit: pip install frugalvit.") from error
+        return to_plain_vit(self, num_tokens, like)
+
 
 class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
     """The bare PatchSparseFormer, from pixels to tokens. `AutoModel` loads it, and it is the vision tower of LLaVA."""

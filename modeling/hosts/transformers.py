@@ -185,23 +185,31 @@ def _read_grid(
 
 def read_block(module: nn.Module) -> Block:
     """Read a block of any family. Raise a NotAPlainViT if it is no plain pre-norm block."""
-    attention = find(module, _ATTENTIONS)
     scales = [
-        getattr(getattr(module, f"layer_scale{i}", None), "lambda1", getattr(module, f"lambda_{i}", None))
-        for i in (1, 2)
+        getattr(getattr(module, f"layer_scale{i}", None), "lambda1", getattr(module, name, None))
+        for i, name in ((1, "lambda_1"), (2, "lambda_2"))
     ]
-    norms = [find(attention, [name]) for name in ("q_norm", "k_norm", "output_norm")]
-    if norms[0] is not None and len(norms[0].weight) != attention.head_dim:
-        raise NotAPlainViT("it normalizes the queries and keys of all heads together")
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, find(attention, _OUTPUTS)]
-    attention = Attention(*linears, linears[0].out_features // attention.head_dim, *norms)
-    mlp = _read_mlp(find(module, _MLPS))
+    if hasattr(module, "mlp_scale"):
+        # A SparseFormer's.
+        scales = [module.attention_scale, module.mlp_scale]
+    attention, mlp = read_attention(find(module, _ATTENTIONS)), _read_mlp(find(module, _MLPS))
     return checked(Block(module, find(module, _ATTENTION_NORMS), attention, find(module, _MLP_NORMS), mlp, *scales))
+
+
+def read_attention(module: nn.Module) -> Attention:
+    """Read an attention with four linear layers. Raise a NotAPlainViT if it normalizes all heads together."""
+    norms = [find(module, [name]) for name in ("q_norm", "k_norm", "output_norm")]
+    if norms[0] is not None and len(norms[0].weight) != module.head_dim:
+        raise NotAPlainViT("it normalizes the queries and keys of all heads together")
+    linears = [module.q_proj, module.k_proj, module.v_proj, find(module, _OUTPUTS)]
+    return Attention(*linears, linears[0].out_features // module.head_dim, *norms)
 
 
 def _read_mlp(module: nn.Module) -> MLP:
     activation = activation_name(find(module, _ACTIVATIONS))
-    return MLP(find(module, _UPS), find(module, _DOWNS), activation, gate=find(module, ["gate_proj"]))
+    return MLP(
+        find(module, _UPS), find(module, _DOWNS), activation, find(module, ["gate_proj"]), find(module, ["norm"])
+    )
 
 
 def sincos_positions(hidden_size: int, grid: tuple[int, int], theta: float = 10000.0) -> torch.Tensor:
@@ -226,7 +234,8 @@ def _read_patches(tower: nn.Module) -> nn.Conv2d | Projection:
     # C-RADIO has channels first, and normalizes pixels before that.
     weight = projection.weight.unflatten(1, (-1, *size))
     bias = projection.bias
-    if (conditioner := find(tower, ["input_conditioner"])) is not None:
+    conditioner = find(tower, ["input_conditioner"])
+    if conditioner is not None and (conditioner.norm_mean.any() or (conditioner.norm_std != 1).any()):
         weight = weight / conditioner.norm_std.to(weight)
         shift = -torch.einsum("ochw,cij->o", weight, conditioner.norm_mean.to(weight))
         bias = shift if bias is None else bias + shift
@@ -246,16 +255,20 @@ def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, anatomy: A
     elif anatomy.pooling == "attention":
         head = getattr(tower, "head", None)
         anatomy.pooling = "mean" if head is None else "attention"
-        anatomy.pooling_head = None if head is None else _read_head(head)
+        anatomy.pooling_head = None if head is None else read_head(head)
     anatomy.class_tokens = list(tower.config.summary_idxs) if family.output == "summary" else None
 
 
-def _read_head(head: nn.Module) -> AttentionPooling:
+def read_head(head: nn.Module) -> AttentionPooling:
+    """Read the attention pooling of SigLIP, AIMv2 or a SparseFormer."""
     if hasattr(head, "probe"):
         attention = head.attention
-        linears = split_linear(3, attention.in_proj_weight, attention.in_proj_bias)
-        attention = Attention(*linears, attention.out_proj, attention.num_heads)
-        return AttentionPooling(head.probe[0], attention, head.layernorm, _read_mlp(head.mlp))
+        if isinstance(attention, nn.MultiheadAttention):
+            linears = split_linear(3, attention.in_proj_weight, attention.in_proj_bias)
+            attention = Attention(*linears, attention.out_proj, attention.num_heads)
+        else:
+            attention = read_attention(attention)
+        return AttentionPooling(head.probe.view(1, -1), attention, head.layernorm, head.mlp and _read_mlp(head.mlp))
     # AIMv2 learns the query itself, without a projection.
     query = Projection(torch.eye(head.cls_token.shape[-1]).to(head.cls_token))
     attention = Attention(query, head.k_proj, head.v_proj, head.output_proj, head.num_heads)

@@ -30,6 +30,7 @@ TINY_FOCUS = {
 # What is one piece of code for all hosts is tested on one of each library.
 FEW = ("dinov2-registers-classifier", "timm-registers", "open_clip")
 WITH_PATCHES = [name for name, kind in KINDS.items() if kind.patches]
+OF_TRANSFORMERS = [name for name in WITH_PATCHES if not name.startswith(("timm", "open_clip"))]
 
 
 @torch.no_grad()
@@ -58,6 +59,16 @@ def inherit(anatomy, num_tokens: int | None = None, **options) -> nn.Module:
 
 def make_student(anatomy, **options) -> nn.Module:
     return student_class(anatomy, "SparseFormer").from_teacher(anatomy, **TINY_FOCUS | options)
+
+
+@torch.no_grad()
+def changed(student: nn.Module) -> nn.Module:
+    """Changes a student in place as training does: all that learns."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in student.parameters():
+        if parameter.requires_grad:
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return student
 
 
 @torch.no_grad()
@@ -213,6 +224,43 @@ class TestStudents:
             config = frugalvit.SparseFormerModel.from_teacher(teacher, truncate=0).config
             assert config.num_latent_tokens == tokens
             assert (config.layer_norm_eps, config.focusing_layer_norm_eps) == (1e-3, 1e-5)
+
+
+class TestPlainViTs:
+    """Students as models of their teachers' classes."""
+
+    @pytest.mark.parametrize("name", [name for name in OF_TRANSFORMERS if name != "aimv2-with-projection"])
+    def test_a_trained_student_goes_back_into_its_teachers_class(self, name, tmp_path):
+        student = changed(inherit(read_anatomy(make(name))))
+        host = student.to_plain_vit(16)
+        # Without what reads text.
+        assert type(host) is type(make(name)) or name in ("clip", "siglip", "siglip2")
+        host.save_pretrained(tmp_path)
+        anatomy = read_anatomy(type(host).from_pretrained(tmp_path))
+        images = anatomy.example()
+        assert anatomy.grid == (4, 4)
+        assert difference_from(anatomy, student(images, num_tokens=16), images) < 1e-4
+
+    def test_a_teacher_of_another_library_needs_an_architecture(self):
+        student = changed(inherit(read_anatomy(make("timm-vit"))))
+        with pytest.raises(ValueError, match="does not know its teacher.*give `like`"):
+            student.to_plain_vit(16)
+        host = student.to_plain_vit(16, like=transformers.ViTConfig())
+        assert type(host) is transformers.ViTForImageClassification and host.config.num_labels == 5
+        with pytest.raises(ValueError, match="A CLIPVisionModel with the student's weights differs"):
+            student.to_plain_vit(16, like=transformers.CLIPConfig())
+
+    def test_what_no_class_computes_is_refused(self):
+        with pytest.raises(ValueError, match="cells of trees"):
+            inherit(read_anatomy(make("dinov2")), placement="content").to_plain_vit()
+        with pytest.raises(ValueError, match="no aimv2_vision_model with a projection"):
+            inherit(read_anatomy(make("aimv2-with-projection"))).to_plain_vit(16)
+        with pytest.raises(ValueError, match="20 tokens of the student do not fit a dinov2"):
+            inherit(read_anatomy(make("dinov2"))).to_plain_vit(20)
+        student = inherit(read_anatomy(make("dinov3")))
+        torch.nn.init.normal_(student.embeddings.position_embeddings)
+        with pytest.raises(ValueError, match="differs from the student .* no place for all"):
+            student.to_plain_vit(16)
 
 
 SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 24, "depths": [1], "num_heads": [2], "window_size": 4}

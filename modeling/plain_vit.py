@@ -1,0 +1,174 @@
+"""A PatchSparseFormer as the plain vision transformer of Transformers that it computes.
+
+With the cells of a grid for tokens, a student computes what its teacher computes on a smaller image. Its weights fit
+the teacher's own class: a host is built for images of that size, read into an `Anatomy`, and written to.
+"""
+
+import copy
+import inspect
+import math
+import os
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    CLIPVisionModelWithProjection,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ..configuration.configuration_base import pair
+from .hosts import Anatomy, read_anatomy
+from .hosts.anatomy import GridPositions, difference, evaluating
+from .hosts.transformers import read_block, read_head
+from .inheritance import TOLERANCE, load_block, load_linear, load_norm, load_pooling
+from .layers import check_num_tokens
+
+
+# Fields of hosts, of which families have different ones: those that a student has, too, and those of biases, of which
+# it has all.
+SHARED = ("hidden_act", "hidden_size", "intermediate_size", "layer_norm_eps", "num_attention_heads", "num_channels")
+SHARED += ("num_hidden_layers",)
+BIASES = ("attention_bias", "key_bias", "mlp_bias", "proj_bias", "qkv_bias", "query_bias", "value_bias")
+
+
+@torch.no_grad()
+def to_plain_vit(
+    student: PreTrainedModel, num_tokens: int | None, like: PreTrainedConfig | str | os.PathLike | None
+) -> PreTrainedModel:
+    """`to_plain_vit` of a PatchSparseFormer's class, which documents it."""
+    config, name = student.config, type(student).__name__
+    if config.placement == "content":
+        raise ValueError("The student's tokens are cells of trees, which no plain ViT has; expected placement='grid'.")
+    if not name.endswith(("ForImageClassification", "Model", "WithProjection")):
+        raise ValueError(f"Cannot make a plain ViT of a {name}; expected a classifier or a vision model.")
+    count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+    grid = config.grid_of(count)
+    template = template_config(student, like)
+    try:
+        host = build_host(student, resized_config(student, template, grid)).to(student.device, student.dtype).eval()
+        anatomy = read_anatomy(host)
+        copy_weights(student, anatomy, grid)
+        if student.dtype == torch.float32:
+            check_host(student, anatomy, count)
+    # Of fields for squares alone, and of weights of other shapes.
+    except (AttributeError, RuntimeError, StrictDataclassError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{count} tokens of the student do not fit a {template.model_type}: {reason}.") from error
+    return host
+
+
+def template_config(student: PreTrainedModel, like) -> PreTrainedConfig:
+    """Configuration of the teacher's tower for images, or of `like`'s."""
+    fields = student.config.teacher_config
+    if like is None and fields is None:
+        raise ValueError(
+            "The student does not know its teacher as a model of Transformers; give `like`, the configuration, folder "
+            "or hub id of a model of the same architecture."
+        )
+    if like is None:
+        like = AutoConfig.for_model(**fields)
+    elif not isinstance(like, PreTrainedConfig):
+        like = AutoConfig.from_pretrained(like)
+    return copy.deepcopy(getattr(like, "vision_config", like))
+
+
+def resized_config(student: PreTrainedModel, config: PreTrainedConfig, grid: tuple[int, int]) -> PreTrainedConfig:
+    """Change a configuration, in place, to one whose images have the patches of a grid."""
+    own = student.config
+    sizes = {"patch_size": pair(own.patch_size)}
+    sizes["image_size"] = tuple(count * pixels for count, pixels in zip(grid, sizes["patch_size"], strict=True))
+    has_head = student.base_model.pooling_head is not None
+    fields = {
+        **{name: getattr(own, name) for name in SHARED},
+        **dict.fromkeys(BIASES, True),
+        **dict.fromkeys(("use_head", "vision_use_head"), has_head),
+        # SigLIP 2 NaFlex, C-RADIO, whose normalization is in the student's weights, AIMv2 and ViTMAE.
+        "num_patches": math.prod(grid),
+        "max_img_size": max(sizes["image_size"]),
+        "norm_mean": [0.0] * own.num_channels,
+        "norm_std": [1.0] * own.num_channels,
+        "is_native": False,
+        "mask_ratio": 0.0,
+    }
+    for name, (height, width) in sizes.items():
+        is_pair = isinstance(getattr(config, name, None), list | tuple)
+        fields[name] = [height, width] if is_pair or height != width else height
+    for name, value in fields.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return config
+
+
+def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
+    """Make the host that goes with the student's classifier, projection, or neither."""
+    if hasattr(student, "visual_projection"):
+        if config.model_type != "clip_vision_model":
+            raise ValueError(f"Transformers has no {config.model_type} with a projection; expected clip_vision_model.")
+        config.projection_dim = student.config.projection_dim
+        return CLIPVisionModelWithProjection(config)
+    if not hasattr(student, "classifier"):
+        host_class = MODEL_MAPPING[type(config)]
+        pooler = "add_pooling_layer" in inspect.signature(host_class).parameters
+        return host_class(config, **({"add_pooling_layer": False} if pooler else {}))
+    family = config.model_type.removesuffix("_vision_model")
+    if family != config.model_type:
+        config = AutoConfig.for_model(family, vision_config=config.to_dict())
+    if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        raise ValueError(f"Transformers has no image classifier for {config.model_type}.")
+    for name in ("id2label", "label2id", "problem_type"):
+        setattr(config, name, getattr(student.config, name))
+    host_class = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
+    return (host_class[0] if isinstance(host_class, tuple) else host_class)(config)
+
+
+def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, int]):
+    """Write a student's weights into the modules of a host, which was built for images of this grid."""
+    base = student.base_model
+    embeddings, patches = base.embeddings, anatomy.patch_embedding
+    positions = embeddings.positions_of([grid])
+    patches.weight.copy_(embeddings.projection.weight.view(patches.weight.shape))
+    if patches.bias is None:
+        positions = positions + embeddings.projection.bias
+    else:
+        patches.bias.copy_(embeddings.projection.bias)
+    load_norm(patches.norm, embeddings.patch_norm)
+    load_norm(anatomy.pre_norm, embeddings.norm)
+    if isinstance(anatomy.patch_positions, GridPositions):
+        table = anatomy.patch_positions.table.flatten(0, -2)
+        table[: len(table) - len(positions)] = 0
+        table[len(table) - len(positions) :] = positions
+    front = [tokens for tokens in (embeddings.cls_token, embeddings.register_tokens) if tokens is not None]
+    for part in anatomy.front:
+        rows = part.view(-1, part.shape[-1])
+        rows.copy_(torch.cat(front)[: len(rows)])
+        front = [torch.cat(front)[len(rows) :]]
+    for block, layer in zip(anatomy.blocks, base.layers, strict=True):
+        load_block(block, read_block(layer))
+    load_norm(anatomy.norm, base.layernorm)
+    if anatomy.pooling_head is not None:
+        head = read_head(base.pooling_head)
+        load_pooling(anatomy.pooling_head, head)
+        if anatomy.model.config.model_type == "aimv2_vision_model":
+            # Its learned query is not projected.
+            anatomy.pooling_head.probe.copy_(head.attention.query(head.probe))
+    for target, source in ((anatomy.classifier, "classifier"), (anatomy.projection, "visual_projection")):
+        if target is not None:
+            load_linear(target, getattr(student, source))
+
+
+def check_host(student: PreTrainedModel, anatomy: Anatomy, num_tokens: int):
+    """Raise a ValueError unless a host computes of two images of noise what the student computes."""
+    images = anatomy.example()
+    with evaluating(student):
+        outputs = student(images, num_tokens=num_tokens)
+    expected = next(outputs[name] for name in ("logits", "image_embeds", "pooler_output") if name in outputs)
+    found = (anatomy.embed if anatomy.classifier is None else anatomy.run_classifier)(images)
+    if not difference(found, expected) < TOLERANCE:
+        raise ValueError(
+            f"A {anatomy.name} with the student's weights differs from the student (largest relative difference "
+            f"{difference(found, expected):.1e}): it has no place for all of them, such as positions or biases."
+        )
