@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
@@ -34,13 +34,17 @@ from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
 from .export_card import rows, write_card
 from .export_page import check_page, write_page
+from .export_plain import write_plain_card, write_smaller_processor
 from .inference import choose_tokens
+from .modeling.hosts import read_anatomy
 from .version import __version__
 
 
 # Least mean cosine with the original's outputs, and share of images with the original's label.
 LEAST = {"float32": 0.99, "bfloat16": 0.99, "int8": 0.97}
 BATCH_SIZE = 8
+# The format of a student as a model of its teacher's class.
+PLAIN = "transformers"
 
 
 def make_parser() -> CommandParser:
@@ -48,11 +52,11 @@ def make_parser() -> CommandParser:
         prog="frugalvit export",
         description="Write a model for another runtime: programs, preprocessing, labels and a card whose lines run "
         "without PyTorch and frugalvit. Its outputs are compared with the original's first. predict, evaluate and "
-        "demo take such folders.",
+        "demo take such folders. Or write a student with an inherited start as a model of its teacher's class.",
     )
     parser.add_argument("--model", required=True, help="model folder or hub id, owner/name@revision too")
     parser.add_argument("--output", metavar="OUT", required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--format", choices=tuple(FORMATS), default="onnx", help="runtime")
+    parser.add_argument("--format", choices=(*FORMATS, PLAIN), default="onnx", help=f"runtime, or {PLAIN}")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="onnx has no bfloat16")
     parser.add_argument(
         "--num-tokens", type=positive, metavar="COUNT", help="latent tokens (default: the model's own)"
@@ -72,6 +76,13 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
+    if arguments.format == PLAIN:
+        for name, given in (("--precision", arguments.precision != "float32"), ("--page", arguments.page)):
+            if given:
+                raise ValueError(f"{name} is for {' and '.join(FORMATS)}; leave it out with --format {PLAIN}.")
+        report = export_plain(arguments)
+        print(json.dumps(report, indent=2) if arguments.json else format_table([report]))
+        return
     check_format(arguments.format, arguments.precision)
     if arguments.page:
         check_page(arguments.format)
@@ -149,6 +160,37 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
     return report
 
 
+@torch.no_grad()
+def export_plain(arguments: argparse.Namespace) -> dict[str, object]:
+    """Write a student as a model of its teacher's class, with an image processor of its size. Return what
+    `compare_outputs` finds when each has its own processor."""
+    student = load_model(arguments.model)
+    if not hasattr(student, "to_plain_vit"):
+        raise ValueError(f"--format {PLAIN} is for students with an inherited start; got a {type(student).__name__}.")
+    choose_tokens(student, arguments.num_tokens, None)
+    host = student.to_plain_vit()
+    size = getattr(vision_config_of(host.config), "image_size", None)
+    if size is None:
+        raise ValueError(f"--format {PLAIN} needs images of one size; a {type(host).__name__} takes patches of any.")
+    image_processor = load_image_processor(arguments.model, False, "a model")
+    anatomy, part = read_anatomy(host), Part(student, "model")
+    name = next(iter(part(**part.example(1))))
+    call = anatomy.embed if anatomy.classifier is None else anatomy.run_classifier
+    images, _ = choose_images(arguments)
+    with whole_folder(arguments.output, arguments.overwrite) as folder:
+        host.save_pretrained(folder)
+        write_smaller_processor(folder, ImageFormat.from_processor(image_processor), pair(size))
+        processors = (image_processor, load_image_processor(folder, False, "a model"))
+        views = zip(*(image_batches(each, images, BATCH_SIZE, skip_corrupt=True) for each in processors), strict=True)
+        report = compare_outputs(
+            lambda pixel_values, smaller: part(pixel_values),
+            lambda pixel_values, smaller: {name: call(smaller)},
+            ({"pixel_values": own, "smaller": smaller} for (own, _), (smaller, _) in views),
+        )
+        write_plain_card(folder, host, pair(size), report, arguments.model)
+    return report
+
+
 def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Choose images to compare on and, for int8, others to calibrate with, both at random."""
     images, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
@@ -183,7 +225,7 @@ def batches_for(
 
 
 def compare_outputs(
-    part: Part, exported: ExportedModule, batches: Iterator[dict[str, torch.Tensor]]
+    part: Callable, exported: Callable, batches: Iterator[dict[str, torch.Tensor]]
 ) -> dict[str, object]:
     """Run the original and the program on the same inputs. Return cosines of the first outputs (of feature maps, the
     last map) and the share of images (of a segmenter, pixels) with the same label."""

@@ -272,12 +272,17 @@ def configuration_fields(anatomy: Anatomy) -> dict:
 
 
 def teacher_config(anatomy: Anatomy) -> dict | None:
-    """The configuration of a teacher of Transformers, without what its weights and labels are; None for others."""
+    """Fields of the configuration of a teacher of Transformers that differ from its class's defaults, without labels;
+    None for a teacher of another library."""
     config = getattr(anatomy.model, "config", None)
     if not type(config).__module__.startswith("transformers."):
         return None
-    left_out = ("architectures", "dtype", "id2label", "label2id", "problem_type", "transformers_version")
-    return {name: value for name, value in config.to_diff_dict().items() if name not in left_out}
+    left_out = ("_name_or_path", "architectures", "dtype", "id2label", "label2id", "out_features", "out_indices")
+    left_out += ("problem_type", "stage_names", "transformers_version")
+    defaults = type(config)().to_dict()
+    fields = {name: value for name, value in config.to_dict().items() if value != defaults.get(name)}
+    fields = {name: value for name, value in fields.items() if name not in left_out}
+    return fields | {"model_type": config.model_type}
 
 
 def front_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
@@ -307,9 +312,9 @@ def load_block(target: Block, source: Block, channels: torch.Tensor | None = Non
     load_linear(target.mlp.up, source.mlp.up)
     load_norm(target.mlp.norm, source.mlp.norm)
     load_linear(target.mlp.down, source.mlp.down)
-    if source.attention_scale is not None:
-        target.attention_scale.copy_(source.attention_scale)
-        target.mlp_scale.copy_(source.mlp_scale)
+    for name in ("attention_scale", "mlp_scale"):
+        if (scale := getattr(target, name)) is not None:
+            scale.copy_(torch.ones_like(scale) if getattr(source, name) is None else getattr(source, name))
 
 
 def load_attention(target: Attention, source: Attention, channels: torch.Tensor | None = None):

@@ -135,7 +135,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
         positions = positions + embeddings.projection.bias
     else:
         patches.bias.copy_(embeddings.projection.bias)
-    load_norm(patches.norm, embeddings.patch_norm)
+    load_norm(anatomy.patch_norm, embeddings.patch_norm)
     load_norm(anatomy.pre_norm, embeddings.norm)
     if isinstance(anatomy.patch_positions, GridPositions):
         table = anatomy.patch_positions.table.flatten(0, -2)

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import transformers
 from frugalvit_cli import main
 from PIL import Image
 from transformers import AutoImageProcessor
@@ -92,6 +93,37 @@ def photograph(tmp_path_factory) -> Path:
     pixels = np.stack([rows * 5, columns * 3, (rows + columns) * 2], axis=-1).astype(np.uint8)
     Image.fromarray(pixels).save(path := tmp_path_factory.mktemp("photo") / "photo.png")
     return path
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory) -> Path:
+    """A classifier with an inherited start."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(image_size=32, patch_size=4, num_labels=10, **sizes)
+    teacher = randomize(transformers.ViTForImageClassification(config))
+    model = frugalvit.PatchSparseFormerForImageClassification.from_teacher(teacher, 16, resize_size=36, resample=3)
+    model.save_pretrained(folder := tmp_path_factory.mktemp("student") / "tiny")
+    return folder
+
+
+def test_a_student_becomes_a_model_of_transformers(student, tmp_path, capsys):
+    output = tmp_path / "plain"
+    command = ["export", "--format", "transformers", "--num-tokens", "9", *FEW, "--output", str(output)]
+    assert main([*command, "--model", str(student), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["compared"] == 16 and report["mean_cosine"] > 0.9
+    assert not [*output.glob("*.py")]
+    host = transformers.AutoModelForImageClassification.from_pretrained(output).eval()
+    assert type(host) is transformers.ViTForImageClassification
+    processor = transformers.AutoImageProcessor.from_pretrained(output)
+    assert dict(processor.size) == {"shortest_edge": 14} and processor.resample == 2
+    images = torch.randn(2, 3, 32, 32)
+    resized = torch.nn.functional.interpolate(images, (12, 12), mode="bilinear", antialias=True)
+    model, _ = load_image_classifier(student)
+    with torch.no_grad():
+        torch.testing.assert_close(host(resized).logits, model(images, num_tokens=9).logits, rtol=0, atol=1e-4)
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "ViTForImageClassification.from_pretrained" in card and f"{report['mean_cosine']:.4f}" in card
 
 
 @pytest.mark.parametrize(

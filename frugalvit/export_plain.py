@@ -1,0 +1,57 @@
+"""What `frugalvit export --format transformers` writes beside a student's weights: an image processor and a card."""
+
+import types
+from pathlib import Path
+
+from PIL.Image import Resampling
+from transformers import PreTrainedModel
+
+from .common.files import write_json
+from .common.loading import split_revision
+from .common.views import ImageFormat
+from .modeling.hub import image_processor_config
+from .modeling.model_card import make_card
+from .training.cards import license_of
+
+
+def write_smaller_processor(folder: Path, image_format: ImageFormat, size: tuple[int, int]):
+    """Write the image processor for smaller images of a format. It resizes once, bilinearly, where a student resizes
+    the images of its own processor bilinearly again."""
+    resize = image_format.resize and round(image_format.resize * min(size) / min(image_format.size))
+    config = types.SimpleNamespace(
+        image_size=size,
+        resize_size=resize,
+        resample=int(Resampling.BILINEAR),
+        num_channels=3,
+        image_mean=image_format.mean,
+        image_std=image_format.std,
+    )
+    write_json(folder / "preprocessor_config.json", image_processor_config(config))
+
+
+def write_plain_card(folder: Path, host: PreTrainedModel, size: tuple[int, int], report: dict, name: str):
+    """Write the card of a plain vision transformer, given what `compare_outputs` found of it, and the student's folder
+    or hub id."""
+    base, loader = split_revision(name)[0], type(host).__name__
+    classifies = report["agreement"] is not None
+    found = f"On {report['compared']} photographs, the mean cosine of its outputs with the student's is "
+    found += f"{report['mean_cosine']:.4f}"
+    if classifies:
+        found += f", and {report['agreement']:.1%} get the same label"
+    make_card(
+        host,
+        f"{Path(base).name}, {size[0]} x {size[1]} pixels",
+        f"A SparseFormer of frugalvit as the {loader} that it computes. It needs neither frugalvit nor its code:",
+        f"""```python
+from transformers import AutoImageProcessor, {loader}
+
+processor = AutoImageProcessor.from_pretrained("path/or/id")
+model = {loader}.from_pretrained("path/or/id")
+outputs = model(**processor(image, return_tensors="pt"))
+```""",
+        f"{found}. The student resizes what its own image processor has resized; this one's resizes photographs once. "
+        "Given the student's resized pixels, it computes the same.",
+        license=license_of(base),
+        pipeline_tag="image-classification" if classifies else "image-feature-extraction",
+        base_model=None if Path(base).is_dir() else base,
+    ).save(folder / "README.md")
