@@ -101,7 +101,9 @@ def student(tmp_path_factory) -> Path:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.ViTConfig(image_size=32, patch_size=4, num_labels=10, **sizes)
     teacher = randomize(transformers.ViTForImageClassification(config))
-    model = frugalvit.PatchSparseFormerForImageClassification.from_teacher(teacher, 16, resize_size=36, resample=3)
+    square = {"height": 32, "width": 32}
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 36}, crop_size=square)
+    model = frugalvit.PatchSparseFormerForImageClassification.from_teacher(teacher, 16, image_processor=processor)
     model.save_pretrained(folder := tmp_path_factory.mktemp("student") / "tiny")
     return folder
 
