@@ -54,7 +54,7 @@ def inherit_patches(
         if num_latent_tokens is None
         else num_latent_tokens,
         "num_hidden_layers": len(anatomy.blocks) - truncated,
-        "num_channels": anatomy.patch_embedding.weight.shape[1],
+        "num_channels": anatomy.num_channels,
         "patch_size": list(anatomy.patch_size),
         "teacher_config": teacher_config(anatomy),
     }
@@ -100,6 +100,7 @@ def inherit_blocks(
     inherited = configuration_fields(anatomy) | {
         "num_latent_tokens": default_num_latent_tokens(anatomy) if num_latent_tokens is None else num_latent_tokens,
         "num_hidden_layers": len(anatomy.blocks) - truncated,
+        "num_channels": anatomy.num_channels,
         "feature_stride": list(anatomy.patch_size),
         # The papers halve the width from base (768 to 384); heads are 64 wide.
         "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),

@@ -26,6 +26,7 @@ from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
 from .choices import OPEN_CLIP
 from .files import IN_A_CLONE, checkpoint_path, shipped_checkpoints
 from .tables import shortened
+from .views import vision_config_of
 
 
 # Transformers' model type for timm's models.
@@ -161,8 +162,10 @@ def load_with_image_processor(
     choose_class: Callable[[PreTrainedConfig], type],
     unread: frozenset[str] = frozenset(),
 ) -> tuple[PreTrainedModel, object]:
-    """Load a model by `load_pretrained`, and its image processor."""
+    """Load a model by `load_pretrained`, and its image processor; raise a ValueError if it is not for RGB images."""
     model = load_pretrained(name, device, trust_remote_code, kind, choose_class, unread)
+    if (channels := getattr(vision_config_of(model.config), "num_channels", 3)) != 3:
+        raise ValueError(f"{os.fspath(name)!r} takes images of {channels} channels; files are read as RGB.")
     return model, load_image_processor(name, trust_remote_code, kind)
 
 

@@ -243,6 +243,13 @@ class Anatomy:
         return tuple(pixels // count for pixels, count in zip(self.image_size, self.grid, strict=True))
 
     @property
+    def num_channels(self) -> int:
+        """Channels of the images."""
+        if self.patch_embedding is not None:
+            return self.patch_embedding.weight.shape[1]
+        return next((module.in_channels for module in self.model.modules() if isinstance(module, nn.Conv2d)), 3)
+
+    @property
     def embedding_size(self) -> int:
         """Channels of the embedding."""
         if self.projection is not None:
@@ -339,8 +346,7 @@ class Anatomy:
     def example(self) -> torch.Tensor:
         """Two images of noise, normalized, as the model takes them."""
         weight = next(self.model.parameters())
-        channels = 3 if self.patch_embedding is None else self.patch_embedding.weight.shape[1]
-        images = torch.randn(2, channels, *self.image_size, generator=torch.Generator().manual_seed(0))
+        images = torch.randn(2, self.num_channels, *self.image_size, generator=torch.Generator().manual_seed(0))
         return images.to(weight.device, weight.dtype)
 
 

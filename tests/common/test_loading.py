@@ -17,6 +17,7 @@ from frugalvit.common.loading import load_image_classifier, load_vision_model
 from frugalvit.common.views import EvalView, ImageFormat, restore_images
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
+from tiny import save_vit
 
 
 COMMITS = {"main": "0" * 40, "v1": "1" * 40}  # as in conftest.py
@@ -90,10 +91,12 @@ def test_weights_that_the_embedding_reads_must_be_there(edit, message, tmp_path)
         load_vision_model(folder, "cpu")
 
 
-def test_an_adapter_is_to_be_merged(tmp_path):
+def test_adapters_and_models_of_other_images_are_refused(tmp_path):
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(ValueError, match="is an adapter of peft; merge it first: merge_and_unload"):
         load_image_classifier(tmp_path)
+    with pytest.raises(ValueError, match="takes images of 4 channels; files are read as RGB"):
+        load_image_classifier(save_vit(tmp_path / "vit", num_channels=4))
 
 
 def write_timm(folder: Path, num_classes: int) -> torch.nn.Module:

@@ -24,6 +24,7 @@ from frugalvit import (
     PatchSparseFormerModel,
     SparseFormerForImageClassification,
     SparseFormerModel,
+    impulse_init_,
 )
 from frugalvit.modeling import hub
 from frugalvit.modeling.hosts import read_anatomy
@@ -83,6 +84,20 @@ def test_images_are_prepared_as_the_teachers(model_class, tmp_path):
             student.save_pretrained(tmp_path / f"{name}-student")
             own = AutoImageProcessor.from_pretrained(tmp_path / f"{name}-student")
             torch.testing.assert_close(own(noise(), return_tensors="pt")["pixel_values"], expected)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@torch.no_grad()
+def test_images_have_the_teachers_channels(channels):
+    images = torch.randn(2, channels, 32, 32)
+    for teacher in (transformers_vit(num_channels=channels), timm_vit(in_chans=channels)):
+        impulse_init_(teacher, kernel_size=3)
+        normalization = dict.fromkeys(("image_mean", "image_std"), [0.5] * channels)
+        student = PatchSparseFormerForImageClassification.from_teacher(teacher, 64, **normalization)
+        expected = teacher(images)
+        torch.testing.assert_close(student(images).logits, getattr(expected, "logits", expected))
+        student = SparseFormerForImageClassification.from_teacher(teacher, 4, **normalization)
+        assert student.config.num_channels == channels and student(images).logits.isfinite().all()
 
 
 def test_no_image_processor_is_invented(tmp_path, monkeypatch):
