@@ -31,13 +31,12 @@ before all of them are put together. Writes impulse_TABLE.json.
 import json
 import statistics
 import time
-from typing import get_args
 
 import torch
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
 from frugalvit.common.loading import choose_device
-from frugalvit.configuration.configuration_vit import ValueInit
+from frugalvit.modeling.initialization import VALUE_INITS
 from frugalvit.training import train
 from shared import budget_settings, last_accuracies, parse_table, print_rows, run_row, wanted_rows, write_table
 
@@ -79,7 +78,7 @@ IMPULSES = {
     f"impulse {side}x{side}, {method}, {values} values": impulse(**options, kernel_size=side, value_init=values)
     for side in (3, 5)
     for method, options in METHODS.items()
-    for values in get_args(ValueInit)
+    for values in VALUE_INITS
 }
 # The paper's method, as printed and bounded as in its authors' code; values are left alone.
 IMPULSES_OF_PAPER = {

@@ -81,7 +81,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
         initialization (`str`, *optional*, defaults to `"default"`):
             How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way; `"reference"`, the
             reference implementation's, which the variants have; or another start of the transformer's attention, see
-            `AttentionStartConfig`, also for the fields `impulse_…`.
+            `AttentionStartConfig`, also for `initialization_options`.
     """
 
     model_type = "bootstrapped_vit"

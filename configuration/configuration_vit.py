@@ -1,5 +1,6 @@
 """Configurations that families of vision transformers share: how attention starts, and a plain ViT."""
 
+from dataclasses import field
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -8,9 +9,6 @@ from .configuration_base import Size, VisionConfig, at_least, pair, positive, ra
 
 
 Initialization = Literal["impulse", "mimetic", "trunc_normal", "kaiming_uniform"]
-Solver = Literal["closed_form", "adam", "adam_bounded", "pinv"]
-PseudoInput = Literal["pe", "uniform", "gaussian", "pe+uniform"]
-ValueInit = Literal["default", "mimetic"]
 
 
 @strict
@@ -23,21 +21,12 @@ class AttentionStartConfig(VisionConfig):
             How weights of a fresh model are drawn: `"default"`, as the family has them; with `"impulse"` or
             `"mimetic"` attention; or all linear layers of the blocks `"trunc_normal"` (timm's way) or
             `"kaiming_uniform"` (PyTorch's).
-        impulse_solver, impulse_kernel_size, impulse_mass, impulse_steps, impulse_pseudo_input, impulse_per_layer:
-            Arguments of `impulse_init_`.
-        impulse_value_init (`str`, *optional*):
-            Start of values and output projections: `"mimetic"`, the default with impulses and with mimetic attention,
-            or `"default"`, as all linear layers start and as the paper leaves them.
+        initialization_options (`dict`, *optional*):
+            Arguments of the initialization, for example of `impulse_init_` `{"solver": "adam"}`.
     """
 
     initialization: Literal["default", Initialization] = "default"
-    impulse_solver: Solver = "closed_form"
-    impulse_kernel_size: int = 3
-    impulse_mass: float | int | None = 0.2
-    impulse_steps: int = 10_000
-    impulse_pseudo_input: PseudoInput | list[PseudoInput] | tuple[PseudoInput, ...] = "pe"
-    impulse_per_layer: bool = True
-    impulse_value_init: Literal[ValueInit, None] = None
+    initialization_options: dict = field(default_factory=dict)
 
 
 @strict

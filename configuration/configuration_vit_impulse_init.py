@@ -39,8 +39,8 @@ class ViTImpulseInitConfig(PlainViTConfig):
     Configuration of a vision transformer whose attention starts as convolution (Zheng et al., *Structured
     Initialization for Attention in Vision Transformers*, arXiv 2404.01139). The defaults are ViT-T for 32 x 32 pixels,
     with sinusoidal positions and average pooling; `from_variant` has the rest. Further fields are those of
-    `PlainViTConfig` and `AttentionStartConfig`. The paper's method is `impulse_solver="adam"` (as printed;
-    `"adam_bounded"` as its authors ran it) with `impulse_value_init="default"`, see docs/impulse_initialization.md.
+    `PlainViTConfig` and `AttentionStartConfig`. The paper's method is `initialization_options={"solver": "adam",
+    "value_init": "default"}` (as printed; `"adam_bounded"` as its authors ran it), see docs/impulse_initialization.md.
 
     Args:
         position_embedding (`str`, *optional*, defaults to `"sincos"`):

@@ -2,16 +2,13 @@
 
 import copy
 import functools
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 import torch
 from torch import nn
 from transformers.utils.logging import tqdm
 
-from ..configuration.configuration_vit import PseudoInput, Solver, ValueInit
 from .impulse import (
     attention_map,
     draw_offsets,
@@ -25,6 +22,11 @@ from .impulse import (
     solve_closed_form,
     solve_pinv,
 )
+
+
+SOLVERS = ("closed_form", "adam", "adam_bounded", "pinv")
+PSEUDO_INPUTS = ("pe", "uniform", "gaussian", "pe+uniform")
+VALUE_INITS = ("default", "mimetic")
 
 
 @dataclass
@@ -197,12 +199,12 @@ def impulse_init_(
         ValueError: if the model is no such transformer, or an argument is invalid; the model is then unchanged.
     """
     first_and_later = (pseudo_input, pseudo_input) if isinstance(pseudo_input, str) else tuple(pseudo_input)
-    _check("solver", solver, get_args(Solver))
-    _check("value_init", value_init, get_args(ValueInit))
+    _check("solver", solver, SOLVERS)
+    _check("value_init", value_init, VALUE_INITS)
     if len(first_and_later) != 2:
         raise ValueError(f"`pseudo_input` is {pseudo_input!r}, expected one name or two, for first and later layers.")
     for kind in first_and_later:
-        _check("pseudo_input", kind, get_args(PseudoInput))
+        _check("pseudo_input", kind, PSEUDO_INPUTS)
     if mass is not None and not 0 < mass < 1:
         raise ValueError(f"`mass` is {mass}, expected a number above 0 and below 1, or None.")
     if solver == "pinv" and kernel_size != 3:
@@ -271,7 +273,7 @@ def mimetic_init_(
     learned positions the sinusoidal encoding, on which the identity in the query-key product acts as locality. Biases
     of queries and keys become zero. Arguments, returns and errors as in `impulse_init_`.
     """
-    _check("value_init", value_init, get_args(ValueInit))
+    _check("value_init", value_init, VALUE_INITS)
     vit = read_parts(model)
     _set_positions(vit, positions)
     for layer in vit.layers:
@@ -320,7 +322,7 @@ def kaiming_uniform_init_(
 
 @torch.no_grad()
 def _init_linears(model: nn.Module, draw, generator: torch.Generator | None, value_init: str):
-    _check("value_init", value_init, get_args(ValueInit))
+    _check("value_init", value_init, VALUE_INITS)
     vit = read_parts(model)
     for layer in vit.layers:
         for module in layer.block.modules():
@@ -344,29 +346,15 @@ def initialize_attention_(model: nn.Module, initialization: str = "impulse", **o
     return INITIALIZATIONS[initialization](model, **options)
 
 
-# Options of the initializations, and the fields of an `AttentionStartConfig` that hold them.
-START_FIELDS = {
-    "solver": "impulse_solver",
-    "kernel_size": "impulse_kernel_size",
-    "mass": "impulse_mass",
-    "steps": "impulse_steps",
-    "pseudo_input": "impulse_pseudo_input",
-    "per_layer": "impulse_per_layer",
-    "value_init": "impulse_value_init",
-    "std": "initializer_range",
-}
-
-
-def start_attention_(model: nn.Module | TransformerParts, config, **options) -> InitializationReport:
-    """Initialize the attention of a fresh model as its `AttentionStartConfig` says, with further options."""
-    initialize = INITIALIZATIONS[config.initialization]
-    for option, name in START_FIELDS.items():
-        value = getattr(config, name, None)
-        # None leaves the default, except for a mass.
-        if value is not None or option == "mass":
-            options[option] = value
-    accepted = inspect.signature(initialize).parameters
-    return initialize(model, **{option: value for option, value in options.items() if option in accepted})
+def start_attention_(model: nn.Module | TransformerParts, config, positions: str = "sincos") -> InitializationReport:
+    """Initialize the attention of a fresh model as its `AttentionStartConfig` has it, `positions` as in
+    `impulse_init_`."""
+    options = dict(config.initialization_options)
+    if config.initialization in ("impulse", "mimetic"):
+        options["positions"] = positions
+    elif config.initialization == "trunc_normal":
+        options.setdefault("std", getattr(config, "initializer_range", 0.02))
+    return initialize_attention_(model, config.initialization, **options)
 
 
 def _check(name: str, value, known):

@@ -31,7 +31,8 @@ class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         config = self.config
-        structured = config.initialization in ("impulse", "mimetic") or config.impulse_value_init == "mimetic"
+        structured = config.initialization in ("impulse", "mimetic")
+        structured = structured or config.initialization_options.get("value_init") == "mimetic"
         if isinstance(module, nn.Linear) and config.initialization == "kaiming_uniform":
             uniform_init_(module)
         # Comes after all modules within.

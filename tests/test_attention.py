@@ -37,7 +37,7 @@ def test_averages_over_images_and_leaves_the_model_as_it_is():
 
 def test_finds_the_impulses_of_the_initialization():
     torch.manual_seed(0)
-    config = ViTImpulseInitConfig(image_size=32, patch_size=4, impulse_mass=0.8, **SIZES)
+    config = ViTImpulseInitConfig(image_size=32, patch_size=4, initialization_options={"mass": 0.8}, **SIZES)
     model = ViTImpulseInitModel(config).eval()
     with torch.no_grad():
         model.embeddings.patch_embeddings.projection.weight.zero_()  # positions alone

@@ -123,10 +123,7 @@ def configure_start(config, name: str, text: str) -> bool:
     if name == REFERENCE or not isinstance(config, AttentionStartConfig):
         return False
     config.initialization = name
-    # Defaults are written, too.
-    default = inspect.signature(initialization.INITIALIZATIONS[name]).parameters["value_init"].default
-    for option, value in ({"value_init": default} | options).items():
-        setattr(config, initialization.START_FIELDS.get(option, option), value)
+    config.initialization_options = options
     return True
 
 

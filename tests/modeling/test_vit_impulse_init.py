@@ -91,28 +91,17 @@ class TestInitialization:
             assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
     @pytest.mark.parametrize(
-        ("fields", "options"),
+        ("name", "options"),
         [
-            ({"impulse_solver": "adam", "impulse_steps": 7}, {"solver": "adam", "steps": 7}),
-            (
-                {"impulse_solver": "adam_bounded", "impulse_steps": 9},
-                {"solver": "adam_bounded", "steps": 9},
-            ),
-            ({"impulse_mass": None, "impulse_value_init": "default"}, {"mass": None, "value_init": "default"}),
-            ({"impulse_kernel_size": 5, "impulse_mass": 0.6}, {"kernel_size": 5, "mass": 0.6}),
-            ({"impulse_solver": "pinv"}, {"solver": "pinv"}),
-            (
-                {"impulse_pseudo_input": ["pe", "pe+uniform"], "impulse_per_layer": False},
-                {"pseudo_input": ("pe", "pe+uniform"), "per_layer": False},
-            ),
-            ({"initialization": "mimetic", "impulse_value_init": "default"}, {"value_init": "default"}),
+            ("impulse", {"solver": "adam_bounded", "steps": 9}),
+            ("impulse", {"mass": None, "value_init": "default"}),
+            ("mimetic", {"value_init": "default"}),
         ],
     )
-    def test_fields_of_the_start_do_what_the_options_do(self, fields, options, make_config):
-        """Every field is tested: one that was ignored would leave the weights of another start."""
-        name = fields.get("initialization", "impulse")
+    def test_options_of_the_configuration_are_those_of_the_start(self, name, options, make_config):
         torch.manual_seed(0)
-        model = ViTImpulseInitModel(make_config("vit_impulse_init", **fields))
+        config = make_config("vit_impulse_init", initialization=name, initialization_options=options)
+        model = ViTImpulseInitModel(config)
         torch.manual_seed(0)
         expected = ViTImpulseInitModel(make_config("vit_impulse_init", initialization="trunc_normal"))
         initialize_attention_(expected, name, positions="keep", **options)
