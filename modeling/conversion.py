@@ -21,66 +21,47 @@ TEMPLATES = {
     "bootstrapped": ("augreg-base-49-224", "augreg-large-49-224"),
     "bootstrapped-clip": ("clip-base-49-224", "clip-large-64-224"),
 }
-
-
-def both(theirs: str, ours: str) -> dict[str, str]:
-    return {f"{theirs}.weight": f"{ours}.weight", f"{theirs}.bias": f"{ours}.bias"}
-
-
-# Steps of the iterated focusing layer of each generation.
-FOCUSING_STEPS = {
-    "bootstrapped": ("sampling", "position_encoding", "attention", "mlp", "roi_adjustment"),
-    "v1": ("attention", "roi_adjustment", "sampling", "mlp"),
+EXPECTED = "Expected one of the files ..._converted.pth of github.com/showlab/sparseformer, release v2.0.0-refactor."
+# Patterns in the authors' names, in the order in which they are replaced by ours. Queries, keys and values are one
+# tensor there; units 0 and 2 focus, 1 changes the width, and the others are blocks.
+RENAMINGS = {
+    r"^proj\.": "classifier.",
+    r"^feat_extractor\.conv1\.": "sparseformer.stem.convolution.",
+    r"^initial_embedding\.weight$": "sparseformer.latents.token_embedding",
+    r"^initial_roi\.weight$": "sparseformer.latents.initial_rois",
+    r"^cls_embedding\.weight$": "sparseformer.latents.cls_token",
+    r"^norm\.": "sparseformer.layernorm.",
+    r"^layers\.0\.": "sparseformer.focusing_layer.",
+    r"^layers\.1\.0\.": "sparseformer.transition.",
+    r"^layers\.1\.1\.": "sparseformer.transition_layernorm.",
+    r"\.stage_embedding\.weight$": ".stage_embedding",
+    r"\.roi_offset_module\.0\.": ".sampling.offset_layernorm.",
+    r"\.roi_offset_module\.1\.": ".sampling.offset_proj.",
+    r"\.roi_offset_bias$": ".sampling.offset_bias",
+    r"\.adaptive_mixing\.parameter_generator\.0\.": ".sampling.mixing.layernorm.",
+    r"\.adaptive_mixing\.parameter_generator\.1\.": ".sampling.mixing.bottleneck.",
+    r"\.adaptive_mixing\.parameter_generator\.2\.": ".sampling.mixing.generator.",
+    r"\.adaptive_mixing\.m_beta$": ".sampling.mixing.channel_bias",
+    r"\.adaptive_mixing\.s_beta$": ".sampling.mixing.point_bias",
+    r"\.adaptive_mixing\.": ".sampling.mixing.",
+    r"\.pe_transition\.0\.": ".position_encoding.layernorm.",
+    r"\.pe_transition\.1\.": ".position_encoding.proj.",
+    r"\.roi_adjust_module\.0\.": ".roi_deltas.layernorm.",
+    # One layer without a bias in v1, of two in bootstrapped models the last.
+    r"\.roi_adjust_module\.3\.": ".roi_deltas.out_proj.",
+    r"\.norm1\.": ".layernorm_before.",
+    r"\.norm2\.": ".layernorm_after.",
+    r"\.attn\.qkv\.": ".attention.qkv_proj.",
+    r"\.attn\.proj\.": ".attention.o_proj.",
 }
-# Their names in a unit -> our names in a layer, by step. Queries, keys and values are one tensor there.
-STEP_NAMES = {
-    "sampling": {
-        **both("roi_offset_module.0", "sampling.offset_layernorm"),
-        "roi_offset_module.1.weight": "sampling.offset_proj.weight",
-        "roi_offset_bias": "sampling.offset_bias",
-        **both("adaptive_mixing.parameter_generator.0", "sampling.mixing.layernorm"),
-        **both("adaptive_mixing.parameter_generator.1", "sampling.mixing.bottleneck"),
-        **both("adaptive_mixing.parameter_generator.2", "sampling.mixing.generator"),
-        **both("adaptive_mixing.out_proj", "sampling.mixing.out_proj"),
-    },
-    "position_encoding": {
-        **both("pe_transition.0", "position_encoding.layernorm"),
-        **both("pe_transition.1", "position_encoding.proj"),
-    },
-    "attention": {
-        **both("norm1", "layernorm_before"),
-        **both("attn.qkv", "attention.qkv_proj"),
-        **both("attn.proj", "attention.o_proj"),
-    },
-    "mlp": {
-        **both("norm2", "layernorm_after"),
-        **both("mlp.fc1", "mlp.fc1"),
-        **both("mlp.fc2", "mlp.fc2"),
-    },
-    "roi_adjustment": both("roi_adjust_module.0", "roi_deltas.layernorm"),
+V1_RENAMINGS = {
+    r"^layers\.([2-9]|\d\d)\.": lambda match: f"sparseformer.layers.{int(match[1]) - 2}.",
+    r"\.roi_adjust_module\.1\.": ".roi_deltas.out_proj.",
 }
-# What units of one generation have besides.
-GENERATION_NAMES = {
-    "bootstrapped": {
-        "roi_adjustment": {
-            **both("roi_adjust_module.1", "roi_deltas.dense"),
-            "roi_adjust_module.3.weight": "roi_deltas.out_proj.weight",
-        },
-    },
-    "v1": {
-        "roi_adjustment": {"roi_adjust_module.1.weight": "roi_deltas.out_proj.weight"},
-        "sampling": {
-            "adaptive_mixing.m_beta": "sampling.mixing.channel_bias",
-            "adaptive_mixing.s_beta": "sampling.mixing.point_bias",
-        },
-    },
-}
-OUTER_NAMES = {
-    **both("feat_extractor.conv1", "sparseformer.stem.convolution"),
-    "initial_embedding.weight": "sparseformer.latents.token_embedding",
-    "initial_roi.weight": "sparseformer.latents.initial_rois",
-    **both("norm", "sparseformer.layernorm"),
-    **both("layers.1.0", "sparseformer.transition"),
+BOOTSTRAPPED_RENAMINGS = {
+    r"^layers\.2\.": "sparseformer.final_focusing_layer.",
+    r"^layers\.([3-9]|\d\d)\.": lambda match: f"sparseformer.layers.{int(match[1]) - 3}.",
+    r"\.roi_adjust_module\.1\.": ".roi_deltas.dense.",
 }
 
 
@@ -113,6 +94,32 @@ def infer_showlab_variant(state_dict: dict[str, torch.Tensor]) -> str:
     return "bootstrapped" if "proj.bias" in state_dict else "bootstrapped-clip"
 
 
+def sizes_of(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
+    """Return the fields of a configuration that the shapes of a checkpoint show."""
+    last = max((int(match[1]) for name in state_dict if (match := re.match(r"layers\.(\d+)\.", name))), default=0)
+    shapes = {name: tensor.shape for name, tensor in state_dict.items()}
+    if len(shapes["feat_extractor.conv1.weight"]) != 4:
+        raise ValueError("The checkpoint's first convolution is not of images; was it made for video?")
+    bottlenecks = {shapes[f"layers.{index}.adaptive_mixing.parameter_generator.1.weight"][0] for index in (0, 2)}
+    intermediate_size, hidden_size = shapes[f"layers.{last}.mlp.fc1.weight"]
+    stem_channels, num_channels = shapes["feat_extractor.conv1.weight"][:2]
+    return {
+        "num_latent_tokens": shapes["initial_roi.weight"][0],
+        "num_channels": num_channels,
+        "num_sampling_points": shapes["layers.0.roi_offset_bias"][0] // 2,
+        "num_mixed_points": shapes["layers.0.adaptive_mixing.out_proj.weight"][1] // stem_channels,
+        # One width for both units, or a quarter of each unit's width.
+        "mixing_hidden_size": bottlenecks.pop() if len(bottlenecks) == 1 else None,
+        "stem_channels": stem_channels,
+        "focusing_hidden_size": shapes["initial_embedding.weight"][1],
+        "hidden_size": hidden_size,
+        # In v1, the second focusing layer is the first block.
+        "num_hidden_layers": max(last - (1 if variant == "v1" else 2), 1),
+        "intermediate_size": intermediate_size,
+        "projection_dim" if variant == "bootstrapped-clip" else "num_labels": shapes["proj.weight"][0],
+    }
+
+
 def config_from_showlab(
     state_dict: dict[str, torch.Tensor],
     variant: str | None = None,
@@ -138,33 +145,10 @@ def config_from_showlab(
         if iterations not in (None, stages):
             raise ValueError(f"iterations is {iterations}, but the checkpoint has stage embeddings for {stages}.")
         iterations = stages
-    last = max((int(match[1]) for name in state_dict if (match := re.match(r"layers\.(\d+)\.", name))), default=0)
-    generation = variant.partition("-")[0]
-    # Units 0 and 2 focus, and 1 changes the width; in v1, 2 is a block, too.
-    num_layers = max(last - (1 if generation == "v1" else 2), 1)
-    names = showlab_names(generation, num_layers, variant == "bootstrapped-clip", iterations == 1)
-    check_names(state_dict, names, f"variant {variant!r}")
-    if state_dict["feat_extractor.conv1.weight"].ndim != 4:
-        raise ValueError("The checkpoint's first convolution is not of images; was it made for video?")
-
-    shapes = {name: tensor.shape for name, tensor in state_dict.items()}
-    bottlenecks = {shapes[f"layers.{index}.adaptive_mixing.parameter_generator.1.weight"][0] for index in (0, 2)}
-    intermediate_size, hidden_size = shapes[f"layers.{last}.mlp.fc1.weight"]
-    stem_channels, num_channels = shapes["feat_extractor.conv1.weight"][:2]
-    fields = {
-        "num_latent_tokens": shapes["initial_roi.weight"][0],
-        "num_channels": num_channels,
-        "num_sampling_points": shapes["layers.0.roi_offset_bias"][0] // 2,
-        "num_mixed_points": shapes["layers.0.adaptive_mixing.out_proj.weight"][1] // stem_channels,
-        # One width for both units, or a quarter of each unit's width.
-        "mixing_hidden_size": bottlenecks.pop() if len(bottlenecks) == 1 else None,
-        "stem_channels": stem_channels,
-        "focusing_hidden_size": shapes["initial_embedding.weight"][1],
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_layers,
-        "intermediate_size": intermediate_size,
-        "projection_dim" if variant == "bootstrapped-clip" else "num_labels": shapes["proj.weight"][0],
-    }
+    try:
+        fields = sizes_of(state_dict, variant)
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"The checkpoint does not fit variant {variant!r}: missing {error}. {EXPECTED}") from error
     if iterations is not None:
         fields["num_focusing_iterations"] = iterations
     if image_size is not None:
@@ -172,10 +156,8 @@ def config_from_showlab(
         fields["image_size"] = height if height == width else (height, width)
         fields["resize_size"] = height * 256 // 224 if height == width else None
     config_class = SparseFormerProjectionConfig if "projection_dim" in fields else SparseFormerConfig
-    templates = TEMPLATES[variant]
-    widths = [config_class.from_variant(name).hidden_size for name in templates]
-    template = templates[widths.index(hidden_size)] if hidden_size in widths else templates[0]
-    return config_class.from_variant(template, **fields)
+    widths = {config_class.from_variant(name).hidden_size: name for name in TEMPLATES[variant]}
+    return config_class.from_variant(widths.get(fields["hidden_size"], TEMPLATES[variant][0]), **fields)
 
 
 def showlab_model_class(config: SparseFormerConfig) -> type:
@@ -187,62 +169,33 @@ def showlab_model_class(config: SparseFormerConfig) -> type:
 def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerConfig) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint of the reference implementation under the names of the model that
     `showlab_model_class(config)` builds, in float32. Raise a ValueError if names do not fit the configuration."""
-    projects = isinstance(config, SparseFormerProjectionConfig)
-    iterates_once = config.num_focusing_iterations == 1
-    names = showlab_names(config.generation, config.num_hidden_layers, projects, iterates_once)
-    check_names(state_dict, names, "the configuration")
+    model_class = showlab_model_class(config)
     converted = {}
-    for theirs, ours in names.items():
-        tensor = state_dict[theirs].detach().float()
+    for theirs, tensor in state_dict.items():
+        ours = our_name(theirs, config)
+        tensor = tensor.detach().float()
         if "qkv_proj" in ours:
             for letter, part in zip("qkv", tensor.chunk(3), strict=True):
                 converted[ours.replace("qkv", letter)] = part.clone()
-        elif ours.endswith("point_bias"):
-            converted[ours] = tensor.unsqueeze(-1)
         else:
-            converted[ours] = tensor
+            converted[ours] = tensor.unsqueeze(-1) if ours.endswith("point_bias") else tensor
+    with torch.device("meta"):
+        expected = model_class(config).state_dict()
+    missing = sorted(expected.keys() - converted.keys())
+    unexpected = sorted(converted.keys() - expected.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"The checkpoint does not fit a {config.generation} {model_class.__name__}: missing "
+            f"{', '.join(missing[:3]) or 'none'}; unexpected {', '.join(unexpected[:3]) or 'none'}. {EXPECTED}"
+        )
     return converted
 
 
-def showlab_names(generation: str, num_layers: int, projects: bool, iterates_once: bool) -> dict[str, str]:
-    """Return a dict from the authors' name of every tensor to ours, with `qkv_proj` for three projections in one."""
-    names = dict(OUTER_NAMES)
-    if generation == "v1":
-        names |= both("layers.1.1", "sparseformer.transition_layernorm")
-    else:
-        names["cls_embedding.weight"] = "sparseformer.latents.cls_token"
-        if not iterates_once:
-            names["layers.0.stage_embedding.weight"] = "sparseformer.focusing_layer.stage_embedding"
-    if projects:
-        names["proj.weight"] = "visual_projection.weight"
-    else:
-        names |= both("proj", "classifier")
-
-    focusing = FOCUSING_STEPS[generation]
-    units = {"layers.0": ("focusing_layer", focusing)}
-    if generation == "v1":
-        units["layers.2"] = ("layers.0", focusing)
-    else:
-        units["layers.2"] = ("final_focusing_layer", ("sampling", "position_encoding"))
-    for index in range(generation == "v1", num_layers):
-        units[f"layers.{index + (2 if generation == 'v1' else 3)}"] = (f"layers.{index}", ("attention", "mlp"))
-    for unit, (layer, steps) in units.items():
-        for step in steps:
-            for theirs, ours in (STEP_NAMES[step] | GENERATION_NAMES[generation].get(step, {})).items():
-                names[f"{unit}.{theirs}"] = f"sparseformer.{layer}.{ours}"
-    return names
-
-
-def check_names(state_dict: dict[str, torch.Tensor], names: dict[str, str], expected: str):
-    """Raise a ValueError unless a checkpoint has these names and no other."""
-    missing = sorted(names.keys() - state_dict.keys())
-    unexpected = sorted(state_dict.keys() - names.keys())
-    if missing or unexpected:
-        raise ValueError(
-            f"The checkpoint does not fit {expected}: missing {listed(missing)}; unexpected {listed(unexpected)}. "
-            "Expected one of the files ..._converted.pth of github.com/showlab/sparseformer, release v2.0.0-refactor."
-        )
-
-
-def listed(names: list[str], shown: int = 3) -> str:
-    return ", ".join(names[:shown]) + (f", ... ({len(names)})" if len(names) > shown else "") or "none"
+def our_name(theirs: str, config: SparseFormerConfig) -> str:
+    """Return our name of one of the authors' tensors, with `qkv_proj` for three projections in one."""
+    renamings = V1_RENAMINGS if config.is_v1 else BOOTSTRAPPED_RENAMINGS
+    if isinstance(config, SparseFormerProjectionConfig):
+        renamings = {r"^proj\.": "visual_projection."} | renamings
+    for pattern, ours in (renamings | RENAMINGS).items():
+        theirs = re.sub(pattern, ours, theirs)
+    return theirs

@@ -13,8 +13,8 @@ from frugalvit import SparseFormerConfig, SparseFormerProjectionConfig, SparseFo
 from frugalvit.modeling.conversion import (
     config_from_showlab,
     infer_showlab_variant,
+    our_name,
     showlab_model_class,
-    showlab_names,
 )
 
 
@@ -39,15 +39,16 @@ def config_class(variant: str) -> type:
 def to_showlab(model) -> dict[str, torch.Tensor]:
     """Weights of one of our models under the reference implementation's names."""
     weights = model.state_dict()
-    config = model.config
-    names = showlab_names(
-        config.generation,
-        config.num_hidden_layers,
-        hasattr(model, "visual_projection"),
-        config.num_focusing_iterations == 1,
-    )
+    names = list(checkpoint_of("v1" if model.config.is_v1 else "bootstrapped"))
+    # The fixtures' last block, again and again.
+    last = max(name.split(".")[1] for name in names if name.startswith("layers."))
+    block = [name.partition(f"layers.{last}.")[2] for name in names if name.startswith(f"layers.{last}.")]
+    names += [f"layers.{index}.{name}" for index in range(int(last) + 1, 60) for name in block]
     state_dict = {}
-    for theirs, ours in names.items():
+    for theirs in names:
+        ours = our_name(theirs, model.config)
+        if ours.replace("qkv", "q") not in weights:
+            continue
         if "qkv_proj" in ours:
             state_dict[theirs] = torch.cat([weights[ours.replace("qkv", letter)] for letter in "qkv"])
         elif ours.endswith("point_bias"):
@@ -133,8 +134,12 @@ class TestCommand:
 
 REFUSED = {
     # name: (checkpoint, arguments, part of the message)
-    "bootstrapped as v1": (checkpoint_of("bootstrapped"), ["--variant", "v1"], "does not fit variant 'v1': missing"),
-    "another model": ({"blocks.0.attn.qkv.weight": torch.ones(3)}, [], "unexpected blocks.0.attn"),
+    "bootstrapped as v1": (
+        checkpoint_of("bootstrapped"),
+        ["--variant", "v1"],
+        "does not fit a v1 SparseFormer",
+    ),
+    "another model": ({"blocks.0.attn.qkv.weight": torch.ones(3)}, [], "missing 'feat_extractor.conv1.weight'"),
     "no iterations": (
         checkpoint_of("v1"),
         ["--iterations", "0"],
