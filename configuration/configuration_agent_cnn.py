@@ -37,13 +37,10 @@ class AgentCNNConfig(VisionConfig):
     r"""
     Configuration of an agent CNN (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552, tables 1 and 2): a vision
     transformer's blocks with a generalized convolution in the place of attention. The defaults are Agent-S, but for
-    `branch_dropout` and `initialization`; `from_variant` has the rest. Fields of the image processor are
-    `VisionConfig`'s.
+    `branch_dropout` and `initialization`; `from_variant` has the rest. Images of any size are taken. Fields of
+    the image processor are `VisionConfig`'s, those that are not listed as in Transformers' `ViTConfig`.
 
     Args:
-        image_size (`int` or pair of `int`, *optional*, defaults to 224):
-            Image size in pixels, or height and width, for preprocessing. The model takes any size.
-        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
         stem (`str`, *optional*, defaults to `"patch"`):
             `"patch"`, a linear map of each patch, as a vision transformer has it, or `"res"`, as in a ResNet: a 7 x 7
             convolution, 3 x 3 max pooling (2 x 2 in the paper, 3 x 3 in its code) and a 3 x 3 convolution, each with
@@ -51,9 +48,7 @@ class AgentCNNConfig(VisionConfig):
         patch_size (`int`, *optional*, defaults to 16): Patch size in pixels, for `stem="patch"`.
         stem_channels (`int`, *optional*, defaults to 64): Channels of the first convolution of `stem="res"`.
         hidden_size (`int`, *optional*, defaults to 288): Channels of the feature maps.
-        num_hidden_layers (`int`, *optional*, defaults to 6): Blocks.
         num_positions (`int`, *optional*, defaults to 9): Receptive field of the generalized convolutions ("H9").
-        intermediate_size (`int`, *optional*): Width inside the MLPs; four times `hidden_size` if not given.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the MLPs, of `stem="res"` and at the end.
         norm_position (`str`, *optional*, defaults to `"before"`):
             BatchNorm `"before"` the convolution and the MLP (Agent-S), or `"after"` them, at the end of the branch
@@ -64,7 +59,6 @@ class AgentCNNConfig(VisionConfig):
         dropout (`float`, *optional*, defaults to 0.1): Dropout after the activation of the MLPs.
         branch_dropout (`float`, *optional*):
             Dropout at the end of the MLPs, which the reference implementation does not have; `dropout` if not given.
-        batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
         initialization (`str`, *optional*, defaults to `"default"`):
             How weights of a fresh model are drawn: `"default"`, PyTorch's way, or `"reference"`, the reference
             implementation's, which the variants have; see `reference_initialization.py`.

@@ -134,25 +134,23 @@ class VisionConfig(FrugalViTConfig):
 class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     r"""
     Base configuration of both SparseFormers: counts of tokens, the transformer encoder, whose blocks may be those of
-    any plain vision transformer, pooling and feature maps. Fields of the image processor are `VisionConfig`'s.
+    any plain vision transformer, pooling and feature maps. Fields of the image processor are `VisionConfig`'s; those
+    that are not listed here are as in Transformers' `ViTConfig`.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
             Pixels, or height and width, for preprocessing. The model itself takes any size.
-        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
         num_latent_tokens (`int`, *optional*, defaults to 48): Latent tokens, without [CLS] (the papers count it: 49).
         elastic_token_counts (sequence of `int`, *optional*):
             Counts of latent tokens that a call may choose, increasing, with `num_latent_tokens` as the last.
         num_tokens (`int`, *optional*): Latent tokens of a call that chooses none; all of them by default.
-        hidden_size (`int`, *optional*, defaults to 768): Width of the encoder.
         num_hidden_layers (`int`, *optional*, defaults to 8): Blocks of the encoder that exist, after truncation.
-        num_attention_heads (`int`, *optional*): Attention heads; one per 64 channels by default.
-        intermediate_size (`int`, *optional*): MLP width; 4 times `hidden_size` by default.
+        num_attention_heads, intermediate_size (`int`, *optional*):
+            Heads of attention, by default one per 64 channels, and MLP width, by default 4 times `hidden_size`.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of MLPs ("quick_gelu" for CLIP).
         gated_mlp (`bool`, *optional*, defaults to `False`): Gated MLPs (SwiGLU with "silu").
         layer_scale (`bool`, *optional*, defaults to `False`): Learned factors of the branches' channels (DINOv2).
         norm_type (`str`, *optional*, defaults to `"layer_norm"`): Norms of the encoder, or `"rms_norm"`.
-        layer_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the encoder's norms.
         extra_norms (sequence of `str`, *optional*, defaults to `()`):
             Norms besides those of a plain transformer: `"query_key"`, of each head's queries and keys; `"attention"`,
             before attention's output projection; `"mlp"`, before the second layer of MLPs (EVA-02).
@@ -184,7 +182,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         upsampler_hidden_size (`int`, *optional*):
             Width of the convolutions that see the image and refine feature maps; `None` for no such convolutions.
         drop_path_rate (`float`, *optional*, defaults to 0.0): Largest stochastic depth rate; rises linearly.
-        initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
     """
 
     # Of a CLIP or a LLaVA with a SparseFormer, the configuration of that.

@@ -4,6 +4,7 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import ViTConfig
+from transformers.configuration_utils import SubConfigSpec
 
 from .configuration_agent_cnn import VARIANTS as AGENTS
 from .configuration_agent_cnn import AgentCNNConfig
@@ -86,7 +87,10 @@ class BootstrappedViTConfig(AttentionStartConfig):
 
     model_type = "bootstrapped_vit"
     _variants = VARIANTS
-    sub_configs = {"vit_config": ViTConfig, "agent_config": AgentCNNConfig}
+    sub_configs_defaults = {
+        "vit_config": SubConfigSpec(ViTConfig, init_kwargs=VIT_SMALL),
+        "agent_config": SubConfigSpec(AgentCNNConfig, init_kwargs=AGENTS["agent-small"]),
+    }
     keys_to_ignore_at_inference = ["agent_logits", "losses"]
 
     vit_config: dict | ViTConfig | None = None
@@ -102,19 +106,15 @@ class BootstrappedViTConfig(AttentionStartConfig):
     initialization: Literal["default", "reference", Initialization] = "default"
 
     def __post_init__(self, **kwargs):
-        defaults = {"vit_config": VIT_SMALL, "agent_config": AGENTS["agent-small"]}
-        for name, config_class in self.sub_configs.items():
-            value = getattr(self, name)
-            value = defaults[name] if value is None else value
-            setattr(self, name, config_class(**value) if isinstance(value, dict) else value)
         names = ("classification_weight", "divergence_weight", "hint_weight")
         for name, weight in zip(names, WEIGHTS.get(self.sharing, WEIGHTS["none"]), strict=True):
             if getattr(self, name) is None:
                 setattr(self, name, weight)
-        if self.id2label is None and "num_labels" not in kwargs:
+        has_labels = self.id2label is not None or "num_labels" in kwargs
+        super().__post_init__(**kwargs)
+        if not has_labels:
             self.id2label = self.vit_config.id2label
             self.label2id = self.vit_config.label2id
-        super().__post_init__(**kwargs)
         self.agree()
 
     def agree(self):

@@ -19,23 +19,15 @@ VARIANTS = {
 class ConvMixerConfig(VisionConfig):
     r"""
     Configuration of a ConvMixer (Trockman & Kolter, *Patches Are All You Need?*) as Zheng et al. (arXiv 2404.01139,
-    table 4) use it to show that spatial filters need no training. The defaults are theirs; fields of the image
-    processor are `VisionConfig`'s.
+    table 4) use it to show that spatial filters need no training. The defaults are theirs. Images of any size
+    are taken. Fields of the image processor are `VisionConfig`'s, those that are not listed as in `ViTConfig`.
 
     Args:
-        image_size (`int` or pair of `int`, *optional*, defaults to 32):
-            Image size in pixels, or height and width, for preprocessing. The model takes any size.
-        patch_size (`int`, *optional*, defaults to 2): Patch size in pixels.
-        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
-        hidden_size (`int`, *optional*, defaults to 256): Channels of the feature maps.
-        num_hidden_layers (`int`, *optional*, defaults to 8): Layers.
         kernel_size (`int`, *optional*, defaults to 3): Size of the depthwise convolutions' filters, odd or even.
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
             `"trained"`, or filters that keep their first values, as their biases do: `"random"`, uniform; `"impulse"`,
             a one at a random position; or `"box"`, all ones. Each is scaled to the norm of random filters.
             `"signed_impulse"`, of which half are negative, is ours.
-        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation.
-        batch_norm_eps (`float`, *optional*, defaults to 1e-5): Epsilon of the BatchNorms.
     """
 
     model_type = "convmixer"

@@ -58,16 +58,17 @@ for config_class in (SparseFormerConfig, PatchSparseFormerConfig, SparseFormerGr
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
+TOWER = SubConfigSpec(AutoConfig, "sparseformer")
+GRID_TOWER = SubConfigSpec(SparseFormerGridConfig)
+
+
 @strict
 class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
     """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. Models set
     `image_seq_length`."""
 
     model_type = "sparseformer_llava"
-    sub_configs_defaults = {
-        **LlavaConfig.sub_configs_defaults,
-        "vision_config": SubConfigSpec(AutoConfig, "sparseformer"),
-    }
+    sub_configs_defaults = LlavaConfig.sub_configs_defaults | {"vision_config": TOWER}
 
 
 @strict
@@ -75,10 +76,7 @@ class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
     """`PaliGemmaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`."""
 
     model_type = "sparseformer_paligemma"
-    sub_configs_defaults = {
-        **PaliGemmaConfig.sub_configs_defaults,
-        "vision_config": SubConfigSpec(AutoConfig, "sparseformer"),
-    }
+    sub_configs_defaults = PaliGemmaConfig.sub_configs_defaults | {"vision_config": TOWER}
 
     def __post_init__(self, **kwargs):
         # `PaliGemmaConfig` would count patches.
@@ -98,10 +96,7 @@ class SparseFormerGemma3Config(HubConfigMixin, Gemma3Config):
     """`Gemma3Config` whose `vision_config` is a `SparseFormerGridConfig`."""
 
     model_type = "sparseformer_gemma3"
-    sub_configs_defaults = {
-        **Gemma3Config.sub_configs_defaults,
-        "vision_config": SubConfigSpec(SparseFormerGridConfig),
-    }
+    sub_configs_defaults = Gemma3Config.sub_configs_defaults | {"vision_config": GRID_TOWER}
 
     @property
     def image_seq_length(self) -> int:
@@ -114,10 +109,7 @@ class SparseFormerLlavaOnevisionConfig(HubConfigMixin, LlavaOnevisionConfig):
     """`LlavaOnevisionConfig` whose `vision_config` is a `SparseFormerGridConfig`."""
 
     model_type = "sparseformer_llava_onevision"
-    sub_configs_defaults = {
-        **LlavaOnevisionConfig.sub_configs_defaults,
-        "vision_config": SubConfigSpec(SparseFormerGridConfig),
-    }
+    sub_configs_defaults = LlavaOnevisionConfig.sub_configs_defaults | {"vision_config": GRID_TOWER}
 
     @property
     def image_seq_length(self) -> int:

@@ -36,12 +36,10 @@ class PlainViTConfig(AttentionStartConfig):
     `VisionConfig`'s.
 
     Args:
-        image_size (`int` or pair of `int`, *optional*, defaults to 224): Image size in pixels, or height and width.
         patch_size (`int` or pair of `int`, *optional*, defaults to 16): Patch size in pixels; divides the image.
         intermediate_size (`int`, *optional*): Width inside the MLP; four times `hidden_size` if not given.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
             Largest stochastic depth rate; rises linearly over the blocks.
-        initializer_range (`float`, *optional*, defaults to 0.02): Std of truncated normal weights.
     """
 
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}

@@ -45,14 +45,17 @@ class ImageFormat:
         side, as DeiT's authors do, and one for any shape (SigLIP 2's NaFlex) for its largest square.
         """
         if (timm := getattr(processor, "data_config", None)) is not None:
-            size, mode, resample = timm["input_size"][1:], timm.get("crop_mode") or "center", timm["interpolation"]
+            size = timm["input_size"][1:]
+            mode = timm.get("crop_mode") or "center"
+            resample = timm["interpolation"]
             crops = mode == "center"
             if mode not in ("center", "squash") or (crops and size[0] != size[1]):
                 raise ValueError(f"The crop_mode is {mode!r} and the size {size}, expected squash, or a square.")
             resize = math.floor(min(size) / timm["crop_pct"]) if crops else None
         else:
             size, resize = _size_and_resize(processor)
-            resample, crops = processor.resample, False
+            resample = processor.resample
+            crops = False
         number = getattr(Image.Resampling, resample.upper(), None) if isinstance(resample, str) else resample
         if number not in FILTERS:
             raise ValueError(f"Images are resized by {resample!r}, expected nearest (0), bilinear (2) or bicubic (3).")
@@ -120,7 +123,8 @@ def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
         side = math.isqrt(patches) * processor.patch_size
         return (side, side), None
     size = dict(processor.size or {})
-    whole, shortest = (size.get("height"), size.get("width")), size.get("shortest_edge")
+    whole = (size.get("height"), size.get("width"))
+    shortest = size.get("shortest_edge")
     if getattr(processor, "do_center_crop", None):
         crop = (processor.crop_size["height"], processor.crop_size["width"])
         if crop == whole:
@@ -150,7 +154,8 @@ def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
     """Change the size of the images that an image processor makes; a center crop shows as much of them as before."""
     height, width = pair(image_size)
-    square, size = {"height": height, "width": width}, dict(image_processor.size)
+    square = {"height": height, "width": width}
+    size = dict(image_processor.size)
     crop = getattr(image_processor, "crop_size", None)
     if getattr(image_processor, "do_center_crop", False):
         scale = min(height, width) / min(dict(crop).values())

@@ -155,10 +155,12 @@ def read_teacher(
         auto_class = AutoModelForImageClassification if classifies else AutoModel
         teacher = auto_class.from_pretrained(teacher, dtype=torch.float32)
     if image_processor is None:
-        anatomy, images = read_anatomy(teacher), {"image_mean": None, "image_std": None}
+        anatomy = read_anatomy(teacher)
+        images = {"image_mean": None, "image_std": None}
     else:
         image_format = ImageFormat.from_processor(image_processor)
-        anatomy, images = read_anatomy(teacher, image_format.size), image_format.config_fields()
+        anatomy = read_anatomy(teacher, image_format.size)
+        images = image_format.config_fields()
     anatomy.require_plain("bootstrap from", embeds=True, patches=patches)
     return anatomy, images
 

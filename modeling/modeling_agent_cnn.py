@@ -194,12 +194,7 @@ class AgentCNNForImageClassification(AgentCNNPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutputWithNoAttention:
-        """
-        Args:
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-        """
+        """Pixels to logits, and with labels the loss, see `image_classification_loss`."""
         outputs = self.agent(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None

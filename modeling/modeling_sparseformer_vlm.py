@@ -111,6 +111,12 @@ class SparseFormerTowerMixin:
         super().__init__(config)
 
 
+def auto_classes_of(name: str) -> dict[str, str]:
+    """`auto_classes` of the VLM whose classes' names begin so."""
+    head = f"{name}ForConditionalGeneration"
+    return {"AutoModel": f"{name}Model", "AutoModelForMultimodalLM": head, "AutoModelForImageTextToText": head}
+
+
 class SparseFormerVLMMixin(HubModel):
     """Mixin of VLMs with their head."""
 
@@ -176,11 +182,7 @@ class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForCo
     """
 
     config: SparseFormerLlavaConfig
-    auto_classes = {
-        "AutoModel": "SparseFormerLlavaModel",
-        "AutoModelForMultimodalLM": "SparseFormerLlavaForConditionalGeneration",
-        "AutoModelForImageTextToText": "SparseFormerLlavaForConditionalGeneration",
-    }
+    auto_classes = auto_classes_of("SparseFormerLlava")
 
     def __init__(self, config: SparseFormerLlavaConfig):
         if config.vision_feature_select_strategy == "default" and config.vision_config.num_prefix_tokens == 0:
@@ -221,11 +223,7 @@ class SparseFormerPaliGemmaForConditionalGeneration(SparseFormerVLMMixin, PaliGe
     """PaliGemma with a SparseFormer as its vision tower."""
 
     config: SparseFormerPaliGemmaConfig
-    auto_classes = {
-        "AutoModel": "SparseFormerPaliGemmaModel",
-        "AutoModelForMultimodalLM": "SparseFormerPaliGemmaForConditionalGeneration",
-        "AutoModelForImageTextToText": "SparseFormerPaliGemmaForConditionalGeneration",
-    }
+    auto_classes = auto_classes_of("SparseFormerPaliGemma")
 
 
 class SparseFormerGemma3Model(SparseFormerTowerMixin, Gemma3Model):
@@ -238,11 +236,7 @@ class SparseFormerGemma3ForConditionalGeneration(SparseFormerVLMMixin, Gemma3For
     """Gemma 3 with a SparseFormer as its vision tower."""
 
     config: SparseFormerGemma3Config
-    auto_classes = {
-        "AutoModel": "SparseFormerGemma3Model",
-        "AutoModelForMultimodalLM": "SparseFormerGemma3ForConditionalGeneration",
-        "AutoModelForImageTextToText": "SparseFormerGemma3ForConditionalGeneration",
-    }
+    auto_classes = auto_classes_of("SparseFormerGemma3")
 
 
 class SparseFormerLlavaOnevisionModel(SparseFormerTowerMixin, LlavaOnevisionModel):
@@ -255,11 +249,7 @@ class SparseFormerLlavaOnevisionForConditionalGeneration(SparseFormerVLMMixin, L
     """LLaVA-OneVision with a SparseFormer as its vision tower."""
 
     config: SparseFormerLlavaOnevisionConfig
-    auto_classes = {
-        "AutoModel": "SparseFormerLlavaOnevisionModel",
-        "AutoModelForMultimodalLM": "SparseFormerLlavaOnevisionForConditionalGeneration",
-        "AutoModelForImageTextToText": "SparseFormerLlavaOnevisionForConditionalGeneration",
-    }
+    auto_classes = auto_classes_of("SparseFormerLlavaOnevision")
 
 
 class SparseFormerLlavaImagesKwargs(ImagesKwargs, total=False):

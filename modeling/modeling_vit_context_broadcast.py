@@ -128,15 +128,8 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ViTContextBroadcastImageClassifierOutput:
-        """
-        Args:
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-
-        Returns:
-            `ViTContextBroadcastImageClassifierOutput`: The loss of a distilled model is the mean of both classifiers'.
-        """
+        """Pixels to logits, and with labels the loss, see `image_classification_loss`; a distilled model's is the mean
+        of both classifiers'."""
         outputs = self.vit(pixel_values, **kwargs)
         cls_logits = logits = self.classifier(outputs.last_hidden_state[:, 0])
         distillation_logits = None

@@ -68,7 +68,8 @@ class OpenClipVisual(nn.Module):
         image_format = ImageFormat.from_config(config)
         self.image_size = image_format.size
         self.output_dim = config.projection_dim if self.projects else config.hidden_size
-        self.image_mean, self.image_std = image_format.mean, image_format.std
+        self.image_mean = image_format.mean
+        self.image_std = image_format.std
         self.preprocess_cfg = {
             "size": self.image_size,
             "mode": "RGB",
