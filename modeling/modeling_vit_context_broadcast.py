@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.generic import can_return_tuple
 
 from ..configuration.configuration_vit_context_broadcast import ViTContextBroadcastConfig
 from .context_broadcast import ContextBroadcast, broadcast_block
 from .initialization import is_drawn, parts_of_layers, start_attention_
 from .layers import image_classification_loss
-from .vit import ViTEmbeddings, ViTPreTrainedModel, vit_layers
+from .vit import ViTEmbeddings, ViTModel, ViTPreTrainedModel
 
 
 @dataclass
@@ -53,15 +52,12 @@ class ViTContextBroadcastPreTrainedModel(ViTPreTrainedModel):
             start_attention_(parts_of_layers(module, module.embeddings.grid), self.config)
 
 
-class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
+class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel, ViTModel):
     """The bare vision transformer, from pixels to tokens."""
 
     def __init__(self, config: ViTContextBroadcastConfig):
         config.validate()
-        super().__init__(config)
-        self.embeddings = ViTEmbeddings(config, use_distillation_token=config.use_distillation_token)
-        self.layers = vit_layers(config)
-        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        super().__init__(config, ViTEmbeddings(config, use_distillation_token=config.use_distillation_token))
         if config.context_broadcast is not None:
             positions = config.context_broadcast_position
             for layer in self.layers:
@@ -76,31 +72,6 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel):
                     blend=config.context_broadcast_blend,
                 )
         self.post_init()
-
-    @merge_with_config_defaults
-    @capture_outputs(tie_last_hidden_states=False)
-    def forward(
-        self,
-        pixel_values: torch.Tensor,
-        interpolate_pos_encoding: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPooling:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            interpolate_pos_encoding (`bool`, *optional*, defaults to `False`):
-                Take images of another size than the configuration's.
-
-        Returns:
-            `BaseModelOutputWithPooling`: `last_hidden_state`, `(batch, [CLS] + [distillation] + patches,
-            hidden_size)`, and `pooler_output`, `(batch, hidden_size)`, its [CLS].
-        """
-        pixel_values = pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype)
-        hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, **kwargs)
-        hidden_states = self.layernorm(hidden_states)
-        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=hidden_states[:, 0])
 
 
 class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedModel):

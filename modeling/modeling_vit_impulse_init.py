@@ -7,16 +7,15 @@ positions, average pooling, and queries and keys that make every head's first at
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.generic import can_return_tuple
 
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from .initialization import is_drawn, parts_of_layers, start_attention_
 from .layers import image_classification_loss
-from .vit import ViTEmbeddings, ViTPreTrainedModel, uniform_init_, vit_layers
+from .vit import ViTEmbeddings, ViTModel, ViTPreTrainedModel, uniform_init_
 
 
 class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
@@ -51,46 +50,14 @@ class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
             super()._init_positions(embeddings)
 
 
-class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel):
+class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel, ViTModel):
     """The bare vision transformer, from pixels to tokens."""
 
     def __init__(self, config: ViTImpulseInitConfig):
         config.validate()
-        super().__init__(config)
-        self.embeddings = ViTEmbeddings(
-            config,
-            use_cls_token=config.pooling == "cls",
-            fixed_positions=config.position_embedding == "sincos",
-        )
-        self.layers = vit_layers(config)
-        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        fixed = config.position_embedding == "sincos"
+        super().__init__(config, ViTEmbeddings(config, use_cls_token=config.pooling == "cls", fixed_positions=fixed))
         self.post_init()
-
-    @merge_with_config_defaults
-    @capture_outputs(tie_last_hidden_states=False)
-    def forward(
-        self,
-        pixel_values: torch.Tensor,
-        interpolate_pos_encoding: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPooling:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            interpolate_pos_encoding (`bool`, *optional*, defaults to `False`):
-                Take images of another size than the configuration's.
-
-        Returns:
-            `BaseModelOutputWithPooling`: `last_hidden_state`, `(batch, [CLS] + patches, hidden_size)`, and
-            `pooler_output`, `(batch, hidden_size)`, which the classifier reads.
-        """
-        pixel_values = pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype)
-        hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, **kwargs)
-        hidden_states = self.layernorm(hidden_states)
-        pooled = hidden_states[:, 0] if self.config.pooling == "cls" else hidden_states.mean(dim=1)
-        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
 
 class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):

@@ -5,7 +5,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.output_capturing import OutputRecorder
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_base import pair
 from .hub import HubModel
@@ -116,12 +120,6 @@ class ViTLayer(GradientCheckpointingLayer):
         return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
 
 
-def vit_layers(config) -> nn.ModuleList:
-    """Blocks whose drop path rate rises linearly to `drop_path_rate`."""
-    last = max(config.num_hidden_layers - 1, 1)
-    return nn.ModuleList(ViTLayer(config, config.drop_path_rate * i / last) for i in range(config.num_hidden_layers))
-
-
 class ViTPreTrainedModel(HubModel):
     """Base class of both families' base classes."""
 
@@ -164,6 +162,45 @@ class ViTPreTrainedModel(HubModel):
 
     def _init_positions(self, embeddings: ViTEmbeddings):
         init.trunc_normal_(embeddings.position_embeddings, std=self.config.initializer_range)
+
+
+class ViTModel(ViTPreTrainedModel):
+    """Base class of both families' bare models, from pixels to tokens."""
+
+    def __init__(self, config, embeddings: ViTEmbeddings):
+        super().__init__(config)
+        last = max(config.num_hidden_layers - 1, 1)
+        self.embeddings = embeddings
+        self.layers = nn.ModuleList(
+            ViTLayer(config, config.drop_path_rate * index / last) for index in range(config.num_hidden_layers)
+        )
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            interpolate_pos_encoding (`bool`, *optional*, defaults to `False`):
+                Take images of another size than the configuration's.
+
+        Returns:
+            `BaseModelOutputWithPooling`: `last_hidden_state`, `(batch, prefix + patches, hidden_size)`, and
+            `pooler_output`, `(batch, hidden_size)`, its [CLS], or the mean of all tokens where there is none.
+        """
+        pixel_values = pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype)
+        hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, **kwargs)
+        hidden_states = self.layernorm(hidden_states)
+        pooled = hidden_states.mean(dim=1) if self.embeddings.cls_token is None else hidden_states[:, 0]
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
 
 
 def uniform_init_(layer: nn.Module):
