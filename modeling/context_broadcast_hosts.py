@@ -101,7 +101,6 @@ def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: d
 
     Args:
         model (`PreTrainedModel`): The model.
-        folder (`str` or `Path`): The folder.
         loading_info (`dict`, *optional*):
             What `from_pretrained` returns with `output_loading_info=True`; names that are loaded here are taken out.
 

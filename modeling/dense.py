@@ -18,9 +18,8 @@ MOST_POINTS = 8
 def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The share of each token in each cell of a map.
 
-    A token has one vote, spread evenly over its RoI. If two cover a cell, the smaller one says more. Where RoIs
-    tile the image and no edge runs through a cell, each cell belongs to one token. Cells that no RoI covers belong to
-    those nearest, as in the segmentation head of the paper (`geometric_bias`). No gradient flows into the RoIs.
+    A token has one vote, spread evenly over its RoI. Cells that no RoI covers belong to those nearest, as in the
+    segmentation head of the paper (`geometric_bias`). No gradient flows into the RoIs.
 
     Args:
         rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom, 0 to 1 across the image.
@@ -54,16 +53,9 @@ def spread(states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 def place_in_token(rois: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """The place of each cell in the tokens to which it belongs.
-
-    Args:
-        rois (`torch.Tensor`): `(batch, tokens, 4)`.
-        shares (`torch.Tensor`): `(batch, tokens, height, width)`, see `shares_of_tokens`.
-
-    Returns:
-        `torch.Tensor`: `(batch, 4, height, width)`: the offset of the cell's center from the token's, x and y, in
-        units of the token's size, and the log of that size in cells, x and y. Where tokens share a cell, their mean.
-    """
+    """The place of each cell in the tokens to which it belongs, given their RoIs, `(batch, tokens, 4)`, and shares,
+    see `shares_of_tokens`: `(batch, 4, height, width)`, the offset of the cell's center from the token's, x and y, in
+    units of the token's size, and the log of that size in cells, x and y. Where tokens share a cell, their mean."""
     rows, columns = shares.shape[-2:]
     left, top, right, bottom = spread(in_float32(rois).detach(), shares).unbind(1)
     found = []
@@ -75,14 +67,10 @@ def place_in_token(rois: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 class MapUpsampler(nn.Module):
-    """Adds to a map the details that its cells show and their tokens do not hold.
+    """Adds to a map the details that its cells, `cell` pixels high and wide, show and their tokens do not hold.
 
     Residual convolutions of the map, the pixels of each cell and the cell's place in its token; nothing is added
     before training. docs/dense_features.md says which ideas are whose.
-
-    Args:
-        config (`SparseFormerConfig`): `upsampler_hidden_size` is the width.
-        cell (pair of `float`): Height and width of a cell in pixels.
     """
 
     def __init__(self, config, cell: tuple[float, float]):
@@ -149,21 +137,12 @@ class FeatureMaps(nn.Module):
         hidden_states: tuple[torch.Tensor, ...],
         rois: torch.Tensor,
         pixel_values: torch.Tensor,
-        norm: nn.Module | None,
+        norm: nn.Module,
         names: list[str],
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """
-        Args:
-            hidden_states (`tuple` of `torch.Tensor`):
-                `(batch, prefix + tokens, hidden_size)` before the first block of the encoder and after each.
-            rois (`torch.Tensor`): `(batch, tokens, 4)`.
-            pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
-            norm (`nn.Module`, *optional*): The norm of the tokens of every layer.
-            names (`list[str]`): The layers; those that the configuration did not name have no scale or upsampler.
-
-        Returns:
-            The maps, `(batch, hidden_size, rows, columns)` each, and the share of each token in each cell of the last.
-        """
+        """Return the maps, `(batch, hidden_size, rows, columns)`, of the named layers, by the norm of their tokens,
+        `(batch, prefix + tokens, hidden_size)` before the first block of the encoder and after each, and the share of
+        each token in each cell of the last. Layers that the configuration does not name have no scale or upsampler."""
         maps = []
         shares_by_scale = {}
         for name in names:
@@ -172,7 +151,7 @@ class FeatureMaps(nn.Module):
                 shares_by_scale[scale] = shares_of_tokens(rois, *self.size_of(pixel_values, scale))
             shares = shares_by_scale[scale]
             states = hidden_states[self.stage_names.index(name)][:, self.num_prefix_tokens :]
-            features = spread(states if norm is None else norm(states), shares)
+            features = spread(norm(states), shares)
             if name in self.upsamplers:
                 features = self.upsamplers[name](features, pixel_values, place_in_token(rois, shares))
             maps.append(features)

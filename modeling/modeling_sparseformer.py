@@ -89,6 +89,7 @@ class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
     focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    stem_features: torch.FloatTensor | None = None
 
 
 class SparseFormerPreTrainedModel(HubModel):
@@ -173,14 +174,8 @@ class SparseFormerPreTrainedModel(HubModel):
         self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
 
     def resize_tokens(self, num_latent_tokens: int):
-        """Change the number of latent tokens in place, as continued bootstrapping needs; kept tokens stay as they are.
-
-        Args:
-            num_latent_tokens (`int`): New count, [CLS] not counted (80 tokens in the papers are 79 here).
-
-        Raises:
-            ValueError: if the count is below 1.
-        """
+        """Change the number of latent tokens, [CLS] not counted (80 tokens in the papers are 79 here), in place, as
+        continued bootstrapping needs; kept tokens stay as they are. Raise a ValueError if it is below 1."""
         if num_latent_tokens < 1:
             raise ValueError(f"`num_latent_tokens` is {num_latent_tokens}, expected at least 1.")
         config = self.config
@@ -201,9 +196,9 @@ class SparseFormerPreTrainedModel(HubModel):
         image_processor=None,
         **fields,
     ):
-        """Return a student as in section 3.2 of the bootstrapping paper: it inherits a teacher's blocks but for the
-        leading ones, its final norm and classifier or projection, and has a new focusing stage, which has to be
-        bootstrapped.
+        """Return a student, in evaluation mode, as in section 3.2 of the bootstrapping paper: it inherits a teacher's
+        blocks but for the leading ones, its final norm and classifier or projection, and has a new focusing stage,
+        which has to be bootstrapped.
 
         Args:
             teacher (`nn.Module` or `str`):
@@ -211,29 +206,22 @@ class SparseFormerPreTrainedModel(HubModel):
                 `read_anatomy` read of it; or a folder or hub id of Transformers, which brings its image processor.
                 The student pools as it does, and has its registers, gates, norms, layer scale and rotary positions.
             num_latent_tokens (`int`, *optional*):
-                Latent tokens. By default, as many as are a quarter of the teacher's image tokens when [CLS] is
-                counted. For a teacher of 384 or more pixels, it is a quarter of the tokens that it would have at 224:
-                49 for ViT-L/16-384, as in the paper.
+                Latent tokens; with [CLS], a quarter of the teacher's image tokens (at 224 pixels) by default.
             truncate (`float` or `int`, *optional*, defaults to 1/3):
                 Leading blocks left out: below 1 a share, from 1 on a count (1.0 is one block).
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the classifier's weights are inherited (an ablation of table 3).
             break_ties (`bool`, *optional*, defaults to `True`):
-                Whether equal initial RoIs are moved apart, by N(0, 0.05) of the image: 12 of the paper's 48 tokens
-                start alike, and would stay alike. Neither paper nor reference does so
-                (`results/bootstrap_choices.json` has the gain).
+                Whether equal initial RoIs, 12 of the paper's 48, are moved apart by N(0, 0.05) of the image, which
+                neither paper nor reference does (`results/bootstrap_choices.json` has the gain).
             image_processor (*optional*):
                 The teacher's image processor, whose size, crop and normalization the student's has. Without one, the
                 student has none, and `save_pretrained` writes none.
             fields: Fields of the configuration to set differently, for example `stem_channels=32`.
 
-        Returns:
-            The model, in evaluation mode.
-
         Raises:
             ValueError: if the teacher is no such transformer, has no classifier where one is needed, or the numbers
                 do not fit.
-            ImportError: in a model's own code, where frugalvit is not installed.
         """
         try:
             from frugalvit.modeling.inheritance import inherit_blocks as inherit
@@ -455,16 +443,8 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
     ) -> SparseFormerVisionModelWithProjectionOutput:
         """Pixels to `image_embeds`, `(batch, projection_dim)`; keyword arguments go to `SparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, **kwargs)
-        return SparseFormerVisionModelWithProjectionOutput(
-            image_embeds=self.visual_projection(outputs.pooler_output),
-            last_hidden_state=outputs.last_hidden_state,
-            pooler_output=outputs.pooler_output,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            rois=outputs.rois,
-            sampling_points=outputs.sampling_points,
-            focusing_hidden_states=outputs.focusing_hidden_states,
-        )
+        image_embeds = self.visual_projection(outputs.pooler_output)
+        return SparseFormerVisionModelWithProjectionOutput(image_embeds=image_embeds, **outputs)
 
 
 __all__ = [

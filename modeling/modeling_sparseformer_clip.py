@@ -36,11 +36,7 @@ def image_side_fields(vision_model: nn.Module) -> dict:
 
 
 class SparseFormerCLIPPreTrainedModel(HubModel):
-    """Base class of a CLIP and a SigLIP with a SparseFormer: two sides, and a comparison of what they pool.
-
-    Subclasses have `text_model` and `vision_model`, `text_projection` and `visual_projection` of their pooled outputs,
-    `logits` of the cosines between the two, and the `contrastive_loss` of logits.
-    """
+    """Base class of a CLIP and a SigLIP with a SparseFormer: two sides, and a comparison of what they pool."""
 
     input_modalities = ("image", "text")
     embeds = {"text": ("get_text_features", "pooler_output"), "image": ("get_image_features", "pooler_output")}

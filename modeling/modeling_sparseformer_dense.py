@@ -70,22 +70,13 @@ class FeatureMapsMixin(BackboneMixin):
         output_embedding: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerBackboneOutput:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images of any size from `feature_stride` on.
-            num_tokens (`int`, *optional*): Latent tokens to compute with.
-            output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
-            output_embedding (`bool`, *optional*, defaults to `False`): Return `pooler_output`.
-            kwargs: Passed to the base model's `forward`.
+        """Normalized images of any size from `feature_stride` on, `(batch, num_channels, height, width)`, to feature
+        maps; arguments are those of the base model's `forward`, and `output_embedding` for `pooler_output`.
 
         Returns:
             `SparseFormerBackboneOutput`: `feature_maps`, of each layer of `out_features` `(batch, hidden_size,
             height / stride, width / stride)`, rounded down, where the stride is `feature_stride`, divided by the
             layer's `feature_scales`, or as `reshape_hidden_states` says. All are spread by the last RoIs.
-
-        Raises:
-            ValueError: if the images are smaller than a cell, or `num_tokens` does not fit.
         """
         kwargs |= {"num_tokens": num_tokens, "output_rois": True, "return_dict": True}
         outputs = self.base_model(pixel_values, **kwargs)
@@ -190,21 +181,10 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
         output_token_maps: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerSemanticSegmenterOutput:
-        """
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images of any size from 4 x 4 pixels.
-            labels (`torch.LongTensor` of shape `(batch, height, width)`, *optional*):
-                Class numbers; 255 does not count.
-            output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
-            output_token_maps (`bool`, *optional*, defaults to `False`): Return `token_maps`.
-            kwargs: Passed to `SparseFormerModel.forward`.
-
-        Returns:
-            `SparseFormerSemanticSegmenterOutput`: `loss`, the mean over the pixels that count, and `logits`, `(batch,
-            num_labels, height / 4, width / 4)`, rounded up; the image processor's
-            `post_process_semantic_segmentation` makes maps of them.
-        """
+        """Normalized images of any size from 4 x 4 pixels, `(batch, num_channels, height, width)`, to `logits`,
+        `(batch, num_labels, height / 4, width / 4)`, rounded up, of which the image processor's
+        `post_process_semantic_segmentation` makes maps. `labels` are class numbers, `(batch, height, width)`; 255 does
+        not count in the loss. Further arguments are passed to `SparseFormerModel.forward`."""
         kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
         tokens = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
