@@ -159,8 +159,8 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         rope_theta (`float`, *optional*):
             Base of the frequencies by which queries and keys of latent tokens are rotated, each by the center of its
             RoI (`rotary_table`). `None` rotates none.
-        rope_scale, rope_shift (pair of `float`, *optional*):
-            Factor and offset that take centers, 0 to 1 across the image, to coordinates, y first. DINOv3's by default.
+        rope_coordinates (sequence of `float`, *optional*):
+            Coordinates of the image's top, left, bottom and right edge, between which centers lie. DINOv3's by default.
         num_class_tokens (`int`, *optional*, defaults to 1): [CLS] tokens, which join before the encoder; 0 for none.
         num_register_tokens (`int`, *optional*, defaults to 0): Registers, which join behind the [CLS] tokens.
         pooling (`str`, *optional*, defaults to `"cls"`):
@@ -208,8 +208,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     extra_norms: list[str] | tuple[str, ...] = ()
     final_norm: Literal["before_pooling", "after_pooling", None] = "before_pooling"
     rope_theta: float | int | None = None
-    rope_scale: Floats = (4 * math.pi, 4 * math.pi)
-    rope_shift: Floats = (-2 * math.pi, -2 * math.pi)
+    rope_coordinates: Floats = (-2 * math.pi, -2 * math.pi, 2 * math.pi, 2 * math.pi)
     num_class_tokens: int = at_least(0)(default=1)
     num_register_tokens: int = at_least(0)(default=0)
     pooling: Literal[
@@ -224,7 +223,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     feature_scales: Floats | None = None
     upsampler_hidden_size: int | None = at_least(1)(default=None)
     drop_path_rate: float | int = rate(default=0.0)
-    initializer_range: float | int = positive(default=0.02)
 
     def __post_init__(self, **kwargs):
         if self.num_attention_heads is None:

@@ -193,9 +193,9 @@ def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerCon
 
 def our_name(theirs: str, config: SparseFormerConfig) -> str:
     """Return our name of one of the authors' tensors, with `qkv_proj` for three projections in one."""
-    renamings = V1_RENAMINGS if config.is_v1 else BOOTSTRAPPED_RENAMINGS
+    renamings = RENAMINGS | (V1_RENAMINGS if config.is_v1 else BOOTSTRAPPED_RENAMINGS)
     if isinstance(config, SparseFormerProjectionConfig):
-        renamings = {r"^proj\.": "visual_projection."} | renamings
-    for pattern, ours in (renamings | RENAMINGS).items():
+        renamings[r"^proj\."] = "visual_projection."
+    for pattern, ours in renamings.items():
         theirs = re.sub(pattern, ours, theirs)
     return theirs

@@ -26,7 +26,7 @@ from .hosts.anatomy import (
 )
 from .hosts.transformers import read_block, read_head
 from .image_format import ImageFormat
-from .layers import pool_tokens, rotary_embeddings
+from .layers import INITIALIZER_STD, pool_tokens, rotary_embeddings
 from .modeling_patch_sparseformer import PatchSparseFormerEmbeddings, resize_table
 from .placement import cut_patches, grid_rois
 
@@ -132,7 +132,7 @@ def place_by_content(model: nn.Module, rule: str, num_levels: int | None):
     old = base.embeddings
     trees = PatchSparseFormerEmbeddings(placed).to(old.position_embeddings)
     if trees.placement.forecast is not None:
-        trees.placement.forecast.draw(config.initializer_range)
+        trees.placement.forecast.draw(INITIALIZER_STD)
     tables = [resize_table(old.position_embeddings, grid, level) for level in trees.grids]
     trees.load_state_dict(old.state_dict() | {"position_embeddings": torch.cat(tables)}, strict=False)
     for name, parameter in old.named_parameters():

@@ -16,6 +16,9 @@ from transformers.utils import ModelOutput, logging
 
 logger = logging.get_logger(__name__)
 
+# Standard deviation of fresh linear weights, the reference implementation's.
+INITIALIZER_STD = 0.02
+
 
 def in_float32(values: torch.Tensor) -> torch.Tensor:
     """Return values in float32, or in float64 if they have that already."""
@@ -71,7 +74,8 @@ def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.T
     left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
     centers = ((left_top + right_bottom) * 0.5).flip(-1)
     head_dim = config.hidden_size // config.num_attention_heads
-    return rotary_table(centers, config.rope_theta, config.rope_scale, config.rope_shift, head_dim)
+    top, left, bottom, right = config.rope_coordinates
+    return rotary_table(centers, config.rope_theta, (bottom - top, right - left), (top, left), head_dim)
 
 
 def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

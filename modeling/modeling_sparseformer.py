@@ -27,6 +27,7 @@ from .focusing import (
 )
 from .hub import HubModel
 from .layers import (
+    INITIALIZER_STD,
     AdaptiveClassifierOutput,
     AttentionPooling,
     EncoderLayer,
@@ -157,13 +158,12 @@ class SparseFormerPreTrainedModel(HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         """The reference implementation's initialization; bootstrapping depends on it."""
-        std = self.config.initializer_range
         if isinstance(module, nn.Linear):
-            init.trunc_normal_(module.weight, std=std)
+            init.trunc_normal_(module.weight, std=INITIALIZER_STD)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif hasattr(module, "draw"):
-            module.draw(std)
+            module.draw(INITIALIZER_STD)
         else:
             super()._init_weights(module)
 

@@ -137,7 +137,8 @@ class Rotary:
     @property
     def fields(self) -> dict:
         """The rotation as fields of a SparseFormer's configuration."""
-        return {"rope_theta": self.theta, "rope_scale": list(self.scale), "rope_shift": list(self.shift)}
+        ends = [scale + shift for scale, shift in zip(self.scale, self.shift, strict=True)]
+        return {"rope_theta": self.theta, "rope_coordinates": [*self.shift, *ends]}
 
     def rotate(self, states: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
         """Rotate the patches of a grid among queries or keys, `(batch, heads, prefix + patches, head_dim)`; channels
