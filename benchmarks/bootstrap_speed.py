@@ -25,7 +25,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from frugalvit import bootstrap
 from frugalvit.common.data import load_images
 from frugalvit.common.tables import format_table
-from frugalvit.common.views import ImageFormat
+from frugalvit.modeling.image_format import ImageFormat
 from shared import Views, add_results_argument, cropped, make_parser, write_table
 from sparseformer_speed import load_reference
 

@@ -42,11 +42,12 @@ from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.precision import choose_mixed_precision
-from frugalvit.common.views import EvalView, ImageFormat, seeded
 from frugalvit.compare import compare, describe_score, embed_all
 from frugalvit.evaluation.knn import neighbor_scores
+from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
+from frugalvit.training.augmentation import EvalView, seeded
 from linear_probe import fit_probe
 from shared import (
     ROOT,

@@ -38,11 +38,12 @@ from frugalvit.common.files import write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.speed import images_per_second
-from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.configuration.configuration_base import pair
+from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
+from frugalvit.training.augmentation import EvalView
 from shared import (
     add_precision_argument,
     add_run_arguments,

@@ -42,10 +42,10 @@ from frugalvit.common.loading import choose_device, load_vision_model
 from frugalvit.common.macs import count_macs
 from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.speed import images_per_second
-from frugalvit.common.views import ImageFormat
 from frugalvit.compare import draw_comparison
 from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
+from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from shared import (
     add_precision_argument,

@@ -24,8 +24,8 @@ from frugalvit import count_macs
 from frugalvit.common.loading import load_with_image_processor
 from frugalvit.common.masks import MaskReader, load_masked_images
 from frugalvit.common.speed import images_per_second
-from frugalvit.common.views import ImageFormat
 from frugalvit.evaluation.segmentation import segmentation_scores
+from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import segment
 from shared import (
     add_run_arguments,

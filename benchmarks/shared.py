@@ -31,8 +31,8 @@ from frugalvit.common.speed import images_per_second
 from frugalvit.common.splits import default_split
 from frugalvit.common.tables import format_table
 from frugalvit.common.versions import origin
-from frugalvit.common.views import ImageFormat
 from frugalvit.compare import draw_comparison, table_rows
+from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 
 

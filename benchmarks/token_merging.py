@@ -36,12 +36,13 @@ from frugalvit.common.files import whole_file
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.speed import images_per_second
-from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
+from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
 from frugalvit.training import bootstrap
+from frugalvit.training.augmentation import EvalView
 from shared import (
     Views,
     add_run_arguments,

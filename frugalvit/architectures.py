@@ -11,14 +11,15 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 import frugalvit
 
 from .common.exported import ExportedModule
-from .common.loading import check_folder, load_pretrained, one_error, split_revision
+from .common.loading import load_pretrained, one_error, split_revision
 from .common.views import vision_config_of
 from .configuration.configuration_sparseformer import SparseFormerProjectionConfig
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 
 
 # Kinds of models that are expected, for messages.
-COUNTED, SAVED = "a model to count", "a model of frugalvit or Transformers"
+COUNTED = "a model to count"
+SAVED = "a model of frugalvit or Transformers"
 
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
@@ -41,7 +42,6 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
-    check_folder(Path(folder))
     with one_error(name, COUNTED):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
         found = model_class(config)

@@ -28,7 +28,7 @@ from .common.files import whole_folder, write_json
 from .common.loading import load_image_processor
 from .common.scores import check_scores
 from .common.tables import format_table
-from .common.views import ImageFormat, vision_config_of
+from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
@@ -37,6 +37,7 @@ from .export_page import check_page, write_page
 from .export_plain import write_plain_card, write_smaller_processor
 from .inference import choose_tokens
 from .modeling.hosts import read_anatomy
+from .modeling.image_format import ImageFormat
 from .version import __version__
 
 

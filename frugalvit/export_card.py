@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from .common.exported import OUTPUTS, openvino_precision, program_file
 from .common.loading import split_revision
 from .common.tables import format_markdown
-from .common.views import ImageFormat
+from .modeling.image_format import ImageFormat
 from .modeling.model_card import make_card, pipeline_tag
 from .training.cards import license_of
 

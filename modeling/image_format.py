@@ -95,10 +95,8 @@ class ImageFormat:
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """Normalize pixels, `(batch, channels, height, width)` uint8, to float32, on their device."""
-        return self._standardize(pixels.float().mul_(1 / 255))
-
-    def _standardize(self, pixels: torch.Tensor) -> torch.Tensor:
-        return pixels.sub_(_channels(self.mean, pixels.device)).div_(_channels(self.std, pixels.device))
+        mean = _channels(self.mean, pixels.device)
+        return pixels.float().mul_(1 / 255).sub_(mean).div_(_channels(self.std, pixels.device))
 
     def denormalize(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Turn normalized images back into red, green and blue, 0..1."""
@@ -111,7 +109,8 @@ class ImageFormat:
             pixel_values = v2.functional.resize(pixel_values, list(self.size), self.interpolation, antialias=True)
         if (source.mean, source.std) == (self.mean, self.std):
             return pixel_values
-        return self._standardize(source.denormalize(pixel_values))
+        device = pixel_values.device
+        return (source.denormalize(pixel_values) - _channels(self.mean, device)) / _channels(self.std, device)
 
 
 def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:

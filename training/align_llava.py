@@ -24,12 +24,12 @@ from transformers import PaliGemmaProcessor, PreTrainedModel
 from ..common.files import read_text
 from ..common.loading import load_llava, load_vision_model
 from ..common.splits import load_parts, load_splits
-from ..common.views import CAPTION, ImageFormat, random_seed
+from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from ..modeling.swap import first_layer, matching_processor, swap_vision_tower
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, check, run_as_program
-from .augmentation import BootstrapView, PairedEvalView
+from .augmentation import CAPTION, BootstrapView, EvalView, random_seed
 from .cards import without_place, write_card
 from .data import as_images
 from .trainer import ImageTrainer, run_command, start
@@ -293,7 +293,7 @@ class AlignLlavaTrainer(ImageTrainer):
         self.has_teacher = "turns" not in train.features
         student_format = ImageFormat.from_processor(processor.image_processor)
         teacher_format = ImageFormat.from_processor(processing_class.image_processor) if self.has_teacher else None
-        eval_view = PairedEvalView(student_format, teacher_format)
+        eval_view = EvalView(student_format, teacher_format)
         super().__init__(
             Learner(self.llava, args.lora_rank),
             args,

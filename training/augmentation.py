@@ -1,15 +1,72 @@
-"""Views of images for bootstrapping."""
+"""Views of images: uint8 until a batch is normalized. The view of an image in training is a function of (seed, epoch,
+image index) alone, so that a run resumes exactly. A view has `formats`, by which its tensors are normalized."""
 
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torchvision.transforms import v2
 
-from ..common.views import EvalView, ImageFormat, View
+from ..common.views import middle_of
+from ..modeling.image_format import ImageFormat
 
 
-class BootstrapView(View):
+# Purposes of random numbers: uses that share (seed, epoch, index) must not share numbers.
+VIEW = 0
+MIX = 1
+CAPTION = 4
+
+
+def random_seed(*keys: int) -> int:
+    """Mix integers into a 32-bit seed (the finalizer of SplitMix64, chained)."""
+    mask = (1 << 64) - 1
+    value = 0
+    for key in keys:
+        value = (value + key + 0x9E3779B97F4A7C15) & mask
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+        value ^= value >> 31
+    return value >> 32
+
+
+@contextmanager
+def seeded(*keys: int):
+    """Seed torch's CPU random numbers from `keys` inside the block, and restore their state after it."""
+    state = torch.get_rng_state()
+    # Not torch.manual_seed: it also seeds every accelerator and is a hundred times slower.
+    torch.default_generator.manual_seed(random_seed(*keys))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+class EvalView:
+    """Resize and center crop an image as the image processor does, to `pixel_values` and, for a teacher that takes
+    other images, `teacher_pixel_values`."""
+
+    def __init__(self, image_format: ImageFormat, teacher: ImageFormat | None = None):
+        self.formats = {"pixel_values": image_format}
+        if teacher not in (None, image_format):
+            self.formats["teacher_pixel_values"] = teacher
+
+    def __call__(self, image):
+        views = {}
+        for name, image_format in self.formats.items():
+            height, width = image_format.size
+            size = [image_format.resize] if image_format.resize else [height, width]
+            pixels = v2.functional.pil_to_tensor(middle_of(image) if image_format.resize else image)
+            pixels = v2.functional.resize(pixels, size, image_format.interpolation, antialias=True)
+            # Transformers rounds down; timm, as torchvision's own center crop, to even.
+            to_int = round if image_format.rounds_center else int
+            top = to_int((pixels.shape[-2] - height) / 2)
+            left = to_int((pixels.shape[-1] - width) / 2)
+            views[name] = v2.functional.crop(pixels, top, left, height, width)
+        return views
+
+
+class BootstrapView:
     """Views for bootstrapping (Gao et al. 2024): a random part of the image, flipped or not, for student and teacher,
     each at its own size. The teacher's `teacher_pixel_values` are left out where both models take the same.
 
@@ -30,7 +87,8 @@ class BootstrapView(View):
         flip: float = 0.5,
         zoom_out: float = 1.0,
     ):
-        self.formats, self.flip = {"pixel_values": student}, flip
+        self.formats = {"pixel_values": student}
+        self.flip = flip
         # Their center crops, for evaluation, may differ.
         any_crop = {"resize": None, "rounds_center": False}
         if teacher is not None and replace(teacher, **any_crop) != replace(student, **any_crop):
@@ -50,16 +108,3 @@ class BootstrapView(View):
             )
             for name, format_ in self.formats.items()
         }
-
-
-class PairedEvalView(View):
-    """The views of an image that student and teacher get in evaluation; one tensor where both take the same."""
-
-    def __init__(self, student: ImageFormat, teacher: ImageFormat | None = None):
-        self.formats = {"pixel_values": student}
-        if teacher is not None and student != teacher:
-            self.formats["teacher_pixel_values"] = teacher
-        self.views = {name: EvalView(image_format) for name, image_format in self.formats.items()}
-
-    def __call__(self, image):
-        return {name: view(image)["pixel_values"] for name, view in self.views.items()}

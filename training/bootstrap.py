@@ -24,9 +24,9 @@ from ..common.loading import load_vision_model
 from ..common.precision import hold_teacher
 from ..common.splits import check_single_label, load_splits, match_classes
 from ..common.tables import format_markdown
-from ..common.views import ImageFormat
 from ..configuration.configuration_base import set_image_size
 from ..modeling.hosts import Anatomy, read_anatomy
+from ..modeling.image_format import ImageFormat
 from .arguments import (
     ArgumentParser,
     DataArguments,
@@ -36,10 +36,10 @@ from .arguments import (
     check_ranges,
     run_as_program,
 )
-from .augmentation import BootstrapView, PairedEvalView
+from .augmentation import BootstrapView, EvalView
 from .cards import without_place
 from .data import Views, as_images, split_off
-from .losses import AlignmentLoss, Targets, attended_cells
+from .losses import AlignmentLoss, attended_cells
 from .students import StudentArguments, build_student, continued_student, freeze, token_counts_to_train
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
@@ -204,7 +204,7 @@ class BootstrapTrainer(ImageTrainer):
             train,
             evaluation,
             BootstrapView(student_format, teacher_format, args.crop_scale, args.crop_ratio, args.flip, args.zoom_out),
-            PairedEvalView(student_format, teacher_format),
+            EvalView(student_format, teacher_format),
             classes=classes,
             base_model=base_model,
             **kwargs,
@@ -213,7 +213,7 @@ class BootstrapTrainer(ImageTrainer):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
         # Parts of fused layers are views, which stay where they were: it is read again.
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
-        self.align, self.states = AlignmentLoss(model, teacher, args), []
+        self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
             hold_teacher(self.accelerator, teacher.source, teacher.classifier)
         choose_attention(model, args)
@@ -224,33 +224,30 @@ class BootstrapTrainer(ImageTrainer):
         images, _, _, classes = match_classes((as_images(images), None, None), self.labels, False)
         return Views(images, self.eval_view, None, self.skip_corrupt, classes)
 
-    def train(self, *args, **kwargs):
-        reads_states = self.align.align_tokens or self.align.align_maps or self.align.forecasts
-        with self.anatomy.watch() if reads_states else nullcontext([]) as self.states:
-            return super().train(*args, **kwargs)
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss over the counts of tokens that this step trains."""
-        targets, losses = self.targets_of(inputs), []
+        targets = self.targets_of(inputs)
+        losses = []
         # The same in all processes, and when a run goes on.
         for count in token_counts_to_train(self.student.config, f"{self.args.seed}-{self.state.global_step}"):
             outputs = model(inputs["pixel_values"], num_tokens=count, **self.align.options)
-            losses.append(self.align(outputs, targets, inputs.get("labels")))
+            losses.append(self.align(outputs, labels=inputs.get("labels"), **targets))
         loss = torch.stack(losses).mean()
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()
-    def targets_of(self, inputs: dict) -> Targets:
-        """Return the teacher's embeddings of a batch, and what else the loss reads of it."""
+    def targets_of(self, inputs: dict) -> dict:
+        """Return what `AlignmentLoss` reads of the teacher's outputs for a batch."""
         align = self.align
-        with self.accelerator.autocast():
-            targets = Targets(self.embed(inputs))
+        reads_states = align.align_tokens or align.align_maps or align.forecasts
+        with self.accelerator.autocast(), self.anatomy.watch() if reads_states else nullcontext() as states:
+            targets = {"embedding": self.embed(inputs)}
             if align.forecasts:
-                targets.attention = attended_cells(self.anatomy, self.states)
+                targets["attention"] = attended_cells(self.anatomy, states)
             if align.align_tokens:
-                targets.tokens = list(self.states)
+                targets["tokens"] = list(states)
             if align.align_maps:
-                targets.maps = [each.float() for each in align.align_maps.of_teacher(self.states)]
+                targets["maps"] = [each.float() for each in align.align_maps.of_teacher(states)]
         return targets
 
     def embed(self, inputs: dict) -> torch.Tensor:

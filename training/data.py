@@ -5,7 +5,8 @@ the batch, and a run that goes on from a checkpoint sees what it would have seen
 """
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -18,7 +19,8 @@ from transformers import TrainerCallback
 from ..common.data import class_names, load_images, select_images
 from ..common.decoding import CorruptImageError, decode_image
 from ..common.splits import check_same_classes, hold_back
-from ..common.views import MIX, VIEW, ImageFormat, View, seeded
+from ..modeling.image_format import ImageFormat
+from .augmentation import MIX, VIEW, seeded
 
 
 # Images among which a stream is shuffled, besides its files.
@@ -33,7 +35,8 @@ class PlainImages:
     """
 
     def __init__(self, source, features: datasets.Features | None = None):
-        self.source, self.features = source, features or datasets.Features({"image": datasets.Image()})
+        self.source = source
+        self.features = features or datasets.Features({"image": datasets.Image()})
         names = getattr(source.dataset if isinstance(source, Subset) else source, "classes", None)
         if features is None and names:
             self.features["label"] = datasets.ClassLabel(names=list(names))
@@ -100,14 +103,18 @@ class Views(Dataset):
 
     Args:
         images: Images of `as_images`, or with a column `mask`.
-        view (`View`): Makes a view of an image, and of its mask where there is one.
+        view (`Callable`): Makes a view of an image, see `EvalView`, and of its mask where there is one.
         seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch`, too; None in evaluation.
         skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
         classes (sequence of `int`, *optional*): The model's number of each class of the data set.
     """
 
-    def __init__(self, images, view: View, seed: int | None = None, skip_corrupt: bool = False, classes=None):
-        self.images, self.view, self.seed, self.skip_corrupt, self.classes = images, view, seed, skip_corrupt, classes
+    def __init__(self, images, view, seed: int | None = None, skip_corrupt: bool = False, classes=None):
+        self.images = images
+        self.view = view
+        self.seed = seed
+        self.skip_corrupt = skip_corrupt
+        self.classes = classes
         # Workers that stay for several epochs read it, too.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -148,7 +155,10 @@ class Views(Dataset):
 
 
 class StreamedViews(IterableDataset, Views):
-    """Views of a stream, whose index is an image's position among those that a worker reads."""
+    """Views of a shuffled stream, whose index is an image's position among those that a worker reads."""
+
+    def __init__(self, images: datasets.IterableDataset, view, seed: int, *args):
+        super().__init__(images.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), view, seed, *args)
 
     def __len__(self):
         raise TypeError("a stream has no length")
@@ -164,30 +174,24 @@ class StreamedViews(IterableDataset, Views):
         return filter(None, samples)
 
 
-def training_views(images, view: View, args, classes=None) -> Views:
-    """Views of images to train on, of a stream in an order that is drawn."""
-    kind = Views
-    if isinstance(images, datasets.IterableDataset):
-        kind, images = StreamedViews, images.shuffle(seed=args.seed, buffer_size=SHUFFLE_BUFFER)
-    return kind(images, view, args.seed, args.skip_corrupt, classes)
-
-
+@dataclass
 class SetEpoch(TrainerCallback):
     """Sets the views' epoch: where a run goes on, Accelerate's `skip_first_batches` hides their `set_epoch`."""
 
-    def __init__(self, views: Views):
-        self.views = views
+    views: Views
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.views.set_epoch(int(state.epoch))
 
 
+@dataclass
 class Collator:
     """Makes a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64. `mix` mixes images
     and labels of a training batch; what it draws is a function of (seed, epoch, first index)."""
 
-    def __init__(self, formats: dict[str, ImageFormat], mix=None, seed: int = 0):
-        self.formats, self.mix, self.seed = formats, mix, seed
+    formats: dict[str, ImageFormat]
+    mix: Callable | None = None
+    seed: int = 0
 
     def __call__(self, samples: list[dict]) -> dict[str, torch.Tensor]:
         batch = {}

@@ -19,11 +19,12 @@ from ..common.choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
 from ..common.data import class_names
 from ..common.metrics import TopKAccuracy
 from ..common.splits import load_splits
-from ..common.views import EvalView, ImageFormat
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
+from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .arguments import ArgumentParser, DataArguments, argument, check, read_values, run_as_program
+from .augmentation import EvalView
 from .cards import name_images, write_card
 from .data import labeled_images
 from .models import configure_start

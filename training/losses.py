@@ -1,7 +1,6 @@
 """Losses of bootstrapping, as modules."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,25 +19,14 @@ POINTS = 4
 ATTENDING_SHARE = 1 / 3
 
 
-@dataclass
-class Targets:
-    """A teacher's outputs for a batch: the embedding, `(batch, embedding_size)` float32, and, where the loss reads
-    them, attention, `(batch, rows, columns)`, tokens before the first block and after each, `(batch, prefix + patches,
-    hidden_size)`, and feature maps, `(batch, hidden_size, rows, columns)`."""
-
-    embedding: torch.Tensor
-    attention: torch.Tensor | None = None
-    tokens: list[torch.Tensor] | None = None
-    maps: list[torch.Tensor] | None = None
-
-
 class AlignmentLoss(nn.Module):
     """Distance of the embeddings of student and teacher (Gao et al. 2024, equation 5), and the terms that `args`, a
     `BootstrapArguments`, adds."""
 
     def __init__(self, student: nn.Module, teacher: Anatomy, args):
         super().__init__()
-        config, self.args = student.config, args
+        config = student.config
+        self.args = args
         self.project = getattr(student, "visual_projection", nn.Identity())
         # In a tuple, as they are neither trained nor saved with the loss.
         self.heads = (getattr(student, "classifier", None), teacher.classifier)
@@ -58,23 +46,42 @@ class AlignmentLoss(nn.Module):
         if self.forecasts:
             self.options["output_attention_forecast"] = True
 
-    def forward(self, outputs, targets: Targets, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the loss, a scalar, of the outputs of the student's base model for `options`."""
-        args, (classify, classify_teacher) = self.args, self.heads
-        embedding = self.project(outputs.pooler_output).float()
+    def forward(
+        self,
+        outputs,
+        embedding: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        attention: torch.Tensor | None = None,
+        tokens: list[torch.Tensor] | None = None,
+        maps: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return the loss, a scalar.
+
+        Args:
+            outputs: The outputs of the student's base model for `options`.
+            embedding: The teacher's, `(batch, embedding_size)` float32.
+            labels (*optional*): Class numbers, `(batch,)`.
+            attention (*optional*): The teacher's, `(batch, rows, columns)`.
+            tokens (*optional*): The teacher's before the first block and after each, `(batch, prefix + patches,
+                hidden_size)`.
+            maps (*optional*): The teacher's feature maps, `(batch, hidden_size, rows, columns)`.
+        """
+        args = self.args
+        classify, classify_teacher = self.heads
+        found = self.project(outputs.pooler_output).float()
         if args.loss == "cosine":
-            loss = (1 - F.cosine_similarity(embedding, targets.embedding)).mean()
+            loss = (1 - F.cosine_similarity(found, embedding)).mean()
         else:
-            loss = divergence(classify(embedding), classify_teacher(targets.embedding), args.temperature)
+            loss = divergence(classify(found), classify_teacher(embedding), args.temperature)
         if args.label_loss_weight:
-            loss = loss + args.label_loss_weight * F.cross_entropy(classify(embedding), labels)
+            loss = loss + args.label_loss_weight * F.cross_entropy(classify(found), labels)
         if self.forecasts:
             # Its weights have no other loss, so that it needs no factor.
-            loss = loss + forecast_loss(outputs.attention_forecast, targets.attention)
+            loss = loss + forecast_loss(outputs.attention_forecast, attention)
         if self.align_tokens:
-            loss = loss + args.token_loss_weight * self.align_tokens(outputs, targets.tokens)
+            loss = loss + args.token_loss_weight * self.align_tokens(outputs, tokens)
         if self.align_maps:
-            loss = loss + args.dense_loss_weight * self.align_maps(outputs, targets.maps)
+            loss = loss + args.dense_loss_weight * self.align_maps(outputs, maps)
         return loss
 
 
@@ -95,11 +102,13 @@ class MapAlignmentLoss(nn.Module):
         layer, beside the teacher's (`Anatomy.feature_maps`), to whose cells they are interpolated."""
         losses = []
         for found, target in zip(maps, targets, strict=True):
-            found, target = found.float(), target.float()
+            found = found.float()
+            target = target.float()
             if found.shape != target.shape:
                 found = F.interpolate(found, target.shape[-2:], mode="bilinear")
             common = target.mean((2, 3), keepdim=True)
-            found, target = found - common, target - common
+            found = found - common
+            target = target - common
             # An image of one color has hardly any differences, whose lengths mean nothing.
             least = common.norm(dim=1).clamp(min=1e-4) / 100
             lengths = [features.norm(dim=1).clamp(min=least).log() for features in (found, target)]
@@ -114,9 +123,12 @@ class MapAlignment:
     by default, or the `out_indices` of a backbone."""
 
     def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
-        config, self.layers = student.config, layers or [-1]
-        self.norm, self.teacher = student.base_model.layernorm, teacher
-        self.num_prefix_tokens, self.distance = config.num_prefix_tokens, MapAlignmentLoss()
+        config = student.config
+        self.layers = layers or [-1]
+        self.norm = student.base_model.layernorm
+        self.teacher = teacher
+        self.num_prefix_tokens = config.num_prefix_tokens
+        self.distance = MapAlignmentLoss()
         if isinstance(student, BackboneMixin):
             self.layers = [index - len(student.stage_names) for index in student.out_indices]
             if layers and sorted(layers) != self.layers:
@@ -151,9 +163,11 @@ class TokenAlignment:
     arguments = {"output_hidden_states": True, "output_rois": True}
 
     def __init__(self, student, teacher: Anatomy, layers: list[int] | None = None, distance: str = "normalized"):
-        self.grid, self.skipped = teacher.grid, student.config.num_prefix_tokens
+        self.grid = teacher.grid
+        self.skipped = student.config.num_prefix_tokens
         self.depths = len(student.base_model.layers) + 1
-        self.layers, self.distance = layers or range(self.depths), distance
+        self.layers = layers or range(self.depths)
+        self.distance = distance
         if self.depths > len(teacher.blocks) + 1:
             raise ValueError("The student has more blocks than the teacher; leave token_loss_weight at 0.")
         if wrong := [layer for layer in self.layers if not -self.depths <= layer < self.depths]:
@@ -165,7 +179,8 @@ class TokenAlignment:
         losses = []
         for layer in self.layers:
             patches = held_by_depth[layer][:, -shares.shape[-1] :].float()
-            tokens, expected = outputs.hidden_states[layer][:, self.skipped :].float(), shares @ patches
+            tokens = outputs.hidden_states[layer][:, self.skipped :].float()
+            expected = shares @ patches
             if self.distance == "normalized":
                 normalized = [F.layer_norm(each, each.shape[-1:]) for each in (tokens, expected)]
                 losses.append(F.mse_loss(*normalized))
@@ -178,7 +193,8 @@ class TokenAlignment:
         points in its RoI, within the image, at which patches are interpolated bilinearly."""
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
         y, x = torch.meshgrid(steps, steps, indexing="ij")
-        low, high = rois[..., None, :2], rois[..., None, 2:]
+        low = rois[..., None, :2]
+        high = rois[..., None, 2:]
         points = low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)
         # Interpolating one-hot maps gives the shares for all depths and channels at once.
         patches = self.grid[0] * self.grid[1]
@@ -213,4 +229,4 @@ def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch
     return scores.softmax(-1).mean((1, 2))
 
 
-__all__ = ["AlignmentLoss", "MapAlignmentLoss", "Targets"]
+__all__ = ["AlignmentLoss", "MapAlignmentLoss"]

@@ -1,13 +1,12 @@
 """Models to train: new ones, and those of Transformers and timm to go on from."""
 
 import inspect
-from pathlib import Path
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
-from ..common.loading import TIMM, check_folder, load_image_processor, one_error, split_revision
+from ..common.loading import TIMM, load_image_processor, one_error, split_revision
 from ..configuration.configuration_base import FrugalViTConfig, pair, set_image_size
 from ..configuration.configuration_vit import AttentionStartConfig
 from ..modeling import initialization
@@ -17,8 +16,8 @@ from ..modeling.hub import image_processor_config
 from ..modeling.image_format import set_size
 from ..modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import read_values
-from .optimizers import classifiers_inside
 from .students import parse_overrides
+from .trainer import classifiers_inside
 
 
 # Kind of the checkpoint to start from, for messages.
@@ -130,7 +129,6 @@ def configure_start(config, name: str, text: str) -> bool:
 def read_config(given: str, kind: str, trust_remote_code: bool = False, **values):
     """Load the configuration of a checkpoint to go on from, with other `values`; `kind` is for messages."""
     name, revision = split_revision(given)
-    check_folder(Path(name))
     with one_error(given, kind):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision, **values)
 

@@ -27,8 +27,9 @@ from ..common.loading import load_image_processor
 from ..common.masks import MaskReader, load_masked_images, load_masked_splits
 from ..common.metrics import SegmentationScores
 from ..common.scores import check_scores
-from ..common.views import LONGEST, ImageFormat, View
+from ..common.views import LONGEST
 from ..configuration.configuration_base import is_sparseformer
+from ..modeling.image_format import ImageFormat
 from ..modeling.segmentation import semantic_segmentation_loss
 from .arguments import (
     ArgumentParser,
@@ -42,8 +43,7 @@ from .arguments import (
 from .cards import name_images
 from .data import PlainImages
 from .models import label_fields, load_checkpoint, new_config, read_config, set_drop_path
-from .optimizers import learning_rate_factors
-from .trainer import ImageTrainer, run_command, start
+from .trainer import ImageTrainer, learning_rate_factors, run_command, start
 
 
 PROG = "frugalvit segment"
@@ -127,7 +127,7 @@ def resize_pair(
     return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
 
 
-class SegmentationView(View):
+class SegmentationView:
     """Views for training segmentation: random resize, crop, flip and photometric distortion, alike for image and mask.
 
     `scale` is the range of the resized image's shorter side, in crops. A crop in which one class has more than
@@ -159,7 +159,7 @@ class SegmentationView(View):
         return {"pixel_values": pixels.as_subclass(torch.Tensor), "labels": mask[0].as_subclass(torch.Tensor)}
 
 
-class SegmentationEvalView(View):
+class SegmentationEvalView:
     """Views for evaluating segmentation: image and mask, resized to the model's size."""
 
     def __init__(self, image_format: ImageFormat, read_mask):

@@ -9,9 +9,9 @@ from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
 
 from ..common.choices import FOCUSINGS, PLACEMENT_RULES, PLACEMENTS
 from ..common.loading import load_vision_model, one_error, split_revision
-from ..common.views import ImageFormat
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.hosts import Anatomy
+from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_patch_sparseformer import (
     PatchSparseFormerForImageClassification,
     PatchSparseFormerVisionModel,

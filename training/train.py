@@ -18,14 +18,14 @@ from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
 from ..common.splits import check_single_label, load_splits, match_labels
-from ..common.views import EvalView, ImageFormat, View
+from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
+from .augmentation import EvalView
 from .cards import name_images
 from .data import labeled_images, mixing
 from .models import build_model
-from .optimizers import learning_rate_factors
-from .trainer import ImageTrainer, choose_attention, run_command, start
+from .trainer import ImageTrainer, choose_attention, learning_rate_factors, run_command, start
 
 
 PROG = "frugalvit train"
@@ -74,7 +74,7 @@ class SmallDataArguments(ImageTrainingArguments):
     flip: float = argument(0.5, "Probability of a horizontal flip.")
 
 
-class SmallDataView(View):
+class SmallDataView:
     """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision."""
 
     def __init__(self, image_format: ImageFormat, args, randaugment_layers=0, randaugment_magnitude=9, erasing=0.0):

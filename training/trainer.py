@@ -1,6 +1,7 @@
 """`Trainer` of images: Transformers' own, whose data sets are views of images, and which writes a model card."""
 
 import copy
+import functools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import datasets
 import torch
 import transformers
 from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
@@ -23,11 +25,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..common.data import class_names
 from ..common.files import permit_as_usual
 from ..common.splits import check_same_classes
-from ..common.views import View
+from ..modeling.hosts.anatomy import is_timm
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import write_card
-from .data import Collator, SetEpoch, Views, as_images, training_views
-from .optimizers import make_optimizer, parameter_groups
+from .data import Collator, SetEpoch, StreamedViews, Views, as_images
 
 
 class ImageTrainer(Trainer):
@@ -37,7 +38,7 @@ class ImageTrainer(Trainer):
     Args:
         model (`PreTrainedModel`), args (`ImageTrainingArguments`), callbacks, kwargs: As in Transformers.
         train_dataset, eval_dataset: Images of `as_images`; without an `eval_dataset`, nothing is evaluated.
-        train_view, eval_view (`View`): Make their views.
+        train_view, eval_view (`Callable`): Make their views, see `Views`.
         mix (`Callable`, *optional*): See `Collator`.
         classes (sequence of `int`, *optional*): See `Views`.
         base_model (`str`, *optional*): The model from which training starts, for the card.
@@ -51,8 +52,8 @@ class ImageTrainer(Trainer):
         args: ImageTrainingArguments,
         train_dataset,
         eval_dataset,
-        train_view: View,
-        eval_view: View,
+        train_view: Callable,
+        eval_view: Callable,
         mix=None,
         classes=None,
         callbacks=None,
@@ -61,11 +62,16 @@ class ImageTrainer(Trainer):
     ):
         args = copy.copy(args)
         if eval_dataset is None:
-            args.eval_strategy, args.load_best_model_at_end = "no", False
-        self.images, self.eval_view, self.classes, self.base_model = train_dataset, eval_view, classes, base_model
+            args.eval_strategy = "no"
+            args.load_best_model_at_end = False
+        self.images = train_dataset
+        self.eval_view = eval_view
+        self.classes = classes
+        self.base_model = base_model
         self.skip_corrupt = args.skip_corrupt
         self.interruption = SaveWhenInterrupted()
-        views = training_views(train_dataset, train_view, args, classes)
+        views_class = StreamedViews if isinstance(train_dataset, datasets.IterableDataset) else Views
+        views = views_class(train_dataset, train_view, args.seed, args.skip_corrupt, classes)
         super().__init__(
             model=model,
             args=args,
@@ -79,7 +85,8 @@ class ImageTrainer(Trainer):
         # The loss is a mean over a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
         # For the card: names of the images, and the command.
-        self.data, self.command = None, None
+        self.data = None
+        self.command = None
         # Step and time of the first step, for the speed in the logs.
         self.begun = None
         # Images to measure the model on that was chosen on others.
@@ -113,7 +120,10 @@ class ImageTrainer(Trainer):
         if self.optimizer is None:
             model = model or self.model
             groups = parameter_groups(model, self.args, self.learning_rate_factors(model))
-            self.optimizer = make_optimizer(self.args, groups)
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+            if self.args.sam_rho:
+                kind = sharpness_aware(kind, self.args.sam_rho)
+            self.optimizer = kind(groups, **options)
         return self.optimizer
 
     def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
@@ -171,7 +181,8 @@ class ImageTrainer(Trainer):
                 self.model.save_pretrained(output_dir, save_original_format=False)
             return
         # All processes gather the weights where each has a part of them.
-        weights, folder = self.weights(), Path(output_dir or self.args.output_dir)
+        weights = self.weights()
+        folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
             # First, as a model writes a card where there is none.
             self.write_card(folder)
@@ -231,7 +242,8 @@ class SaveWhenInterrupted(TrainerCallback):
     """Ends a run after Ctrl-C with a checkpoint of the step under way. A second Ctrl-C ends it at once, as does the
     first where there are several processes."""
 
-    received, before = False, None
+    received = False
+    before = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.received = False
@@ -253,13 +265,85 @@ class SaveWhenInterrupted(TrainerCallback):
         # A loss that is not finite ends the run before its weights are saved.
         control.should_log |= control.should_save
 
-    def on_epoch_end(self, args, state, control, **kwargs):
-        control.should_log |= control.should_save
+    on_epoch_end = on_step_end
 
     def on_save(self, args, state, control, **kwargs):
         if self.received:
             print(f"Stopped at step {state.global_step}; the same command goes on from there.", file=sys.stderr)
             raise KeyboardInterrupt
+
+
+def parameter_groups(model: torch.nn.Module, args, factors: dict[torch.nn.Parameter, float]) -> list[dict]:
+    """Return groups of a model's trainable parameters: matrices and filters decay; biases, norms, positions, [CLS] and
+    what `model.no_weight_decay()` names do not. The learning rate is multiplied by a parameter's factor, if any."""
+    spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+    words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
+    groups = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
+            groups.setdefault((spare, factors.get(parameter, 1.0)), []).append(parameter)
+    return [
+        {
+            "params": groups[spare, factor],
+            "weight_decay": 0.0 if spare else args.weight_decay,
+            "lr": factor * args.learning_rate,
+        }
+        for spare, factor in sorted(groups)
+    ]
+
+
+def learning_rate_factors(
+    model: torch.nn.Module, head_multiplier: float, layer_decay: float
+) -> dict[torch.nn.Parameter, float]:
+    """Return the factor of each parameter's learning rate: 1 for the last block, of the longest list of blocks, and
+    what follows it, `layer_decay` times that of the next for each block before and for what precedes the first, and
+    `head_multiplier` for the head, outside of the base model or, in timm's models, the classifier within."""
+    base = model.base_model
+    if base is model and head_multiplier != 1:
+        raise ValueError(f"head_multiplier is {head_multiplier}, expected 1 for a {type(model).__name__}.")
+    # timm keeps its blocks in an `nn.Sequential`.
+    kinds = (torch.nn.ModuleList, torch.nn.Sequential) if is_timm(base) else torch.nn.ModuleList
+    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, kinds)]
+    name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
+    last = len(blocks) - 1
+    index = -1
+    heads = classifiers_inside(base)
+    factors = dict.fromkeys(model.parameters(), head_multiplier)
+    for full_name, parameter in base.named_parameters():
+        if full_name.startswith(heads):
+            continue
+        if blocks and full_name.startswith(f"{name}."):
+            index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
+        elif index >= 0:
+            index = last
+        factors[parameter] = layer_decay ** (last - index)
+    return factors
+
+
+def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
+    """Prefixes of the names of a timm model's classifier, which is inside; Transformers' models have it beside."""
+    if not is_timm(base):
+        return ()
+    heads = base.get_classifier()
+    heads = heads if isinstance(heads, tuple) else (heads,)
+    return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))
+
+
+def sharpness_aware(kind: type, rho: float) -> Callable:
+    """Return a maker of optimizers of a class that minimize the sharpness within a radius, too (Foret et al. 2021)."""
+    try:
+        import pytorch_optimizer
+    except ImportError:
+        raise ValueError("sam_rho is pytorch_optimizer's: pip install 'frugalvit[sam]'.") from None
+
+    class SAM(pytorch_optimizer.SAM):
+        """SAM whose first step the trainer makes, before the second gradient."""
+
+        def step(self, closure=None):
+            self.second_step()
+
+    return functools.partial(SAM, base_optimizer=kind, rho=rho)
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
@@ -293,7 +377,8 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
 
 def start(args: ImageTrainingArguments):
     """Begin a command: check its output folder, and seed the draws of new weights."""
-    started, folder = int(os.environ.get("WORLD_SIZE") or 1), Path(args.output_dir)
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    folder = Path(args.output_dir)
     if started > args.world_size and "RANK" in os.environ:
         raise ValueError(f"{started} processes were started, of which each would train alone; on CPUs, give use_cpu.")
     if folder.exists() and args.process_index == 0:

@@ -68,14 +68,12 @@ def load_image_classifier(
 ) -> tuple[PreTrainedModel, object]:
     """Load a classifier for inference, in float32, and its image processor, from a folder that `save_pretrained` or
     `frugalvit export` wrote, or a hub id; arguments and errors as in `load_pretrained`."""
-    kind = "an image classifier"
     from .exported import is_exported, load_exported
 
+    kind = "an image classifier"
     if is_exported(name):
         return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
-    return load_with_image_processor(
-        name, device, trust_remote_code, kind, lambda config: AutoModelForImageClassification
-    )
+    return load_with_image_processor(name, device, trust_remote_code, kind, lambda _: AutoModelForImageClassification)
 
 
 def load_vision_model(
@@ -176,17 +174,6 @@ def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind:
         return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
 
 
-def check_folder(folder: Path):
-    """Raise a ValueError if there is no model in a folder. A path that is no folder is left to the hub."""
-    if not folder.is_dir() or (folder / "config.json").is_file():
-        return
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{str(folder)!r} is an adapter of peft; merge it first: merge_and_unload, save_pretrained.")
-    # A training that was stopped has written checkpoints alone.
-    hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
-    raise ValueError(f"There is no model in {str(folder)!r}: it has no config.json. Give {hint}.")
-
-
 def load_pretrained(
     name: str | os.PathLike,
     device: str | torch.device | None,
@@ -208,9 +195,9 @@ def load_pretrained(
         unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for a language model.
     """
-    given, (name, revision) = os.fspath(name), split_revision(name)
+    given = os.fspath(name)
+    name, revision = split_revision(name)
     device = choose_device(device and str(device))
-    check_folder(Path(name))
     placed = bool(device_map or quantize)
     options = {"device_map": device_map or {"": device}} if placed else {}
     if quantize:
@@ -260,7 +247,8 @@ def check_complete(
 @contextmanager
 def one_error(name: str | os.PathLike, kind: str):
     """Turn errors in loading a model, or a part of it, into a `ValueError` of one line, and silence Transformers."""
-    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    shows_progress = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
@@ -268,9 +256,16 @@ def one_error(name: str | os.PathLike, kind: str):
     # Weights, configurations and remote code fail in more ways than can be listed.
     except Exception as error:
         message = f"{type(error).__name__}: {shorten(str(error), 300)}"
-        if "trust_remote_code" in str(error):
+        folder = Path(name).expanduser()
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            # A training that was stopped has written checkpoints alone.
+            hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
+            message = f"it has no config.json. Give {hint}."
+            if (folder / "adapter_config.json").is_file():
+                message = "it is an adapter of peft; merge it first: merge_and_unload, save_pretrained."
+        elif "trust_remote_code" in str(error):
             message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
-        elif isinstance(error, OSError) and not Path(name).exists():
+        elif isinstance(error, OSError) and not folder.exists():
             message = f"there is no such folder here, and of the hub: {shorten(str(error), 300)}"
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error
     finally:

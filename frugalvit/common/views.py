@@ -1,12 +1,9 @@
-"""Views of images: uint8 until a batch is normalized. The view of an image in training is a function of (seed, epoch,
-image index) alone, so that a run resumes exactly."""
+"""Images as image processors make them, and pixel values turned back into images."""
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 
 import torch
 from PIL import Image
-from torchvision.transforms import v2
 from transformers import PreTrainedConfig
 
 from ..modeling.image_format import ImageFormat, normalization_of
@@ -14,37 +11,12 @@ from ..modeling.image_format import ImageFormat, normalization_of
 
 # Longest side of a strip, in multiples of its shorter side, where only the middle is kept.
 LONGEST = 32
-# Purposes of random numbers: uses that share (seed, epoch, index) must not share numbers.
-VIEW, MIX, CAPTION = 0, 1, 4
 
 
 def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the vision configuration of a CLIP or a LLaVA; other configurations as they are."""
     vision = getattr(config, "vision_config", None)
     return vision if isinstance(vision, PreTrainedConfig) else config
-
-
-def random_seed(*keys: int) -> int:
-    """Mix integers into a 32-bit seed (the finalizer of SplitMix64, chained)."""
-    mask, value = (1 << 64) - 1, 0
-    for key in keys:
-        value = (value + key + 0x9E3779B97F4A7C15) & mask
-        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
-        value ^= value >> 31
-    return value >> 32
-
-
-@contextmanager
-def seeded(*keys: int):
-    """Seed torch's CPU random numbers from `keys` inside the block, and restore their state after it."""
-    state = torch.get_rng_state()
-    # Not torch.manual_seed: it also seeds every accelerator and is a hundred times slower.
-    torch.default_generator.manual_seed(random_seed(*keys))
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
@@ -83,27 +55,3 @@ def middle_of(image: Image.Image) -> Image.Image:
     longest = LONGEST * min(image.size)
     left, top = (max(length - longest, 0) // 2 for length in image.size)
     return image.crop((left, top, image.width - left, image.height - top)) if left or top else image
-
-
-class View:
-    """Turns an RGB `PIL.Image` into named uint8 tensors `(3, height, width)`, which `formats` normalizes."""
-
-    formats: dict[str, ImageFormat]
-
-
-class EvalView(View):
-    """Resize and center crop as the image processor does."""
-
-    def __init__(self, image_format: ImageFormat):
-        self.formats = {"pixel_values": image_format}
-        self.size, self.resize = image_format.size, image_format.resize
-        self.round = round if image_format.rounds_center else int
-        self.interpolation = image_format.interpolation
-
-    def __call__(self, image):
-        pixels = v2.functional.pil_to_tensor(middle_of(image) if self.resize else image)
-        target = [self.resize] if self.resize else list(self.size)
-        pixels = v2.functional.resize(pixels, target, self.interpolation, antialias=True)
-        # Transformers rounds down; timm, as torchvision's own center crop, to even.
-        top, left = (self.round((have - want) / 2) for have, want in zip(pixels.shape[-2:], self.size, strict=True))
-        return {"pixel_values": v2.functional.crop(pixels, top, left, *self.size)}

@@ -14,8 +14,8 @@ from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.packing import pack_linear_layers
 from ..common.splits import check_labels, check_single_label, match_labels
-from ..common.views import ImageFormat
 from ..inference import choose_tokens
+from ..modeling.image_format import ImageFormat
 from .images import image_batches, images_to_evaluate, reading_options
 from .robustness import fgsm, occlude_center
 

@@ -7,9 +7,9 @@ from torch import nn
 from transformers import ViTImageProcessor
 
 from ..common.exported import ExportedModule
-from ..common.views import ImageFormat
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.hosts import Anatomy, read_anatomy
+from ..modeling.image_format import ImageFormat
 
 
 # Outputs of exported models that are an image's embedding.

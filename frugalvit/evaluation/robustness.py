@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..common.views import ImageFormat
+from ..modeling.image_format import ImageFormat
 
 
 def fgsm(

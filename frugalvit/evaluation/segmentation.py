@@ -16,7 +16,8 @@ from ..common.masks import MaskReader, load_masked_images, masked_split_names
 from ..common.metrics import SegmentationScores
 from ..common.scores import check_scores
 from ..common.splits import EVALUATION_SPLITS
-from ..common.views import LONGEST, ImageFormat
+from ..common.views import LONGEST
+from ..modeling.image_format import ImageFormat
 from .images import take_first
 
 

@@ -4,7 +4,6 @@ A reader of this folder (`transformers.py`, `timm.py`, `open_clip.py`) fills in 
 that weights can be written to, and nothing is computed: the model runs its own forward pass.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -438,7 +437,13 @@ def checked(block: Block) -> Block:
     attention that is not as wide as its tokens."""
     for norm in (block.attention_norm, block.mlp_norm):
         norm_type(norm)
-    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors_of(block)}
+    tensors = [block.attention_scale, block.mlp_scale]
+    for part in (block.attention_norm, block.mlp_norm, *vars(block.attention).values(), *vars(block.mlp).values()):
+        if isinstance(part, nn.Module):
+            tensors += part.parameters()
+        elif isinstance(part, Projection):
+            tensors += [part.weight, part.bias]
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
     # Context Broadcasting, which may be inserted, has parameters of its own.
     unknown = [
         name
@@ -449,27 +454,11 @@ def checked(block: Block) -> Block:
         raise NotAPlainViT(
             f"its {type(block.module).__name__} has parameters that no plain block has ({', '.join(unknown[:4])})"
         )
-    check_width(block.attention)
-    return block
-
-
-def check_width(attention: Attention):
-    """Raise a `NotAPlainViT` unless attention is as wide as the tokens, for queries, keys and values alike."""
+    attention = block.attention
     width = attention.query.weight.shape[1]
     for linear in (attention.query, attention.key, attention.value, attention.output):
         if not linear.weight.is_floating_point():
             raise NotAPlainViT(f"its weights are {linear.weight.dtype}; load it without a quantization_config")
         if linear.weight.shape != (width, width):
             raise NotAPlainViT("its attention is not as wide as its tokens, or shares keys and values among heads")
-
-
-def _tensors_of(part) -> Iterator[torch.Tensor]:
-    """The parameters that a record has, but for those of its `module`."""
-    if isinstance(part, torch.Tensor):
-        yield part
-    elif isinstance(part, nn.Module):
-        yield from part.parameters()
-    elif dataclasses.is_dataclass(part):
-        for each in dataclasses.fields(part):
-            if each.name != "module":
-                yield from _tensors_of(getattr(part, each.name))
+    return block

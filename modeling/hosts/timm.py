@@ -16,7 +16,6 @@ from .anatomy import (
     Rotary,
     activation_name,
     check_patches,
-    check_width,
     checked,
     find,
     split_linear,
@@ -172,7 +171,6 @@ def _read_pooling_head(module: nn.Module) -> AttentionPooling:
         raise NotAPlainViT("its attention pooling normalizes queries and keys")
     key, value = split_linear(2, module.kv.weight, module.kv.bias)
     attention = Attention(module.q, key, value, module.proj, module.num_heads)
-    check_width(attention)
     mlp = module.mlp and _read_mlp(module.mlp)
     norm = find(module, ["norm"])
     if mlp is not None and norm is None:

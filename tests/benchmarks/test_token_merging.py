@@ -21,8 +21,8 @@ from vision_transformers import KINDS
 import frugalvit
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.views import ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.image_format import ImageFormat
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
 
 from frugalvit.common.loading import load_image_classifier, load_vision_model
-from frugalvit.common.views import EvalView, ImageFormat, restore_images
+from frugalvit.common.views import restore_images
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.augmentation import EvalView
 from tiny import save_vit
 
 

@@ -14,8 +14,9 @@ from PIL import Image
 from drawn import encode, scene
 from frugalvit.common.decoding import CorruptImageError
 from frugalvit.common.masks import MaskReader, load_masked_images, load_masked_splits, masked_split_names
-from frugalvit.common.views import ImageFormat, seeded
+from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import segment
+from frugalvit.training.augmentation import seeded
 from frugalvit.training.segment import MaskedDataArguments, SegmentationEvalView, SegmentationView
 
 

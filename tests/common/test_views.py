@@ -8,7 +8,9 @@ from transformers import BitImageProcessor, CLIPImageProcessor, ViTImageProcesso
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 
 from frugalvit.common.masks import MaskReader
-from frugalvit.common.views import LONGEST, EvalView, ImageFormat, middle_of, prepare_images, random_seed, seeded
+from frugalvit.common.views import LONGEST, middle_of, prepare_images
+from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.augmentation import EvalView, random_seed, seeded
 from frugalvit.training.segment import SegmentationView, resize_pair
 
 

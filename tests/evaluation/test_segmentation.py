@@ -8,8 +8,8 @@ from frugalvit_cli import main
 from transformers import SegformerConfig, SegformerForSemanticSegmentation, SegformerImageProcessor
 
 from frugalvit.common.masks import MaskReader, load_masked_images
-from frugalvit.common.views import ImageFormat
 from frugalvit.evaluation.segmentation import segmentation_scores
+from frugalvit.modeling.image_format import ImageFormat
 
 
 class ByColor(torch.nn.Module):

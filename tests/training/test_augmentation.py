@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import v2
 
-from frugalvit.common.views import ImageFormat, seeded
-from frugalvit.training.augmentation import BootstrapView, PairedEvalView
+from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.augmentation import BootstrapView, EvalView, seeded
 from frugalvit.training.train import SmallDataView
 
 
@@ -66,6 +66,6 @@ def test_one_tensor_where_student_and_teacher_take_the_same():
     own, larger_first = ImageFormat((32, 32)), ImageFormat((32, 32), resize=36)
     assert BootstrapView(own, larger_first)(PICTURE).keys() == {"pixel_values"}
     # In evaluation the crop counts.
-    seen = PairedEvalView(own, larger_first)(PICTURE)
+    seen = EvalView(own, larger_first)(PICTURE)
     assert seen.keys() == {"pixel_values", "teacher_pixel_values"} and not torch.equal(*seen.values())
-    assert PairedEvalView(own, own)(PICTURE).keys() == {"pixel_values"}
+    assert EvalView(own, own)(PICTURE).keys() == {"pixel_values"}

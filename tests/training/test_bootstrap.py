@@ -19,8 +19,9 @@ from frugalvit import (
     bootstrap,
 )
 from frugalvit.common.data import load_images
-from frugalvit.common.views import EvalView, ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.augmentation import EvalView
 from frugalvit.training.bootstrap import make_parser, make_trainer
 from frugalvit.training.data import as_images
 from frugalvit.training.students import token_counts_to_train

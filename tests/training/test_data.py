@@ -12,9 +12,9 @@ from trainings import Pairs, assert_equal
 from drawn import draw, draw_classes
 from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import CorruptImageError, decode_image, read_image
-from frugalvit.common.views import VIEW, EvalView, ImageFormat, seeded
-from frugalvit.training.arguments import ImageTrainingArguments
-from frugalvit.training.data import Collator, Views, as_images, labeled_images, mixing, training_views
+from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.augmentation import VIEW, EvalView, seeded
+from frugalvit.training.data import Collator, StreamedViews, Views, as_images, labeled_images, mixing
 from frugalvit.training.train import SmallDataView
 
 
@@ -113,8 +113,7 @@ def test_a_view_is_a_function_of_seed_epoch_and_index(images):
 
 def stream_of(write_parquet, workers=0, epoch=0, skip_corrupt=False, corrupt=()) -> list[dict]:
     stream = load_images(write_parquet(count=12, corrupt=corrupt), streaming=True)
-    args = ImageTrainingArguments(output_dir="unused", use_cpu=True, skip_corrupt=skip_corrupt)
-    views = training_views(stream, VIEW_OF_TRAINING, args)
+    views = StreamedViews(stream, VIEW_OF_TRAINING, 42, skip_corrupt)
     views.set_epoch(epoch)
     return loaded(views, num_workers=workers)
 

@@ -174,9 +174,9 @@ def test_embeddings_and_labels_are_compared():
     ):
         args = BootstrapArguments(output_dir="unused", use_cpu=True, token_loss_weight=0, **options)
         align = losses.AlignmentLoss(student, anatomy, args)
-        found = align(SimpleNamespace(pooler_output=own), losses.Targets(target), labels)
+        found = align(SimpleNamespace(pooler_output=own), target, labels)
         torch.testing.assert_close(found, expected)
     align.args.token_loss_weight, align.args.dense_loss_weight = 0.1, 0.01
     align.align_tokens = align.align_maps = lambda *_: 3.0
-    found = align(SimpleNamespace(pooler_output=own), losses.Targets(target), labels)
+    found = align(SimpleNamespace(pooler_output=own), target, labels)
     torch.testing.assert_close(found, expected + 0.33)
