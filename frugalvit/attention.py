@@ -47,7 +47,8 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
     """
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    count, sums = 0, defaultdict(float)
+    count = 0
+    sums = defaultdict(float)
     try:
         for pixel_values in batches:
             count += len(pixel_values)
@@ -61,7 +62,8 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
         model.set_attn_implementation(implementation)
     if not count:
         raise ValueError("Got no images, expected at least one.")
-    means, grid = {key: value.cpu() / count for key, value in sums.items()}, patch_grid(model.config)
+    means = {key: value.cpu() / count for key, value in sums.items()}
+    grid = patch_grid(model.config)
     statistics = []
     for layer in range(len(means) // 3):
         rank, entropy, maps = (means[name, layer] for name in ("rank", "entropy", "maps"))

@@ -68,7 +68,8 @@ class WithTokens(nn.Module):
 
     def __init__(self, model: nn.Module, num_tokens: int):
         super().__init__()
-        self.model, self.num_tokens = model, num_tokens
+        self.model = model
+        self.num_tokens = num_tokens
 
     def forward(self, pixel_values: torch.Tensor, **arguments):
         return self.model(pixel_values, num_tokens=self.num_tokens, **arguments)
@@ -116,7 +117,8 @@ def load_teachers(
     positions cannot be read."""
     anatomy, image_processor = load_teacher(folder, **options)
     baselines = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
-    shorter, patch = min(anatomy.image_size), min(anatomy.patch_size)
+    shorter = min(anatomy.image_size)
+    patch = min(anatomy.patch_size)
     if resolutions is None and anatomy.patch_obstacle:
         resolutions = []
     elif resolutions is None:
@@ -162,7 +164,9 @@ def load_students(folder: str, method: str | None = None, name: str | None = Non
     embedding. `method` is by default "SparseFormer" for a single number of tokens, otherwise the name."""
     model, image_processor = load_vision_model(folder, **options)
     model = without_agent(model).requires_grad_(False).eval()
-    size, name, config = size_made_by(image_processor), name or Path(folder).name, getattr(model, "config", None)
+    size = size_made_by(image_processor)
+    name = name or Path(folder).name
+    config = getattr(model, "config", None)
     fields = {"image_size": size, "image_processor": image_maker(image_processor)}
     if (classifier := getattr(model, "classifier", None)) is not None:
         fields |= {"classifier": classifier, "id2label": dict(config.id2label)}

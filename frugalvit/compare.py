@@ -135,7 +135,9 @@ def compare(
         for baseline in baselines
     ]
     embeddings, indices = embed_all(baselines, test, **reading)
-    rows, of_teacher, teacher = [], None, embeddings[0].mean(0)
+    rows = []
+    of_teacher = None
+    teacher = embeddings[0].mean(0)
     for number, baseline in enumerate(baselines):
         macs = count_macs(baseline.model, baseline.image_size).macs_with_attention
         row = {"model": baseline.name, "method": baseline.method, "image_size": list(baseline.image_size)}
@@ -149,7 +151,8 @@ def compare(
         row["cosine"] = F.cosine_similarity(embeddings[number], teacher, dim=-1).mean().item() if alike else None
         rows.append(row | {"images_per_second": {precision: {} for precision in precisions}})
     for precision, batch_size in itertools.product(precisions, BATCH_SIZES):
-        models, images = {}, {}
+        models = {}
+        images = {}
         for number, baseline in enumerate(baselines):
             models[number] = baseline.model.to(PRECISIONS[precision])
             pixels = torch.randn(batch_size, 3, *baseline.image_size)
@@ -165,7 +168,8 @@ def embed_all(
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Embed images by each baseline, `(draws, images, embedding_size)` float32 on the CPU, and return the embeddings
     and the indices of the images that could be read. An image is decoded once per image processor."""
-    embeddings, indices = [[] for _ in baselines], []
+    embeddings = [[] for _ in baselines]
+    indices = []
     processors = {id(baseline.image_processor): baseline.image_processor for baseline in baselines}
     for key, image_processor in processors.items():
         indices = []
@@ -223,7 +227,8 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     in the first precision and the largest batches, a line for each method. `size` is in inches."""
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))
-    batch_size, factor = list(speeds)[-1], 1 if score == "cosine" else 100
+    batch_size = list(speeds)[-1]
+    factor = 1 if score == "cosine" else 100
     lines = {}
     for index, row in enumerate(rows):
         if row.get(score) is not None:

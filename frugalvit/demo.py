@@ -18,7 +18,8 @@ from .common.loading import load_image_classifier
 from .predict import draw_predictions, format_labels, predict
 
 
-MAX_PIXELS, CACHE_SECONDS = 50_000_000, 3_600
+MAX_PIXELS = 50_000_000
+CACHE_SECONDS = 3_600
 
 
 def make_parser() -> CommandParser:

@@ -174,7 +174,8 @@ def export_plain(arguments: argparse.Namespace) -> dict[str, object]:
     if size is None:
         raise ValueError(f"--format {PLAIN} needs images of one size; a {type(host).__name__} takes patches of any.")
     image_processor = load_image_processor(arguments.model, False, "a model")
-    anatomy, part = read_anatomy(host), Part(student, "model")
+    anatomy = read_anatomy(host)
+    part = Part(student, "model")
     name = next(iter(part(**part.example(1))))
     call = anatomy.embed if anatomy.classifier is None else anatomy.run_classifier
     images, _ = choose_images(arguments)
@@ -204,7 +205,8 @@ def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, data
         source = load_images(arguments.dataset, "train", **columns)
     else:
         parts = images.train_test_split(test_size=min(arguments.limit, len(images) // 2), seed=0)
-        source, images = parts["train"], parts["test"]
+        source = parts["train"]
+        images = parts["test"]
     return sample(images, arguments.limit, seed=0), sample(source, arguments.calibration_images, seed=0)
 
 
@@ -230,7 +232,8 @@ def compare_outputs(
 ) -> dict[str, object]:
     """Run the original and the program on the same inputs. Return cosines of the first outputs (of feature maps, the
     last map) and the share of images (of a segmenter, pixels) with the same label."""
-    cosines, agreements = [], []
+    cosines = []
+    agreements = []
     for inputs in batches:
         outputs = [each(**inputs) for each in (part, exported)]
         name = next(iter(outputs[0]))

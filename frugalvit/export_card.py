@@ -25,7 +25,8 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     base = split_revision(name)[0]
     hub_id = None if Path(base).is_dir() else base
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
-    is_onnx, task = report["format"] == "onnx", pipeline_tag(model)
+    is_onnx = report["format"] == "onnx"
+    task = pipeline_tag(model)
     if task == "zero-shot-image-classification":
         # A CLIP's programs give embeddings.
         task = "image-feature-extraction"

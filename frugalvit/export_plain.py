@@ -32,7 +32,8 @@ def write_smaller_processor(folder: Path, image_format: ImageFormat, size: tuple
 def write_plain_card(folder: Path, host: PreTrainedModel, size: tuple[int, int], report: dict, name: str):
     """Write the card of a plain vision transformer, given what `compare_outputs` found of it, and the student's folder
     or hub id."""
-    base, loader = split_revision(name)[0], type(host).__name__
+    base = split_revision(name)[0]
+    loader = type(host).__name__
     classifies = report["agreement"] is not None
     found = f"On {report['compared']} photographs, the mean cosine of its outputs with the student's is "
     found += f"{report['mean_cosine']:.4f}"

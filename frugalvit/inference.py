@@ -70,13 +70,17 @@ class _Application:
             pack_linear_layers(model)
         if num_tokens is not None and not any(hasattr(part, "set_num_tokens") for part in model.modules()):
             raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
-        self.model, self.image_processor = model, image_processor
-        self.num_tokens, self.batch_size, self.num_workers = num_tokens, batch_size, num_workers
+        self.model = model
+        self.image_processor = image_processor
+        self.num_tokens = num_tokens
+        self.batch_size = batch_size
+        self.num_workers = num_workers
         self.return_errors = return_errors
         self.prepare = image_maker(image_processor)
         # An exported program has no parameters.
         parameter = next(model.parameters(), torch.empty(0))
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device = parameter.device
+        self.dtype = parameter.dtype
 
     def __call__(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
         """Yield an array for each image, in order. Images are paths, `bytes`, `PIL.Image.Image`s or undecoded records

@@ -86,11 +86,14 @@ def describe(name: str) -> dict[str, object]:
 def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torch.device) -> list[dict[str, object]]:
     """Measure the models of rows of `describe`, with random weights, and return a row for each number of tokens that
     they are trained for, with its costs, `num_tokens` (`None` without a choice) and `images/s`."""
-    found, models, images = [], {}, {}
+    found = []
+    models = {}
+    images = {}
     for row in rows:
         architecture, config = architecture_of(row["name"])
         vision = image_side(architecture._from_config(config)).eval().to(device)
-        config, size = vision.config, pair(row["image_size"])
+        config = vision.config
+        size = pair(row["image_size"])
         for count in getattr(config, "trained_token_counts", [None]):
             model = vision if count is None else WithTokens(vision, count)
             tokens = row["tokens"] if count is None else config.num_prefix_tokens + count

@@ -19,7 +19,8 @@ from .common.files import check_file_path, whole_file
 MARGIN = 0.15
 # Largest number of overlapping boxes that can be told apart.
 MOST_BOXES = 16
-PANEL_SIZE, FONT_SIZE = 2.1, 8
+PANEL_SIZE = 2.1
+FONT_SIZE = 8
 TOKEN_COLORS = colormaps["rainbow"]
 
 

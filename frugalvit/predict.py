@@ -81,7 +81,10 @@ def main(argv: list[str] | None = None) -> None:
     predictor.options = {"top": arguments.top, "output_rois": bool(arguments.rois)}
     found = find_files(paths, arguments.image_column)
     names, files = tee(found if arguments.skip_corrupt else islice(found, arguments.limit))
-    drawn, captions, results, count = [], [], [], 0
+    drawn = []
+    captions = []
+    results = []
+    count = 0
     predictions = tqdm(predictor(file for _, file in files), "predict", leave=False, disable=None)
     for (name, _), prediction in zip(names, predictions, strict=False):
         if isinstance(prediction, CorruptImageError):

@@ -148,7 +148,8 @@ def write_card(arguments: argparse.Namespace, model: PreTrainedModel, folder: Pa
 
 def check_outputs(folder: Path):
     """Raise a ValueError unless a folder loads where frugalvit is not installed, and computes the same there."""
-    model, image_processor = load_model(folder), load_image_processor(folder, False, "a model")
+    model = load_model(folder)
+    image_processor = load_image_processor(folder, False, "a model")
     images = [Image.effect_noise((64, 64), 50).convert("RGB") for _ in range(2)]
     inputs = {"pixel_values": image_processor(images, return_tensors="pt")["pixel_values"]}
     if isinstance(text := getattr(model.config, "text_config", None), PreTrainedConfig):

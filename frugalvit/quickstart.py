@@ -24,9 +24,11 @@ TOKENS = [9, 16, 25, 36, 49, 64]
 # At these sizes the teacher costs about as much as 16, 36 and 64 tokens.
 RESOLUTIONS = [56, 84, 112]
 # Photographs to learn from, photographs to test on and timed passes; of --quick.
-SIZES, QUICK_SIZES = (560, 300, 3), (56, 30, 1)
+SIZES = (560, 300, 3)
+QUICK_SIZES = (56, 30, 1)
 # For few photographs more and smaller steps than the recipe's are better.
-BATCH_SIZE, LEARNING_RATE = 8, 5e-4
+BATCH_SIZE = 8
+LEARNING_RATE = 5e-4
 # Tokens of the picture.
 DRAWN_TOKENS = 16
 
@@ -48,7 +50,8 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    photographs, folder = shipped_images("caltech101"), Path(arguments.output)
+    photographs = shipped_images("caltech101")
+    folder = Path(arguments.output)
     if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
         raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")
     teacher = str(checkpoint_path(TEACHER))

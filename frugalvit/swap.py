@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.num_tokens is not None:
             model.set_num_tokens(arguments.num_tokens)
         processor = matching_processor(old_processor, model)
-        patches, about = image_grid(llava.config) ** 2, f", in {arguments.dtype}"
+        patches = image_grid(llava.config) ** 2
+        about = f", in {arguments.dtype}"
         if arguments.quantize:
             # Written, and loaded, as it is held.
             model.hf_quantizer = llava.hf_quantizer
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> None:
         processor.save_pretrained(folder)
     vision = model.config.vision_config
     if vision.model_type == "sparseformer_grid":
-        tokens, grid = vision.tower_config.default_num_tokens, image_grid(model.config)
+        tokens = vision.tower_config.default_num_tokens
+        grid = image_grid(model.config)
         tokens = f"{tokens} tokens instead of {patches} patches make a grid of {grid} x {grid}"
     else:
         tokens = f"{model.config.image_seq_length} tokens an image instead of {patches} patches"

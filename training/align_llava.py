@@ -134,13 +134,15 @@ def encode(processor, image_tokens: int, turns: Sequence, prompt: str) -> tuple[
     def tokens(text: str) -> list[int]:
         return front + tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    text, spans = "", []
+    text = ""
+    spans = []
     for number, (question, answer) in enumerate(turns):
         image = "" if number else f"{processor.image_token * image_tokens}{behind}"
         text += prompt.format(image=image, question=question)
         if answer is None:
             break
-        asked, text = tokens(text), f"{text}{space}{answer}{tokenizer.eos_token or ''}"
+        asked = tokens(text)
+        text = f"{text}{space}{answer}{tokenizer.eos_token or ''}"
         answered = tokens(text)
         # A tokenizer may put the end of the question and the start of the answer into one token.
         start = next((i for i, pair in enumerate(zip(asked, answered, strict=False)) if len({*pair}) == 2), len(asked))
@@ -241,7 +243,8 @@ class Learner(nn.Module):
 
     def merged_state(self) -> dict[str, torch.Tensor]:
         """Return the LLaVA's weights by name, with LoRA added, in the precision that they had."""
-        state, layers = {}, self.lora_layers
+        state = {}
+        layers = self.lora_layers
         for name, value in self.llava.state_dict().items():
             owner, _, rest = name.replace(".base_layer.", ".").rpartition(".")
             if owner in layers and rest == "weight":
@@ -276,7 +279,8 @@ class AlignLlavaTrainer(ImageTrainer):
         processing_class=None,
         **kwargs,
     ):
-        self.original, self.processor = original.to(args.device), processing_class
+        self.original = original.to(args.device)
+        self.processor = processing_class
         self.prompt = args.prompt or (PALIGEMMA_PROMPT if isinstance(processing_class, PaliGemmaProcessor) else PROMPT)
         self.tower_name = tower.config._name_or_path
         self.llava = swap_vision_tower(original, tower, new_first_layer=True)
@@ -318,7 +322,8 @@ class AlignLlavaTrainer(ImageTrainer):
     def ask(self, batch: dict, images) -> tuple:
         """Return the token ids and labels of a text about each image of a batch: a conversation in `images`, or the
         teacher's answer, with its logits and mean projected tokens."""
-        args, indices = self.args, batch["index"].tolist()
+        args = self.args
+        indices = batch["index"].tolist()
 
         def encoded(turns: list) -> tuple[list[int], list[int]]:
             return encode(self.processing_class, self.llava.config.image_seq_length, turns, self.prompt)

@@ -48,7 +48,8 @@ def check(arguments, fits: Callable, expected: str, *names: str):
 def check_choices(arguments):
     """Check the choices of all fields; `HfArgumentParser` checks those of command lines only."""
     for each in dataclasses.fields(arguments):
-        choices, value = each.metadata.get("choices"), getattr(arguments, each.name)
+        choices = each.metadata.get("choices")
+        value = getattr(arguments, each.name)
         values = value if isinstance(value, list) else [value]
         if choices and value is not None and not {*values} <= {*choices}:
             raise ValueError(f"{each.name} is {value!r}, expected one of {', '.join(choices)}.")

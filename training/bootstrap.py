@@ -122,7 +122,8 @@ class BootstrapArguments(ImageTrainingArguments):
 
     def __post_init__(self):
         # `TrainingArguments` compares it with numbers.
-        given, self.warmup_steps = self.warmup_steps, self.warmup_steps or 0
+        given = self.warmup_steps
+        self.warmup_steps = self.warmup_steps or 0
         super().__post_init__()
         self.warmup_steps = given
         fits = lambda value: 0 <= value < 1 or (value >= 1 and float(value).is_integer())  # noqa: E731
@@ -170,7 +171,8 @@ class BootstrapTrainer(ImageTrainer):
     ):
         if processing_class is None:
             raise ValueError("The teacher is a model; give its image processor, processing_class.")
-        args, config = copy.copy(args), model.config
+        args = copy.copy(args)
+        config = model.config
         teacher_format = ImageFormat.from_processor(processing_class)
         if config.image_mean is None:
             image_size = config.image_size
@@ -186,7 +188,9 @@ class BootstrapTrainer(ImageTrainer):
                 "{} instead of {}. Give image_processor to from_teacher.".format(*normalizations)
             )
         args.complete(config.embeds_patches, max(teacher_format.size))
-        self.anatomy, self.student, self.classify = teacher, model, getattr(model, "classifier", None)
+        self.anatomy = teacher
+        self.student = model
+        self.classify = getattr(model, "classifier", None)
         self.labels = self.classify and config.id2label
         if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
             raise ValueError(f"loss kl and label_loss_weight compare classes, and {base_model} is no classifier.")
@@ -274,7 +278,8 @@ class BootstrapTrainer(ImageTrainer):
         """Return the cosine of each image's embedding with the teacher's for each count of tokens and, with labels,
         whether student and teacher classify it rightly."""
         inputs = self._prepare_inputs(inputs)
-        embeddings, labels = [], inputs.get("labels")
+        embeddings = []
+        labels = inputs.get("labels")
         with self.accelerator.autocast():
             target = self.embed(inputs)
             for count in self.student.config.trained_token_counts:
@@ -290,8 +295,10 @@ class BootstrapTrainer(ImageTrainer):
     def measure(self, prediction) -> dict[str, float]:
         """Return `alignment`, the mean cosine of both embeddings over all counts of tokens, and, of classifiers,
         `accuracy`, that of the largest count, and `teacher_accuracy`; `…_COUNT` are those of each."""
-        counts, means = self.student.config.trained_token_counts, prediction.predictions.mean(0).tolist()
-        alignments, accuracies = means[: len(counts)], means[len(counts) :]
+        counts = self.student.config.trained_token_counts
+        means = prediction.predictions.mean(0).tolist()
+        alignments = means[: len(counts)]
+        accuracies = means[len(counts) :]
         results = {"alignment": statistics.mean(alignments)}
         if accuracies:
             results |= {"accuracy": accuracies[-2], "teacher_accuracy": accuracies[-1]}
@@ -312,7 +319,8 @@ class BootstrapTrainer(ImageTrainer):
 
     def summary(self, metrics: dict[str, float]) -> str:
         """The result in a sentence, and a table of it if there are several counts of tokens."""
-        config, counts = self.student.config, self.student.config.trained_token_counts
+        config = self.student.config
+        counts = self.student.config.trained_token_counts
         tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.num_class_tokens else ''}"
         choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`)"
         labels = "" if self.args.label_loss_weight else " without labels"
@@ -352,7 +360,9 @@ def bootstrap(
     Returns:
         `PreTrainedModel`: The student, on the CPU, in float32.
     """
-    options["output_dir"], loaded, parts = str(output), None, None
+    options["output_dir"] = str(output)
+    loaded = None
+    parts = None
     if isinstance(teacher, str | Path):
         options["teacher"] = str(teacher)
     else:

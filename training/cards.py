@@ -40,7 +40,9 @@ def write_card(
 ):
     """Write the card of a trained model into its folder, as `README.md`. `model`, `summary` and `metrics` take the
     place of the trainer's; `use` is code that uses `model` and `processor`, where that of the task does not fit."""
-    model, args, data = model or trainer.trained, trainer.args, trainer.data
+    model = model or trainer.trained
+    args = trainer.args
+    data = trainer.data
     metrics = trainer.metrics if metrics is None else metrics
     base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
     # The hub knows its own ids only, neither folders nor revisions.
@@ -52,7 +54,9 @@ def write_card(
         use = {"image-classification": USE + LABEL, "image-feature-extraction": USE}.get(task)
     trained_on = hub_ids(data and data.dataset)
     measured_on = hub_ids(data and (data.eval_dataset or data.dataset))
-    metric, name, results = args.metric_for_best_model, Path(args.output_dir).name, None
+    metric = args.metric_for_best_model
+    name = Path(args.output_dir).name
+    results = None
     # The hub lists results by the id of their data set.
     if metric in metrics and measured_on:
         result = EvalResult(
@@ -91,7 +95,8 @@ def write_card(
 
 def chosen(trainer) -> str:
     """Describe the step that a run kept, and the images on which it was chosen and measured."""
-    data, step = trainer.data, f"step {trainer.kept_step} of {trainer.state.max_steps}"
+    data = trainer.data
+    step = f"step {trainer.kept_step} of {trainer.state.max_steps}"
     if trainer.eval_dataset is None:
         return f"{step}, not evaluated"
     evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({len(trainer.eval_dataset):,} images)"

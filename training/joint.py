@@ -117,7 +117,8 @@ class JointTrainer(ImageTrainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in Transformers; clips the ViT's gradient before each step."""
-        optimizer, norm = super().create_optimizer(model), self.args.vit_max_grad_norm
+        optimizer = super().create_optimizer(model)
+        norm = self.args.vit_max_grad_norm
         if norm and self.is_deepspeed_enabled:
             raise ValueError(f"vit_max_grad_norm is {norm}, expected 0 with DeepSpeed.")
         parameters = list(self.trained.vit.parameters())
@@ -155,7 +156,8 @@ class JointTrainer(ImageTrainer):
         if self.args.should_save:
             pair = BootstrappedViTForImageClassification.from_pretrained(self.args.output_dir)
             for name, accuracy in PARTS.items():
-                folder, model = Path(self.args.output_dir) / name, getattr(pair, name)
+                folder = Path(self.args.output_dir) / name
+                model = getattr(pair, name)
                 own = {"accuracy": metrics[accuracy]} if accuracy in metrics else {}
                 write_card(folder, self, model, f"The {name} of two models. {self.summary(metrics)}", metrics=own)
                 model.save_pretrained(folder)

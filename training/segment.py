@@ -50,7 +50,8 @@ PROG = "frugalvit segment"
 # Kind of the checkpoint to start from, for messages.
 KIND = "a model to go on from"
 # Largest share of a class in a crop, and probability of each change of colors, as in MMSegmentation.
-MOST_OF_A_CLASS, DISTORTION = 0.75, 0.5
+MOST_OF_A_CLASS = 0.75
+DISTORTION = 0.5
 
 
 @dataclass
@@ -135,7 +136,8 @@ class SegmentationView:
     """
 
     def __init__(self, image_format: ImageFormat, read_mask, scale: Sequence[float] = (0.5, 2.0)):
-        self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
+        self.formats = {"pixel_values": image_format}
+        self.read_mask = read_mask
         self.sides = [max(round(factor * min(image_format.size)), 1) for factor in scale]
         fill = {tv_tensors.Image: image_format.fill, tv_tensors.Mask: IGNORED}
         self.crop = v2.RandomCrop(image_format.size, pad_if_needed=True, fill=fill)
@@ -163,7 +165,8 @@ class SegmentationEvalView:
     """Views for evaluating segmentation: image and mask, resized to the model's size."""
 
     def __init__(self, image_format: ImageFormat, read_mask):
-        self.formats, self.read_mask = {"pixel_values": image_format}, read_mask
+        self.formats = {"pixel_values": image_format}
+        self.read_mask = read_mask
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         image_format = self.formats["pixel_values"]
@@ -204,7 +207,8 @@ class SegmentationTrainer(ImageTrainer):
             **kwargs,
         )
         # Models that do not compute a loss themselves have labels, too.
-        self.label_names, self.scores = ["labels"], SegmentationScores(self.num_labels)
+        self.label_names = ["labels"]
+        self.scores = SegmentationScores(self.num_labels)
 
     def take_images(self, images):
         if isinstance(images, str | Path):
@@ -225,7 +229,8 @@ class SegmentationTrainer(ImageTrainer):
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch to the scores, at the masks' resolution; return these with the last one."""
-        logits, labels = torch.as_tensor(prediction.predictions).float(), torch.as_tensor(prediction.label_ids)
+        logits = torch.as_tensor(prediction.predictions).float()
+        labels = torch.as_tensor(prediction.label_ids)
         check_scores(logits)
         logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
         self.scores.add_batch(predictions=logits.argmax(1).cpu().numpy(), references=labels.cpu().numpy())
@@ -250,7 +255,8 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
     if data.class_names:
         labels = label_fields(data.class_names)
-    height, width = options.image_size[0], options.image_size[-1]
+    height = options.image_size[0]
+    width = options.image_size[-1]
     preprocessing = {}
     if options.model:
         trust = options.trust_remote_code
@@ -261,7 +267,8 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
             )
         set_drop_path(config, options.drop_path)
         if is_sparseformer(config):
-            config.image_size, config.resize_size = [height, width], None
+            config.image_size = [height, width]
+            config.resize_size = None
         elif options.num_latent_tokens:
             raise ValueError(f"num_latent_tokens is {options.num_latent_tokens}, and {options.model} no SparseFormer.")
         model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, trust_remote_code=trust)

@@ -136,7 +136,8 @@ def continued_student(options: StudentArguments, teacher: Anatomy) -> PreTrained
 
 def parse_overrides(model_type: str, text: str) -> dict:
     """Read `config_overrides`, fields of a configuration, as a dict."""
-    defaults, overrides = AutoConfig.for_model(model_type), read_values("config_overrides", text)
+    defaults = AutoConfig.for_model(model_type)
+    overrides = read_values("config_overrides", text)
     for name in overrides:
         if not hasattr(defaults, name):
             raise ValueError(f"config_overrides: {model_type} configurations have no {name!r}.")
@@ -163,7 +164,8 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
                 module.requires_grad_(False)
     if not args.inherit_blocks:
         return set()
-    layers, inherits_patches = base.layers, base.config.embeds_patches
+    layers = base.layers
+    inherits_patches = base.config.embeds_patches
     tune = 1 / 3 if args.tune is None else args.tune
     count = int(tune) if tune >= 1 else round(tune * num_blocks)
     if args.tune_all or (inherits_patches and args.tune is None):

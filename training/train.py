@@ -79,8 +79,11 @@ class SmallDataView:
 
     def __init__(self, image_format: ImageFormat, args, randaugment_layers=0, randaugment_magnitude=9, erasing=0.0):
         self.formats = {"pixel_values": image_format}
-        size, interpolation, fill = list(image_format.size), image_format.interpolation, image_format.fill
-        before, padding = 2 * [args.crop_size] if args.crop_size else size, args.crop_padding
+        size = list(image_format.size)
+        interpolation = image_format.interpolation
+        fill = image_format.fill
+        before = 2 * [args.crop_size] if args.crop_size else size
+        padding = args.crop_padding
         flip = v2.RandomHorizontalFlip(args.flip)
         if args.crop == "resized":
             steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
@@ -141,7 +144,8 @@ class ImageClassificationTrainer(ImageTrainer):
         check_single_label(config, PROG)
         config.problem_type = "single_label_classification"
         train, evaluation = labeled_images(train_dataset, eval_dataset)
-        names, own = class_names(train), [config.id2label[label] for label in range(config.num_labels)]
+        names = class_names(train)
+        own = [config.id2label[label] for label in range(config.num_labels)]
         self.image_format = image_format = ImageFormat.from_processor(processing_class)
         super().__init__(
             model,
@@ -156,7 +160,9 @@ class ImageClassificationTrainer(ImageTrainer):
             **kwargs,
         )
         # Models that do not compute a loss themselves have labels, too.
-        self.label_names, self.accuracies, self.teacher = ["labels"], accuracies(), None
+        self.label_names = ["labels"]
+        self.accuracies = accuracies()
+        self.teacher = None
         choose_attention(model, args)
         if args.distill_from:
             self.teacher, processor = load_image_classifier(args.distill_from, args.device, args.trust_remote_code)
@@ -169,16 +175,20 @@ class ImageClassificationTrainer(ImageTrainer):
                 )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        pixel_values, labels, args = inputs["pixel_values"], inputs["labels"], self.args
+        pixel_values = inputs["pixel_values"]
+        labels = inputs["labels"]
+        args = self.args
         if not model.training:
             logits = model(pixel_values=pixel_values).logits
             loss = F.cross_entropy(logits.float(), labels)
             return (loss, {"logits": logits}) if return_outputs else loss
         outputs = model(pixel_values=pixel_values)
         # A distilled model has two classifiers: one learns from the labels, one from the teacher if there is one.
-        of_labels, of_teacher = outputs.logits, outputs.logits
+        of_labels = outputs.logits
+        of_teacher = outputs.logits
         if getattr(outputs, "cls_logits", None) is not None:
-            of_labels, of_teacher = outputs.cls_logits, outputs.distillation_logits
+            of_labels = outputs.cls_logits
+            of_teacher = outputs.distillation_logits
         loss = F.cross_entropy(of_labels, labels, label_smoothing=args.label_smoothing_factor)
         if self.teacher:
             loss = torch.lerp(loss, self.teacher_loss(of_teacher, pixel_values), args.distill_weight)
@@ -206,7 +216,8 @@ class ImageClassificationTrainer(ImageTrainer):
         return self.accuracies.compute() if compute_result else {}
 
     def summary(self, metrics: dict[str, float]) -> str:
-        config, measured = self.trained.config, ", not evaluated"
+        config = self.trained.config
+        measured = ", not evaluated"
         if "accuracy" in metrics:
             measured = f": accuracy {metrics['accuracy']:.2%}"
         architecture = getattr(config, "architecture", config.model_type)

@@ -86,7 +86,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
     if image.mode in ("F", "I"):
         values = np.asarray(image)
-        lowest, highest = values.min(initial=0), values.max(initial=0)
+        lowest = values.min(initial=0)
+        highest = values.max(initial=0)
         # Several threads read large images: no further copies.
         del values
         if not (lowest >= 0 and highest < 2**31):

@@ -24,7 +24,8 @@ from .tables import first_line
 from .views import vision_config_of
 
 
-MANIFEST, REPORT = "export.json", "report.json"
+MANIFEST = "export.json"
+REPORT = "report.json"
 
 
 class Format(NamedTuple):
@@ -60,7 +61,9 @@ class Part(nn.Module):
 
     def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False):
         super().__init__()
-        self.model, self.kind, self.output_rois = model, kind, output_rois
+        self.model = model
+        self.kind = kind
+        self.output_rois = output_rois
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
         """Return noise as inputs."""
@@ -122,7 +125,8 @@ def export_parts(
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
 ):
     """Write parts of a model as programs, and their configuration. For int8, `calibration` has inputs by part."""
-    prefix, components = FORMATS[name].prefix, {}
+    prefix = FORMATS[name].prefix
+    components = {}
     with _quiet():
         exporter = getattr(exporters, f"{prefix}Exporter")()
         for part_name, part in parts.items():
@@ -137,7 +141,8 @@ def export_parts(
                 options["compress_to_fp16"] = True
             with torch.no_grad():
                 exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
-            component, file = exported.components["model"], program_file(name, precision, part_name)
+            component = exported.components["model"]
+            file = program_file(name, precision, part_name)
             if name == "onnx":
                 _save_onnx(component.program, folder / file)
             else:
@@ -160,7 +165,8 @@ def _save_onnx(program, file: Path):
 def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
     """Return the contents of a program's `config.json`: labels, the images' size and, for transformers.js, which has a
     list of model types, the one whose class runs it."""
-    config, name = model.config, type(model).__name__
+    config = model.config
+    name = type(model).__name__
     vision = vision_config_of(config)
     segments = name.endswith("SemanticSegmentation")
     return {
@@ -245,14 +251,16 @@ class ExportedModule(nn.Module):
         super().__init__()
         self.folder = Path(folder).expanduser()
         self.report = read_report(self.folder)
-        self.format, self.precision = self.report["format"], self.report.get("precision")
+        self.format = self.report["format"]
+        self.precision = self.report.get("precision")
         check_format(self.format, self.precision)
         components = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))["components"]
         # In the order of `parts_of`.
         part = part or next(iter(components))
         if part not in components or part not in self.report["parts"]:
             raise ValueError(f"{str(self.folder)!r} has no program {part!r}.")
-        file, metadata = components[part]["file"], components[part]["metadata"]
+        file = components[part]["file"]
+        metadata = components[part]["metadata"]
         try:
             with _quiet():
                 exporter = getattr(exporters, f"{FORMATS[self.format].prefix}Exporter")
@@ -266,7 +274,8 @@ class ExportedModule(nn.Module):
             raise ValueError(f"Cannot load {str(self.folder)!r} in {self.format}: {first_line(error)}") from error
         self._runner = exported.runners[part]
         self.outputs = self.report["parts"][part]["outputs"]
-        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
         self.eval()
 
     def forward(

@@ -29,7 +29,9 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
     # Fused attention of some devices is not counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         _run(model, image_size, num_channels)
-    flops, attention, outermost = counter.get_flop_counts(), 0, ()
+    flops = counter.get_flop_counts()
+    attention = 0
+    outermost = ()
     for name, module in model.named_modules():
         if "Attention" in type(module).__name__ and not name.startswith(outermost):
             outermost += (f"{name}.",)

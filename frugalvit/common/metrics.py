@@ -60,14 +60,17 @@ class SegmentationScores(_Metric):
     kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
 
     def __init__(self, num_labels: int, ignore_index: int = 255):
-        self.num_labels, self.ignore_index = num_labels, ignore_index
+        self.num_labels = num_labels
+        self.ignore_index = ignore_index
         super().__init__()
 
     def add_batch(self, *, predictions, references):
         """Count the pixels of each class."""
-        predictions, references = np.asarray(predictions), np.asarray(references)
+        predictions = np.asarray(predictions)
+        references = np.asarray(references)
         counts = references != self.ignore_index
-        predictions, references = predictions[counts].astype(np.int64), references[counts].astype(np.int64)
+        predictions = predictions[counts].astype(np.int64)
+        references = references[counts].astype(np.int64)
         for name, values in (("predictions", predictions), ("references", references)):
             if values.size and not 0 <= values.min() <= values.max() < self.num_labels:
                 raise ValueError(
@@ -82,7 +85,8 @@ class SegmentationScores(_Metric):
         [real] = np.sum(references, axis=0)
         union = real + predicted - right
         iou = [int(both) / int(either) if either else None for both, either in zip(right, union, strict=True)]
-        known, present = [value for value in iou if value is not None], real > 0
+        known = [value for value in iou if value is not None]
+        present = real > 0
         return {
             "mean_iou": float(np.mean(known)) if known else None,
             "mean_accuracy": float(np.mean(right[present] / real[present])) if present.any() else None,

@@ -21,7 +21,8 @@ class PackedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.training = linear.training
         self.packed = pack(self.weight.detach())
         self.packed_from = self.state_of_weight()
@@ -63,7 +64,8 @@ def packing_pays(dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     # The tokens of an image, and a layer of a small model.
-    input, weight = torch.ones(64, 384, dtype=dtype), torch.ones(1536, 384, dtype=dtype)
+    input = torch.ones(64, 384, dtype=dtype)
+    weight = torch.ones(1536, 384, dtype=dtype)
     try:
         packed = pack(weight)
         with torch.inference_mode():

@@ -35,7 +35,8 @@ def bfloat16_is_fast() -> bool:
 
 def _speed_of_bfloat16(size: int) -> float:
     """Measure the speed of a product of two bfloat16 matrices relative to float32, in the thread's own time."""
-    seconds, threads = [], torch.get_num_threads()
+    seconds = []
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(size, size, dtype=dtype)

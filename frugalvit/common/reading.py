@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 # Most threads that decode: more find nothing to do beside a model.
 MOST_THREADS = 8
 
@@ -31,7 +32,8 @@ def read_ahead(
     read: Callable[[Item], Result], items: Iterable[Item], ahead: int, num_workers: int = 0
 ) -> Iterator[tuple[Item, Future]]:
     """Yield items in order, each with the future of `read(item)`, which threads compute up to `ahead` items before."""
-    pending, pool = deque(), ThreadPoolExecutor(count_threads(num_workers), thread_name_prefix="read")
+    pending = deque()
+    pool = ThreadPoolExecutor(count_threads(num_workers), thread_name_prefix="read")
     try:
         for item in items:
             pending.append((item, pool.submit(read, item)))

@@ -56,10 +56,14 @@ def classification_accuracy(
     image_format = ImageFormat.from_processor(image_processor) if fgsm_eps else None
 
     model.eval()
-    measured, loss, count, start = accuracies(), 0.0, 0, time.perf_counter()
+    measured = accuracies()
+    loss = 0.0
+    count = 0
+    start = time.perf_counter()
     with torch.inference_mode():
         for pixel_values, indices in image_batches(image_processor, images, **reading):
-            right, pixel_values = labels[indices].to(model.device), pixel_values.to(model.device)
+            right = labels[indices].to(model.device)
+            pixel_values = pixel_values.to(model.device)
             if occluded_share:
                 pixel_values = occlude_center(pixel_values, occluded_share)
             if fgsm_eps:

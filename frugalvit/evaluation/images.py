@@ -94,7 +94,8 @@ def image_batches(
         return prepare_images(image_processor, [image])[0]
 
     places = tqdm(range(len(images)), desc="evaluate", unit=" images", leave=False, disable=None)
-    found, pending = False, read_ahead(read, places, 2 * batch_size, num_workers)
+    found = False
+    pending = read_ahead(read, places, 2 * batch_size, num_workers)
     while batch := list(islice(pending, batch_size)):
         pixels = {index: future.result() for index, future in batch}
         readable = {index: each for index, each in pixels.items() if each is not None}

@@ -48,7 +48,8 @@ def neighbor_scores(
     classes)`, each row sums to 1."""
     if len(known) < neighbors:
         raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(known)} labeled images.")
-    known, scores = F.normalize(known, dim=1), []
+    known = F.normalize(known, dim=1)
+    scores = []
     for chunk in F.normalize(features, dim=1).split(1024):
         similarity, nearest = (chunk @ known.mT).topk(neighbors)
         votes = torch.zeros(len(chunk), int(labels.max()) + 1)

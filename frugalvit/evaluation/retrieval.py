@@ -80,7 +80,8 @@ def retrieval_recall(
     ):
         ranks = []
         for embeddings, own_images in zip(queries.split(CHUNK), query_owners.split(CHUNK), strict=True):
-            similarities, own = embeddings @ keys.mT, own_images[:, None] == key_owners
+            similarities = embeddings @ keys.mT
+            own = own_images[:, None] == key_owners
             best = similarities.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
             wrong = similarities.masked_fill(own, -torch.inf)
             ranks.append((wrong > best).sum(1) + (wrong == best).sum(1) / 2)

@@ -27,7 +27,8 @@ def occlude_center(pixel_values: torch.Tensor, ratio: float) -> torch.Tensor:
     its area, has the mean color (0 after normalization)."""
     height, width = pixel_values.shape[-2:]
     rows, columns = (round(side * ratio**0.5) for side in (height, width))
-    top, left = (height - rows) // 2, (width - columns) // 2
+    top = (height - rows) // 2
+    left = (width - columns) // 2
     occluded = pixel_values.clone()
     occluded[..., top : top + rows, left : left + columns] = 0
     return occluded

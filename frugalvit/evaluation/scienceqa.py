@@ -75,7 +75,8 @@ def read_answer(text: str, num_choices: int) -> int | None:
 def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size: int = 8) -> dict[str, object]:
     """Let a LLaVA answer the questions of `read_questions`. Accuracies are `None` where there are no such questions;
     `unanswered` counts the answers that name no option."""
-    right, unanswered = {True: [], False: []}, 0
+    right = {True: [], False: []}
+    unanswered = 0
     has_image = [image is not None for image in questions["image"]]
     # A batch has images for all or for none.
     groups = [[index for index, has in enumerate(has_image) if has == kind] for kind in (True, False)]
@@ -99,7 +100,8 @@ def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size
 @torch.inference_mode()
 def answer_questions(model, processor, records: Sequence[dict], indices: Sequence[int]) -> list[str]:
     """Answer questions that all have an image, or none; `indices` are their numbers for messages."""
-    images, token = None, ""
+    images = None
+    token = ""
     if records[0]["image"] is not None:
         images = [decode_image(record["image"], index) for record, index in zip(records, indices, strict=True)]
         token = f"{processor.image_token}\n"

@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         window=arguments.window,
         skip_corrupt=arguments.skip_corrupt,
     )
-    names, iou = model.config.id2label, results.pop("iou")
+    names = model.config.id2label
+    iou = results.pop("iou")
     results |= {f"iou {names[label]}": value for label, value in enumerate(iou)}
     return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
 
@@ -71,7 +72,9 @@ def segmentation_scores(
     A `window`, the side of a square, slides by two thirds of it over the image, whose shorter side is resized to that;
     without one, the image is resized whole.
     """
-    scores, count, batch = SegmentationScores(model.config.num_labels), 0, []
+    scores = SegmentationScores(model.config.num_labels)
+    count = 0
+    batch = []
     for index in tqdm(range(len(images)), desc="evaluate", unit=" images", leave=False, disable=None):
         try:
             picture = decode_image(images[index]["image"], index)
@@ -89,7 +92,8 @@ def segmentation_scores(
             for each, mask in zip(logits, masks, strict=True):
                 each = F.interpolate(each[None], mask.shape, mode="bilinear")
                 scores.add_batch(predictions=each.argmax(1)[0].cpu().numpy(), references=mask.numpy())
-            count, batch = count + len(batch), []
+            count += len(batch)
+            batch = []
     if not count:
         raise ValueError(f"None of the {len(images)} images of the data set can be read.")
     return {"images": count, "skipped": len(images) - count, **scores.compute()}

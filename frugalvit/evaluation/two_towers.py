@@ -32,7 +32,8 @@ class TwoTowers:
 
     def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
         """Map texts to embeddings `(batch, width)` of norm 1, float32."""
-        config, lengths = self.model.config, {"padding": True}
+        config = self.model.config
+        lengths = {"padding": True}
         if "siglip" in config.model_type:
             # SigLIP was trained on texts of one length, which not all of its tokenizers store.
             lengths = {"padding": "max_length", "max_length": config.text_config.max_position_embeddings}

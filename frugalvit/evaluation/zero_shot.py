@@ -71,7 +71,8 @@ def zero_shot_accuracy(
     """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`;
     other arguments as in `image_batches`."""
     classifier = classifier.to(towers.device)
-    measured, count = accuracies(), 0
+    measured = accuracies()
+    count = 0
     for pixel_values, indices in image_batches(towers.image_processor, images, **reading):
         scores = towers.embed_images(pixel_values.to(towers.device)) @ classifier
         measured.add_batch(predictions=scores.cpu().numpy(), references=images[indices]["label"])

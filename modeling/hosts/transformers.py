@@ -192,7 +192,8 @@ def read_block(module: nn.Module) -> Block:
     if hasattr(module, "mlp_scale"):
         # A SparseFormer's.
         scales = [module.attention_scale, module.mlp_scale]
-    attention, mlp = read_attention(find(module, _ATTENTIONS)), _read_mlp(find(module, _MLPS))
+    attention = read_attention(find(module, _ATTENTIONS))
+    mlp = _read_mlp(find(module, _MLPS))
     return checked(Block(module, find(module, _ATTENTION_NORMS), attention, find(module, _MLP_NORMS), mlp, *scales))
 
 
