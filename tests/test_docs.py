@@ -21,6 +21,7 @@ from transformers import (
     CLIPProcessor,
     CLIPVisionConfig,
     Dinov2Config,
+    Dinov2ForImageClassification,
     Dinov2Model,
     LlamaConfig,
     LlavaConfig,
@@ -57,8 +58,8 @@ NOT_HERE = {
 # What a page says, and what stands for it: tiny models, and the images that ship.
 STAND_INS = {
     "facebook/dinov2-small": "dinov2",
-    "path/to/teacher": "dinov2",
-    "TEACHER": "dinov2",
+    "path/to/teacher": "teacher",
+    "TEACHER": "teacher",
     "google/vit-base-patch16-224": "vit",
     "openai/clip-vit-base-patch16": "clip",
     "llava-hf/llava-1.5-7b-hf": "llava",
@@ -118,10 +119,11 @@ def models(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     vit = {**sizes, "image_size": 32, "patch_size": 8, "intermediate_size": 32}
-    dinov2 = Dinov2Model(Dinov2Config(**sizes, mlp_ratio=1, image_size=112, patch_size=14))
+    dinov2 = Dinov2Config(**sizes, mlp_ratio=1, image_size=112, patch_size=14, num_labels=2)
     for name, model, pixels in (
         ("vit", ViTForImageClassification(ViTConfig(**vit, num_labels=2)), 32),
-        ("dinov2", dinov2, 112),
+        ("dinov2", Dinov2Model(dinov2), 112),
+        ("dinov2-classifier", Dinov2ForImageClassification(dinov2), 112),
     ):
         model.save_pretrained(folder / name)
         ViTImageProcessor(size={"height": pixels, "width": pixels}).save_pretrained(folder / name)
@@ -184,11 +186,15 @@ def run(line: str, monkeypatch):
 
 # What PyTorch and Trainer warn about is theirs; the reader sees it too.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks(page)])
-def test_pages_run_from_top_to_bottom(name, models, hub, imported_once, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "teacher"),
+    [("docs/training.md", "vit"), *((name, "dinov2-classifier") for name, page in PAGES.items() if blocks(page))],
+)
+def test_pages_run_from_top_to_bottom(name, teacher, models, hub, imported_once, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # A copy: pages write, too.
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    Path("teacher").symlink_to(teacher)
     for folder in ("checkpoints", "docs"):
         Path(folder).symlink_to(ROOT / folder)
     Path("sparseformer").symlink_to(ROOT / "checkpoints" / "cifar10-sparseformer")

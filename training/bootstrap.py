@@ -40,7 +40,14 @@ from .augmentation import BootstrapView, EvalView
 from .cards import without_place
 from .data import Views, as_images, split_off
 from .losses import AlignmentLoss, attended_cells
-from .students import StudentArguments, build_student, continued_student, freeze, token_counts_to_train
+from .students import (
+    StudentArguments,
+    build_student,
+    check_embedding,
+    continued_student,
+    freeze,
+    token_counts_to_train,
+)
 from .trainer import ImageTrainer, choose_attention, run_command, start
 
 
@@ -180,6 +187,7 @@ class BootstrapTrainer(ImageTrainer):
             set_image_size(config, image_size)
         student_format = ImageFormat.from_config(config)
         teacher = read_anatomy(teacher, teacher_format.size)
+        check_embedding(model, teacher)
         base_model = base_model or teacher.source.config._name_or_path or "a model without a name"
         normalizations = [(each.mean, each.std) for each in (student_format, teacher_format)]
         if config.embeds_patches and normalizations[0] != normalizations[1]:
@@ -408,7 +416,7 @@ def make_trainer(
     teacher_format = ImageFormat.from_processor(processor)
     anatomy = read_anatomy(model.requires_grad_(False), teacher_format.size)
     if options.student:
-        student = continued_student(options, anatomy)
+        student = continued_student(options)
         args.complete(student.config.embeds_patches, max(teacher_format.size), continues=True)
     else:
         args.complete(options.focusing == "inherited", max(teacher_format.size))

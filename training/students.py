@@ -73,15 +73,10 @@ def build_student(
 ) -> PreTrainedModel:
     """Return a new student with the teacher's blocks. `recipe` gives `truncate` and fields of the configuration that
     `options` leaves open."""
-    kind = "tokens"
+    student_class = STUDENTS[options.focusing][kind_of(teacher)]
     if options.upsampler_hidden_size:
-        kind = "map"
+        student_class = STUDENTS[options.focusing]["map"]
         recipe["upsampler_hidden_size"] = options.upsampler_hidden_size
-    elif teacher.classifier is not None:
-        kind = "classifier"
-    elif teacher.projection is not None:
-        kind = "projection"
-    student_class = STUDENTS[options.focusing][kind]
     if options.focusing == "paper":
         recipe |= {"inherit_blocks": inherit_blocks, "break_ties": options.break_ties}
     elif not inherit_blocks:
@@ -99,7 +94,26 @@ def build_student(
     return student_class.from_teacher(teacher, counts[-1] if counts else None, **fields)
 
 
-def continued_student(options: StudentArguments, teacher: Anatomy) -> PreTrainedModel:
+def kind_of(teacher: Anatomy) -> str:
+    """Return the kind of student, a key of `STUDENTS`, that has a teacher's head."""
+    if teacher.classifier is not None:
+        return "classifier"
+    return "tokens" if teacher.projection is None else "projection"
+
+
+def check_embedding(student: PreTrainedModel, teacher: Anatomy):
+    """Raise a ValueError unless a student's embedding has its teacher's channels and projection."""
+    projects = hasattr(student, "visual_projection")
+    width = student.config.projection_dim if projects else student.config.pooled_size
+    if width != teacher.embedding_size or projects != (teacher.projection is not None):
+        student_class = STUDENTS["inherited" if student.config.embeds_patches else "paper"][kind_of(teacher)]
+        raise ValueError(
+            f"The student, a {type(student).__name__}, has embeddings {width} wide, its teacher, a {teacher.name}, "
+            f"{teacher.embedding_size}; expected a student of this teacher: {student_class.__name__}.from_teacher."
+        )
+
+
+def continued_student(options: StudentArguments) -> PreTrainedModel:
     """Load `options.student`, and set its tokens and their places."""
     name, revision = split_revision(options.student)
     with one_error(options.student, "a SparseFormer"):
@@ -113,13 +127,6 @@ def continued_student(options: StudentArguments, teacher: Anatomy) -> PreTrained
     else:
         student, _ = load_vision_model(options.student, "cpu")
     config = student.config
-    projects = hasattr(student, "visual_projection")
-    width = config.projection_dim if projects else config.pooled_size
-    if width != teacher.embedding_size or projects != (teacher.projection is not None):
-        raise ValueError(
-            f"student {options.student} has embeddings {width} wide and teacher {teacher.embedding_size}; expected "
-            "the teacher that the student was bootstrapped from."
-        )
     if options.placement == "content":
         if not config.embeds_patches:
             raise ValueError("placement content is for tokens that embed patches: focusing inherited.")

@@ -14,7 +14,9 @@ from drawn import draw_classes
 from frugalvit import (
     BootstrapArguments,
     BootstrapTrainer,
+    PatchSparseFormerConfig,
     PatchSparseFormerForImageClassification,
+    PatchSparseFormerVisionModel,
     SparseFormerForImageClassification,
     bootstrap,
 )
@@ -143,6 +145,9 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     assert own.student.config.image_std == (0.25,) * 3
     with pytest.raises(ValueError, match="inherits its teacher's patches and normalizes otherwise, .*image_processor"):
         make(PatchSparseFormerForImageClassification.from_teacher(model, 16, image_mean=0.4, image_std=0.5))
+    config = PatchSparseFormerConfig(num_latent_tokens=16, hidden_size=48, num_attention_heads=4)
+    with pytest.raises(ValueError, match="48 wide, .*: PatchSparseFormerForImageClassification.from_teacher"):
+        make(PatchSparseFormerVisionModel(config))
 
 
 @pytest.mark.parametrize(
