@@ -57,14 +57,7 @@ from shared import (
 from token_merging import merging, with_random_patches
 
 
-# Arguments of `frugalvit bootstrap` by what they are called.
-PLACEMENTS = {
-    "grid": [],
-    "detail": ["--placement", "content"],
-    "contrast": ["--placement", "content", "--placement_rule", "contrast"],
-    "learned": ["--placement", "content", "--placement_rule", "learned"],
-    "entropy": ["--placement", "content", "--placement_rule", "entropy"],
-}
+PLACEMENTS = ("grid", "content")
 TOKENS = [9, 16, 25, 36, 49, 64]
 # What students are trained on besides photographs.
 ZOOM_OUT = 3.0
@@ -86,11 +79,10 @@ def main():
     parser.add_argument("--test", help="of test images")
     parser.add_argument("--backgrounds", help="of other photographs")
     parser.add_argument("--name", default="caltech101", help="of the data (default: %(default)s)")
-    parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=["grid", "detail"])
+    parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=PLACEMENTS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
     parser.add_argument("--epochs", type=int, default=6, help="of students (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=192, help="default: %(default)s")
-    parser.add_argument("--random-share", type=float, default=0.25, help="of random trees (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
     parser.add_argument("--inherited-learning-rate", type=float, default=0.04, help="default: %(default)s")
     add_precision_argument(parser, "bf16")
@@ -135,7 +127,6 @@ def untrained(arguments, placement: str):
     """A teacher's student before training, and its image processor."""
     teacher, processor = load_image_classifier(arguments.teacher, "cpu")
     image_format = ImageFormat.from_processor(processor)
-    placed = {} if placement == "grid" else {"placement": "content", "placement_rule": placement}
     student = PatchSparseFormerForImageClassification.from_teacher(
         teacher,
         elastic_token_counts=TOKENS,
@@ -143,7 +134,7 @@ def untrained(arguments, placement: str):
         image_std=image_format.std,
         resample=image_format.resample,
         resize_size=image_format.resize,
-        **placed,
+        placement=placement,
     )
     return student, processor
 
@@ -204,27 +195,23 @@ def train_students(arguments):
 
 def train_student(arguments, placement: str, seed: int) -> list[dict]:
     """Train and measure a student, now or before; return a row for each count of tokens."""
-    content = placement != "grid"
-    share = f"-random{arguments.random_share:g}" if content else ""
     rate = arguments.learning_rate * arguments.inherited_learning_rate
     budget = f"{arguments.epochs}epochs-{rate:g}"
-    folder = arguments.runs_dir / f"{arguments.name}-{placement}{share}-{budget}-seed{seed}"
+    folder = arguments.runs_dir / f"{arguments.name}-{placement}-{budget}-seed{seed}"
     measured_file = folder / "measured.json"
     if measured_file.is_file():
         return json.loads(measured_file.read_text(encoding="utf-8"))
     argv = [
         *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval_split", "none", "--seed", str(seed)),
-        *("--num_tokens", *map(str, TOKENS), *PLACEMENTS[placement]),
+        *("--num_tokens", *map(str, TOKENS), "--placement", placement),
         *("--zoom_out", str(ZOOM_OUT)),
         *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", str(arguments.batch_size)),
         *("--learning_rate", str(arguments.learning_rate)),
         *("--inherited_lr_factor", str(arguments.inherited_learning_rate), *precision_arguments(arguments)),
-        *(("--config_overrides", f"placement_random_share={arguments.random_share}") if content else ()),
     ]
     run_training(bootstrap, folder, argv)
     model, processor = load_image_classifier(folder, "cpu")
     about = {"seed": seed, "epochs": arguments.epochs, "inherited_rate": rate, "batch_size": arguments.batch_size}
-    about |= {"random_share": arguments.random_share} if content else {}
     rows = [row | about for row in measure(arguments, model, processor, placement)]
     write_json(measured_file, rows)
     return rows
@@ -251,7 +238,7 @@ def make_table(arguments):
 
 
 def measure_speed(arguments):
-    models = {placement: untrained(arguments, placement)[0] for placement in ("grid", "detail", "learned")}
+    models = {placement: untrained(arguments, placement)[0] for placement in PLACEMENTS}
     pixel_values = torch.randn(32, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     rows = []
     for count in arguments.tokens:
@@ -272,7 +259,7 @@ def draw_picture(arguments):
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
     grid, processor = load_image_classifier(frugalvit.checkpoint_path(STUDENT), "cpu")
     tree, _ = load_image_classifier(frugalvit.checkpoint_path(STUDENT), "cpu")
-    tree.place_by_content()
+    tree.set_placement("content")
     # It was not trained with trees.
     tree.config.elastic_token_counts = None
     image_format = ImageFormat.from_processor(processor)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair, rate
+from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
 def cell_stretch(grid: tuple[int, int], image_size: tuple[int, int]) -> float:
@@ -39,15 +39,6 @@ def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
     return grid
 
 
-def coarsest_grid(image_size: tuple[int, int], most: int = 4) -> tuple[int, int]:
-    """Return the rows and columns of the grid whose cells are most nearly square, of those with up to `most` cells and
-    at least half as many."""
-    sides = [(rows, columns) for rows in range(1, most + 1) for columns in range(1, most + 1)]
-    grids = [grid for grid in sides if most <= 2 * math.prod(grid) <= 2 * most]
-    # Of equally square ones that with more cells.
-    return min(grids, key=lambda grid: (round(cell_stretch(grid, image_size), 6), -math.prod(grid)))
-
-
 @strict
 class PatchSparseFormerConfig(SparseFormerBaseConfig):
     r"""
@@ -61,21 +52,12 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             As in `SparseFormerBaseConfig`, and `"patch"`, of embedded cells before positions are added; `"embedding"`,
             of all tokens before the encoder (CLIP).
         token_grid (`int` or pair of `int`, *optional*):
-            Rows and columns of the cells of `placement="grid"`. By default those with `num_latent_tokens` cells that
-            are most nearly square in an image of `image_size`.
+            Rows and columns of the cells of `num_latent_tokens` tokens. By default those that are most nearly square
+            in an image of `image_size`.
         placement (`str`, *optional*, defaults to `"grid"`):
-            Where tokens look: in the cells of a `"grid"`, or, by `"content"`, in those of a quadtree that is chosen
-            for each image. Trees have the coarsest grid's cells and three more a split; counts are rounded down.
-        placement_rule (`str`, *optional*, defaults to `"detail"`):
-            Which cells are split. `"detail"`: those that lose most at the resolution of a patch, the mean squared
-            difference times the area. `"contrast"`: the same with the root of the difference. `"entropy"`: those with
-            the largest entropy of gray. `"learned"`: the root times a teacher's attention, which convolutions predict.
-        placement_grid (`int` or pair of `int`, *optional*):
-            The coarsest grid of trees in images of `image_size`; up to four nearly square cells by default.
-        num_placement_levels (`int`, *optional*):
-            Number of sizes of a tree's cells, at least two. By default until cells have no more pixels than a patch.
-        placement_random_share (`float`, *optional*, defaults to 0.0):
-            Share of images that have a random tree while training.
+            Where tokens look: in the cells of a `"grid"`, or, by `"content"`, in as many cells that are chosen for
+            each image: blocks of four become one where there is little to see, others are split in four where there
+            is more.
         teacher_config (`dict`, *optional*): Configuration of a teacher of Transformers, for `to_plain_vit`.
     """
 
@@ -87,25 +69,13 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     patch_size: Size = at_least(1)(default=16)
     token_grid: Size | None = at_least(1)(default=None)
     placement: Literal["grid", "content"] = "grid"
-    placement_rule: Literal["detail", "contrast", "entropy", "learned"] = "detail"
-    placement_grid: Size | None = at_least(1)(default=None)
-    num_placement_levels: int | None = at_least(2)(default=None)
-    placement_random_share: float | int = rate(default=0.0)
     teacher_config: dict | None = None
 
     def __post_init__(self, **kwargs):
         height, width = pair(self.patch_size)
         # One number where both are alike: heads of Transformers divide by a backbone's `patch_size`.
         self.patch_size = height if height == width else (height, width)
-        if self.placement == "content":
-            self.placement_grid = pair(self.placement_grid or coarsest_grid(pair(self.image_size)))
-            self.num_latent_tokens = self.tokens_of_tree(self.num_latent_tokens)
-            if self.elastic_token_counts:
-                self.elastic_token_counts = sorted({*map(self.tokens_of_tree, self.elastic_token_counts)})
-            if self.num_tokens is not None:
-                self.num_tokens = self.tokens_of_tree(self.num_tokens)
-        else:
-            self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
+        self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
         super().__post_init__(**kwargs)
 
     @property
@@ -113,43 +83,17 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         """Height and width in pixels of a cell of feature maps."""
         return pair(self.patch_size)
 
-    def cell_grids(self, image_size: tuple[int, int] | None = None) -> list[tuple[int, int]]:
-        """Return the grids of a tree's cells, coarsest first, each as rows and columns, in images of this height and
-        width; the configuration's by default."""
-        own = pair(self.image_size)
-        rows, columns = self.placement_grid
-        height, width = image_size or own
-        if own[0] * width != own[1] * height:
-            # An image of another shape has cells of about the same shape.
-            rows, columns = coarsest_grid((height, width), rows * columns)
-        levels = self.num_placement_levels
-        if levels is None:
-            patch_height, patch_width = pair(self.patch_size)
-            # Two at least, as there is nothing to choose in one.
-            finer = max(height / (rows * patch_height), width / (columns * patch_width), 2)
-            levels = 1 + math.ceil(math.log2(finer) - 1e-9)
-        return [(rows << level, columns << level) for level in range(levels)]
-
-    def tokens_of_tree(self, num_tokens: int, image_size: tuple[int, int] | None = None) -> int:
-        """Round a count of tokens down to one that a tree can have; `image_size` as in `cell_grids`.
-
-        Raises:
-            ValueError: if the coarsest grid has more cells.
-        """
-        grids = self.cell_grids(image_size)
-        base = math.prod(grids[0])
-        if num_tokens < base:
-            raise ValueError(
-                f"{num_tokens} tokens are fewer than the {base} cells of the coarsest grid, {grids[0][0]} x "
-                f"{grids[0][1]}; expected {base} or more, or give a coarser `placement_grid`."
-            )
-        return min(base + (num_tokens - base) // 3 * 3, math.prod(grids[-1]))
+    def cell_grids(self, num_tokens: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return the grid of `num_tokens` tokens, then the finer ones, each of twice the rows and columns, whose cells
+        have the pixels of a patch or more in images of this height and width."""
+        rows, columns = self.grid_of(num_tokens)
+        height, width = pair(self.patch_size)
+        finest = min(image_size[0] // (rows * height), image_size[1] // (columns * width))
+        return [(rows << level, columns << level) for level in range(max(finest, 1).bit_length())]
 
     def round_tokens(self, num_tokens: int) -> int:
         """Return the count of latent tokens that the model computes with when `num_tokens` are asked for; errors as of
-        `grid_of` and `tokens_of_tree`."""
-        if self.placement == "content":
-            return self.tokens_of_tree(num_tokens)
+        `grid_of`."""
         return math.prod(self.grid_of(num_tokens))
 
     def grid_of(self, num_tokens: int) -> tuple[int, int]:
@@ -159,11 +103,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         return choose_grid(num_tokens, pair(self.image_size))
 
     def validate_placement(self):
-        """Tokens fill their grid, and a grid is no tree's."""
-        if self.placement == "content":
-            if self.token_grid is not None:
-                raise ValueError(f"`token_grid` is {self.token_grid} with `placement='content'`; leave it out.")
-            return
+        """Tokens fill their grid."""
         if math.prod(self.token_grid) != self.num_latent_tokens:
             raise ValueError(
                 f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "

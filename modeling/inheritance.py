@@ -26,8 +26,7 @@ from .hosts.anatomy import (
 )
 from .hosts.transformers import read_block, read_head
 from .image_format import ImageFormat
-from .layers import INITIALIZER_STD, pool_tokens, rotary_embeddings
-from .modeling_patch_sparseformer import PatchSparseFormerEmbeddings, resize_table
+from .layers import pool_tokens, rotary_embeddings
 from .placement import cut_patches, grid_rois
 
 
@@ -66,12 +65,12 @@ def inherit_patches(
     load_linear(embeddings.projection, Projection(patches.weight.flatten(1), patches.bias))
     load_norm(embeddings.patch_norm, anatomy.patch_norm)
     load_norm(embeddings.norm, anatomy.pre_norm)
-    positions = [anatomy.positions_of(grid) for grid in embeddings.grids]
-    if positions[0] is None:
+    positions = anatomy.positions_of(student.config.token_grid)
+    if positions is None:
         # A grid's stay zero, so that the student goes back into its teacher's class, see `to_plain_vit`.
         embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:
-        embeddings.position_embeddings.copy_(torch.cat(positions))
+        embeddings.position_embeddings.copy_(positions)
     front = front_of_blank_image(anatomy, truncated) if truncated else anatomy.front_tokens()
     if embeddings.cls_token is not None:
         embeddings.cls_token.copy_(front[: anatomy.num_class_tokens])
@@ -117,31 +116,6 @@ def inherit_blocks(
     if break_ties:
         latents.break_ties()
     return student
-
-
-@torch.no_grad()
-def place_by_content(model: nn.Module, rule: str, num_levels: int | None):
-    """`place_by_content` of a PatchSparseFormer's class, which documents it."""
-    base = model.base_model
-    config = model.config
-    if config.placement == "content":
-        raise ValueError("This model's tokens are placed by content already.")
-    fields = {"placement": "content", "placement_rule": rule, "num_placement_levels": num_levels}
-    placed = type(config).from_dict(config.to_dict() | fields | {"token_grid": None})
-    grid = config.token_grid
-    old = base.embeddings
-    trees = PatchSparseFormerEmbeddings(placed).to(old.position_embeddings)
-    if trees.placement.forecast is not None:
-        trees.placement.forecast.draw(INITIALIZER_STD)
-    tables = [resize_table(old.position_embeddings, grid, level) for level in trees.grids]
-    trees.load_state_dict(old.state_dict() | {"position_embeddings": torch.cat(tables)}, strict=False)
-    for name, parameter in old.named_parameters():
-        trees.get_parameter(name).requires_grad_(parameter.requires_grad)
-    counts = ("num_latent_tokens", "elastic_token_counts", "num_tokens")
-    for name in (*fields, "token_grid", "placement_grid", *counts):
-        setattr(config, name, getattr(placed, name))
-    trees.config = config
-    base.embeddings = trees
 
 
 def read_teacher(

@@ -121,6 +121,7 @@ class SelfAttention(nn.Module):
         hidden_states: torch.Tensor,
         queries: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
@@ -129,6 +130,7 @@ class SelfAttention(nn.Module):
             queries (`torch.Tensor`, *optional*): The first tokens, which attend; all of them by default.
             position_embeddings (pair of `torch.Tensor`, *optional*): Cosines and sines, `(batch, rotated tokens,
                 head_dim / 2)`, of the last tokens.
+            attention_mask (`torch.Tensor`, *optional*): Added to the scores, `(batch, 1, 1, tokens)`.
 
         Returns:
             The output for each query, and the attention weights if the implementation has them.
@@ -148,7 +150,7 @@ class SelfAttention(nn.Module):
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        output, weights = attention(self, query, key, value, None, scaling=self.scaling, **kwargs)
+        output, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         output = output.reshape(queries.shape)
         if self.output_norm is not None:
             output = self.output_norm(output)
@@ -270,9 +272,11 @@ class AttentionPooling(nn.Module):
         """Draw the query as the reference implementation does."""
         init.normal_(self.probe)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`."""
-        pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1))
+    def forward(self, hidden_states: torch.Tensor, areas: torch.Tensor | None = None) -> torch.Tensor:
+        """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`. A token of area 2 counts as two, `(batch,
+        tokens)`."""
+        mask = None if areas is None else areas.log()[:, None, None]
+        pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1), attention_mask=mask)
         if self.mlp is not None:
             pooled = pooled + self.mlp(self.layernorm(pooled))
         return pooled[:, 0]
@@ -285,7 +289,8 @@ def pool_tokens(
     num_prefix_tokens: int,
     class_tokens: Sequence[int] = (),
     norm_last: bool = False,
-    attend: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    attend: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None,
+    areas: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pool tokens after the last block to one embedding of each image.
 
@@ -295,18 +300,29 @@ def pool_tokens(
         class_tokens (sequence of `int`): The class tokens that are pooled.
         norm_last (`bool`): Whether means are taken before the norm.
         attend (`Callable`, *optional*): Attention pooling.
+        areas (`torch.Tensor`, *optional*): Weights of the other tokens, `(batch, other tokens)`, 1 on average; all
+            count alike by default.
     """
     if pooling in ("cls", "class_mean"):
         tokens = torch.stack([tokens[:, index] for index in class_tokens], dim=1)
-    elif pooling in ("latent_mean", "latent_attention"):
-        tokens = tokens[:, num_prefix_tokens:]
-    if pooling == "cls":
-        return norm(tokens).flatten(1)
+        if pooling == "cls":
+            return norm(tokens).flatten(1)
+        areas = None
+    if areas is not None:
+        areas = F.pad(areas.to(tokens.dtype), (num_prefix_tokens, 0), value=1.0)
     if pooling == "cls_and_latent_mean":
         tokens = norm(tokens)
-        return torch.cat([tokens[:, 0], tokens[:, num_prefix_tokens:].mean(dim=1)], dim=1)
-    reduce = attend if pooling in ("attention", "latent_attention") else functools.partial(torch.mean, dim=1)
-    return norm(reduce(tokens)) if norm_last else reduce(norm(tokens))
+        latent = tokens if areas is None else tokens * areas.unsqueeze(-1)
+        return torch.cat([tokens[:, 0], latent[:, num_prefix_tokens:].mean(dim=1)], dim=1)
+    if pooling in ("latent_mean", "latent_attention"):
+        tokens = tokens[:, num_prefix_tokens:]
+        areas = None if areas is None else areas[:, num_prefix_tokens:]
+    tokens = tokens if norm_last else norm(tokens)
+    if pooling in ("attention", "latent_attention"):
+        pooled = attend(tokens, areas)
+    else:
+        pooled = (tokens if areas is None else tokens * areas.unsqueeze(-1)).mean(dim=1)
+    return norm(pooled) if norm_last else pooled
 
 
 def reads_class_tokens_alone(config, **kwargs) -> bool:

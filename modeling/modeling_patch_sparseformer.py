@@ -42,7 +42,7 @@ from .layers import (
     resize,
     rotary_embeddings,
 )
-from .placement import ContentPlacement, cells_of, cut_patches, grid_rois
+from .placement import ContentPlacement, cells_of, cut_patches, grid_rois, merge_in_four, pick_patches
 
 
 @dataclass
@@ -57,7 +57,7 @@ class PatchSparseFormerModelOutput(BaseModelOutputWithPooling):
             The tokens' cells, `(batch, tokens, 4)` float32: left, top, right, bottom, 0 to 1 across the image.
         attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
             `(batch, rows, columns)` float32 logits of the share of a teacher's attention that falls on each cell of
-            the finest grid, where `placement_rule` is `"learned"`.
+            the grid of twice the rows and columns, where `placement` is `"content"`.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -83,15 +83,6 @@ class PatchSparseFormerVisionModelWithProjectionOutput(ModelOutput):
     rois: tuple[torch.FloatTensor, ...] | None = None
 
 
-def resize_table(values: torch.Tensor, grid: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
-    """Interpolate values of the cells of a grid, `(cells, channels)`, for the cells of another one."""
-    if grid == new:
-        return values
-    image = in_float32(values).unflatten(0, grid).permute(2, 0, 1).unsqueeze(0)
-    resized = F.interpolate(image, new, mode="bicubic", antialias=True)
-    return resized.squeeze(0).permute(1, 2, 0).flatten(0, 1).to(values)
-
-
 class PatchSparseFormerEmbeddings(nn.Module):
     """Embeds cells of images as patches, adds their positions, and puts [CLS] and registers in front."""
 
@@ -103,8 +94,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
         norm = norm_factory(config)
         self.projection = nn.Linear(config.num_channels * math.prod(self.patch_size), hidden_size)
         self.patch_norm = norm(hidden_size) if "patch" in config.extra_norms else nn.Identity()
-        cells = sum(map(math.prod, self.grids))
-        self.position_embeddings = nn.Parameter(torch.empty(cells, hidden_size))
+        self.position_embeddings = nn.Parameter(torch.empty(math.prod(config.token_grid), hidden_size))
         self.cls_token = self.register_tokens = None
         if config.num_class_tokens:
             self.cls_token = nn.Parameter(torch.empty(config.num_class_tokens, hidden_size))
@@ -120,57 +110,58 @@ class PatchSparseFormerEmbeddings(nn.Module):
             if tokens is not None:
                 init.normal_(tokens)
 
-    @property
-    def grids(self) -> list[tuple[int, int]]:
-        """Grids whose cells have a position: one, or those of a tree, coarsest first."""
-        return self.config.cell_grids() if self.config.placement == "content" else [self.config.token_grid]
-
-    def forward(
-        self, pixel_values: torch.Tensor, num_tokens: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return tokens, `(batch, prefix + tokens, hidden_size)`, the cells of those that are no prefix, `(batch,
-        tokens, 4)`, and the placement's forecast."""
-        cut = self.cut_grid if self.placement is None else self.cut_tree
-        patches, positions, rois, forecast = cut(in_float32(pixel_values), num_tokens)
+    def forward(self, pixel_values: torch.Tensor, num_tokens: int | None) -> tuple:
+        """Return tokens, `(batch, prefix + tokens, hidden_size)`, and of those that are no prefix the cells, `(batch,
+        tokens, 4)`, and their areas, `(batch, tokens)`, 1 on average, or None if they are equal; then the placement's
+        forecast."""
+        config = self.config
+        count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+        pixel_values = in_float32(pixel_values)
+        grids = [config.grid_of(count)]
+        if self.placement is not None:
+            grids = config.cell_grids(count, tuple(pixel_values.shape[-2:]))
+        # Without finer cells or blocks of four there is nothing to choose.
+        cut = self.cut_cells if len(grids) > 1 and min(grids[0]) > 1 else self.cut_grid
+        patches, positions, rois, areas, forecast = cut(pixel_values, grids)
         # Not the projection's dtype, which may be that of quantized weights.
         patches = patches.to(self.position_embeddings.dtype)
         tokens = self.patch_norm(self.projection(patches)) + positions
         batch = tokens.shape[0]
         front = [each for each in (self.cls_token, self.register_tokens) if each is not None]
         tokens = torch.cat([*(each.expand(batch, -1, -1) for each in front), tokens], dim=1)
-        return self.norm(tokens), rois.expand(batch, -1, -1), forecast
+        return self.norm(tokens), rois.expand(batch, -1, -1), areas, forecast
 
-    def cut_grid(self, pixel_values: torch.Tensor, num_tokens: int | None) -> tuple:
-        """Patches `(batch, tokens, pixels)`, positions `(tokens, hidden_size)`, RoIs `(tokens, 4)`, and None."""
-        config = self.config
-        count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
-        rows, columns = config.grid_of(count)
+    def cut_grid(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> tuple:
+        """Patches `(batch, tokens, pixels)`, positions `(tokens, hidden_size)` and RoIs `(tokens, 4)` of the cells of
+        the first grid, then None for areas and forecast."""
+        rows, columns = grids[0]
         height, width = self.patch_size
         patches = cut_patches(resize(pixel_values, (rows * height, columns * width)), self.patch_size)
-        rois = grid_rois((rows, columns)).to(pixel_values.device)
-        return patches.flatten(1, 2), self.positions_of([(rows, columns)]), rois, None
+        rois = grid_rois(grids[0]).to(pixel_values.device)
+        return patches.flatten(1, 2), self.positions_of(grids[0]), rois, None, None
 
-    def cut_tree(self, pixel_values: torch.Tensor, num_tokens: int | None) -> tuple:
-        """As `cut_grid`, with positions and RoIs of each image, `(batch, tokens, …)`, and the placement's forecast."""
-        config = self.config
-        size = tuple(pixel_values.shape[-2:])
-        grids = config.cell_grids(size)
-        count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
-        count = config.tokens_of_tree(count, size)
+    def cut_cells(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> tuple:
+        """As `cut_grid`, of the cells that are chosen for each image, all `(batch, tokens, …)`."""
+        device = pixel_values.device
         height, width = self.patch_size
         levels = [resize(pixel_values, (rows * height, columns * width)) for rows, columns in grids]
-        cells, forecast = self.placement(levels, count)
-        rois = cells_of(grids).to(pixel_values.device)[cells]
-        return self.placement.patches(levels, cells), self.positions_of(grids)[cells], rois, forecast
+        levels.insert(0, merge_in_four(levels[0], grids[0], self.patch_size))
+        cells, forecast = self.placement(levels, grids[0])
+        positions = [self.positions_of(grid) for grid in grids]
+        table = positions[0].mT.unflatten(1, grids[0])
+        positions.insert(0, merge_in_four(table, grids[0]).flatten(1).mT)
+        rois, areas = cells_of(grids)
+        patches = pick_patches(levels, self.patch_size, cells)
+        return patches, torch.cat(positions)[cells], rois.to(device)[cells], areas.to(device)[cells], forecast
 
-    def positions_of(self, grids: list[tuple[int, int]]) -> torch.Tensor:
-        """Positions of the cells of these grids, interpolated from the model's own at the same level."""
-        own = self.grids
-        if grids == own:
+    def positions_of(self, grid: tuple[int, int]) -> torch.Tensor:
+        """Positions of the cells of a grid, `(cells, hidden_size)`, interpolated."""
+        own = self.config.token_grid
+        if grid == own:
             return self.position_embeddings
-        tables = self.position_embeddings.split([math.prod(grid) for grid in own])
-        places = [min(level, len(own) - 1) for level in range(len(grids))]
-        return torch.cat([resize_table(tables[i], own[i], grid) for i, grid in zip(places, grids, strict=True)])
+        table = in_float32(self.position_embeddings).mT.unflatten(1, own).unsqueeze(0)
+        resized = F.interpolate(table, grid, mode="bicubic", antialias=True)
+        return resized.flatten(2).squeeze(0).mT.to(self.position_embeddings)
 
 
 class PatchSparseFormerPreTrainedModel(HubModel):
@@ -229,28 +220,23 @@ class PatchSparseFormerPreTrainedModel(HubModel):
         are interpolated. Errors as of `set_num_tokens`."""
         config = self.config
         embeddings = self.base_model.embeddings
-        smaller = []
-        if config.placement == "content":
-            # Each cell has its position already.
-            num_latent_tokens = config.tokens_of_tree(num_latent_tokens)
-            smaller = [count for count in config.elastic_token_counts or () if count < num_latent_tokens]
-        else:
-            grid = choose_grid(num_latent_tokens, pair(config.image_size))
-            positions = embeddings.positions_of([grid]).clone()
-            embeddings.position_embeddings = nn.Parameter(positions, embeddings.position_embeddings.requires_grad)
-            config.token_grid = grid
-        config.elastic_token_counts = [*smaller, num_latent_tokens] if smaller else None
+        grid = choose_grid(num_latent_tokens, pair(config.image_size))
+        positions = embeddings.positions_of(grid).clone()
+        embeddings.position_embeddings = nn.Parameter(positions, embeddings.position_embeddings.requires_grad)
+        config.token_grid = grid
+        config.elastic_token_counts = None
         config.num_latent_tokens = num_latent_tokens
         config.num_tokens = None
 
-    def place_by_content(self, rule: str = "detail", num_levels: int | None = None):
-        """Let tokens that embed the cells of a grid embed those of a quadtree, in place, see `placement_rule` and
-        `num_placement_levels` of the configuration. Weights stay; positions are interpolated."""
-        try:
-            from frugalvit.modeling.inheritance import place_by_content
-        except ModuleNotFoundError as error:
-            raise ImportError("place_by_content needs frugalvit: pip install frugalvit.") from error
-        place_by_content(self, rule, num_levels)
+    def set_placement(self, placement: str):
+        """Choose where tokens look, in place: `"grid"` or `"content"`, see `placement` of the configuration. Weights
+        stay."""
+        embeddings = self.base_model.embeddings
+        self.config.placement = placement
+        embeddings.placement = None
+        if placement == "content":
+            embeddings.placement = ContentPlacement(self.config).to(embeddings.position_embeddings)
+            embeddings.placement.apply(self._init_weights)
 
     @classmethod
     def from_teacher(
@@ -350,7 +336,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
                 Return `last_hidden_state` of all tokens. Without it, the last block computes [CLS] alone where that is
                 what is pooled, unless `hidden_states` or `attentions` are asked for.
         """
-        hidden_states, rois, forecast = self.embeddings(pixel_values, num_tokens)
+        hidden_states, rois, areas, forecast = self.embeddings(pixel_values, num_tokens)
         position_embeddings = rotary_embeddings(self.config, rois)
         skips = self.skips_unread_tokens and not output_tokens and reads_class_tokens_alone(self.config, **kwargs)
         for layer in self.layers:
@@ -366,6 +352,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             self.config.pooled_class_tokens or range(self.config.num_class_tokens),
             self.config.final_norm == "after_pooling",
             self.pooling_head,
+            areas,
         )
         return PatchSparseFormerModelOutput(
             last_hidden_state=self.layernorm(hidden_states),

@@ -1,9 +1,10 @@
-"""Cells of a quadtree, chosen for each image: fine where it has something to show, coarse where it has not.
+"""Places of tokens: the cells of a grid, of which blocks of four become one where an image has little to show, and
+others become four where it has more.
 
-A few large cells cover the image, and those whose split is worth most are split into four. All images of a batch have
-as many splits, so that no loop runs over images or cells. Mixed resolutions of patches are older (Ronen et al.,
-*Vision Transformers with Mixed-Resolution Tokenization*, 2023; *Adaptive Patch Transformer*, 2026, splits by entropy
-and a threshold); here a number of tokens is kept, and both ends are the teacher, on the coarsest and finest grid.
+Every block that is merged pays for one cell that is split, so that all images of a batch have as many tokens, no loop
+runs over images or cells, and an image that shows as much everywhere has the grid itself. Mixed resolutions of patches
+are older (Ronen et al., *Vision Transformers with Mixed-Resolution Tokenization*, 2023; *Adaptive Patch Transformer*,
+2026, splits by entropy and a threshold).
 """
 
 import torch
@@ -16,12 +17,11 @@ from ..configuration.configuration_patch_sparseformer import PatchSparseFormerCo
 from .layers import in_float32
 
 
-# Bins of gray of the entropy rule, from -BOUND to BOUND of normalized pixels.
-BINS = 16
-BOUND = 2.5
 # By how much each cell's worth is less than that of the cell before it which is worth as much: ties are decided alike
 # everywhere, and no cell is worth as much as the one that it is a part of.
 TIE = 2.0**-20
+# Any grid of even numbers of rows and columns, all of whose cells are in a block of four.
+EVEN = (2, 2)
 
 
 def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
@@ -31,9 +31,15 @@ def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
     return torch.stack([left, top, left + 1 / columns, top + 1 / rows], dim=-1).flatten(0, 1)
 
 
-def cells_of(grids: list[tuple[int, int]]) -> torch.Tensor:
-    """RoIs of the cells of all grids, coarsest first, `(cells, 4)` as left, top, right, bottom."""
-    return torch.cat([grid_rois(grid) for grid in grids])
+def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoIs, `(cells, 4)`, and areas, `(cells,)`, 1 for a cell of the first grid: of its blocks of four, then of the
+    cells of all grids."""
+    rois = [grid_rois(grid) for grid in grids]
+    blocks = without_middle(rois[0].mT.unflatten(1, grids[0]), grids[0])
+    first, last = blocks[:2, ::2, ::2], blocks[2:, 1::2, 1::2]
+    rois.insert(0, torch.cat([first, last]).flatten(1).mT)
+    areas = [each.new_full((len(each),), 4.0**-level) for level, each in enumerate(rois, start=-1)]
+    return torch.cat(rois), torch.cat(areas)
 
 
 def cut_patches(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
@@ -44,113 +50,114 @@ def cut_patches(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tens
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
-def split_in_four(cells: torch.Tensor) -> torch.Tensor:
-    """Values of cells, `(batch, rows, columns)`, for each of the four that they are split into."""
-    return cells.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
-
-
-def lost_detail(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
-    """The loss of a cell that is shown by the points of a patch: the mean squared difference from the image, `(batch,
-    channels, height, width)`, where a cell of the finest grid has a patch's points. Return `(batch, rows, columns)` of
-    each grid, coarsest first, without the finest, which loses nothing."""
-    window = [2 * points for points in patch_size]
-    losses: list[torch.Tensor] = []
-    image = image.mean(dim=1, keepdim=True)
-    for _ in range(num_levels - 1):
-        coarse = F.avg_pool2d(image, 2)
-        shown = F.interpolate(coarse, scale_factor=2.0, mode="nearest")
-        loss = F.avg_pool2d((image - shown).square(), window)
-        # What differs within a point and what differs between points add up.
-        losses.insert(0, loss if not losses else loss + F.avg_pool2d(losses[0], 2))
-        image = coarse
-    return [loss.squeeze(1) for loss in losses]
-
-
-def entropy(image: torch.Tensor, patch_size: tuple[int, int], num_levels: int) -> list[torch.Tensor]:
-    """Entropy of the gray values in a cell, in bits; arguments and shapes as those of `lost_detail`."""
-    gray = image.mean(dim=1, keepdim=True)
-    edges = torch.linspace(-BOUND, BOUND, BINS + 1, device=gray.device)[1:-1]
-    # The share of pixels below each edge; between two edges lies their difference.
-    finest = F.avg_pool2d((gray < edges.view(-1, 1, 1)).to(gray.dtype), patch_size)
-    below = [finest]
-    for _ in range(num_levels - 1):
-        below.insert(0, F.avg_pool2d(below[0], 2))
-    found = []
-    for shares in below[:-1]:
-        first = shares[:, :1]
-        probability = torch.cat([shares, torch.ones_like(first)], 1) - torch.cat([torch.zeros_like(first), shares], 1)
-        found.append(-(probability * probability.clamp(min=1e-9).log2()).sum(1))
+def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells: torch.Tensor) -> torch.Tensor:
+    """Return the patches of cells, `(batch, tokens)`, numbered through all levels, see `cut_patches`: `(batch, tokens,
+    pixels)`."""
+    images = torch.arange(cells.shape[0], device=cells.device).unsqueeze(1)
+    found = None
+    place = 0
+    for level in levels:
+        patches = level.unfold(2, patch_size[0], patch_size[0]).unfold(3, patch_size[1], patch_size[1])
+        rows, columns = patches.shape[2:4]
+        # Of cells of other levels any patch; few copies of these cost less than one of all cells.
+        number = (cells - place).clamp(0, rows * columns - 1)
+        here = patches[images, :, number // columns, number % columns].flatten(2)
+        found = here if found is None else torch.where((cells >= place).unsqueeze(-1), here, found)
+        place += rows * columns
     return found
 
 
-def worth_of(
-    rule: str,
-    image: torch.Tensor,
-    patch_size: tuple[int, int],
-    num_levels: int,
-    attention: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """The worth of splitting each cell, by a `placement_rule`; arguments and shapes as those of `lost_detail`.
-    `"learned"` needs shares of a teacher's attention that fall on the cells of the finest grid, `(batch, rows,
+def middle(count: int) -> int:
+    """The row or column of an odd grid that is in no block of four, next to its middle or in it."""
+    return 2 * ((count + 1) // 4)
+
+
+def without_middle(values: torch.Tensor, grid: tuple[int, int], patch_size: tuple[int, int] = (1, 1)) -> torch.Tensor:
+    """Leave out the middle row and column of odd grids: values of cells, each of `patch_size` values, `(…, rows,
     columns)`."""
-    image = in_float32(image)
-    if rule == "entropy":
-        return entropy(image, patch_size, num_levels)
-    losses = lost_detail(image, patch_size, num_levels)
-    if rule != "detail":
-        losses = [loss.sqrt() for loss in losses]
-    if rule != "learned":
-        # Times the cell's area, in cells of the finest grid.
-        return [loss * 4 ** (num_levels - 1 - level) for level, loss in enumerate(losses)]
-    worths = []
-    within = attention
-    for loss in reversed(losses):
-        # Of the four cells that one is split into.
-        within = 4 * F.avg_pool2d(within.unsqueeze(1), 2).squeeze(1)
-        worths.insert(0, loss * within)
-    return worths
+    for axis, count, points in zip((-2, -1), grid, patch_size, strict=True):
+        if count % 2:
+            start = middle(count) * points
+            rest = values.shape[axis] - start - points
+            parts = values.narrow(axis, 0, start), values.narrow(axis, start + points, rest)
+            values = torch.cat(parts, dim=axis)
+    return values
 
 
-def choose_cells(worths: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """Choose the cells that are left when those worth most are split: numbers of cells, `(batch, num_tokens)` int64,
-    those of the coarsest grid first, row by row. `worths` are `(batch, rows, columns)` of each grid but the finest,
-    coarsest first. A cell counts no more than the one that it is a part of, so that they are a tree."""
-    batch, rows, columns = worths[0].shape
+def merge_in_four(
+    values: torch.Tensor, grid: tuple[int, int] = EVEN, patch_size: tuple[int, int] = (1, 1)
+) -> torch.Tensor:
+    """Average values of cells, see `without_middle`, for blocks of four with as many values each as a cell."""
+    return F.avg_pool2d(without_middle(values, grid, patch_size), 2)
+
+
+def split_in_four(values: torch.Tensor, grid: tuple[int, int] = EVEN, fill: float = 0.0) -> torch.Tensor:
+    """Values of cells, `(batch, rows, columns)`, for each of the four that they are split into, in a grid whose cells
+    that are in no block have the value `fill`."""
+    values = values.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+    for axis, count in enumerate(grid, start=1):
+        if count % 2:
+            start = middle(count)
+            parts = values.narrow(axis, 0, start), values.narrow(axis, start, count - 1 - start)
+            values = torch.cat([parts[0], torch.full_like(values.narrow(axis, 0, 1), fill), parts[1]], dim=axis)
+    return values
+
+
+def detail(level: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
+    """Mean square of the gray values in each cell, `(batch, rows, columns)` float32."""
+    return F.avg_pool2d(level.mean(1, keepdim=True).square(), patch_size).squeeze(1)
+
+
+def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: tuple[int, int]) -> list[torch.Tensor]:
+    """Detail that cells lose when they are shown with the points of a patch: the mean square of the finest level in a
+    cell minus that of its own level, `(batch, rows, columns)` of each level but the finest, which loses nothing.
+    `levels` as of `ContentPlacement`."""
+    finest = detail(levels[-1], patch_size)
+    losses: list[torch.Tensor] = []
+    for level in reversed(levels[:-1]):
+        finest = merge_in_four(finest, grid if level is levels[0] else EVEN)
+        losses.insert(0, (finest - detail(level, patch_size)).clamp(min=0))
+    return losses
+
+
+def choose_cells(worths: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
+    """Choose as many cells as a grid has: numbers of cells, `(batch, rows * columns)` int64, those of blocks first,
+    row by row, then those of the grid and of finer ones. As many blocks or cells as there are blocks are split,
+    those with the largest `worths`, `(batch, rows, columns)` of blocks, the grid and each finer grid but the finest.
+    A cell counts no more than the one that it is a part of."""
     sizes = [worth[0].numel() for worth in worths]
-    num_splits = (num_tokens - sizes[0]) // 3
-    ordered = []
+    grids = [grid] + [EVEN] * (len(worths) - 1)
+    ordered: list[torch.Tensor] = []
     above = None
     place = 0
-    for worth, size in zip(worths, sizes, strict=True):
+    for worth, size, shape in zip(worths, sizes, [grid, *grids], strict=False):
         # From a positive number on, so that a factor below 1 makes it smaller.
         worth = in_float32(worth).clamp(min=1e-20)
         if above is not None:
-            worth = torch.minimum(worth, split_in_four(above))
+            worth = torch.minimum(worth, split_in_four(above, shape, float("inf")))
         numbers = torch.arange(place + 1, place + size + 1, device=worth.device).view(worth.shape[1:])
         above = worth * (1 - TIE * numbers)
         ordered.append(above.flatten(1))
         place += size
-    # All are put in order, not only as many as there are splits: a program may be given any number of them.
-    order = torch.cat(ordered, dim=1).topk(place).indices
-    is_split = (torch.arange(place, device=order.device) < num_splits).to(torch.float32)
-    splits = torch.zeros(order.shape, device=order.device).scatter(1, order, is_split.expand_as(order))
+    order = torch.cat(ordered, dim=1).topk(sizes[0]).indices
+    splits = torch.zeros(order.shape[0], place, device=order.device).scatter(1, order, 1.0)
     is_there = torch.ones_like(worths[0], dtype=torch.float32)
-    left = []
-    for split, worth in zip(splits.split(sizes, dim=1), worths, strict=True):
+    left: list[torch.Tensor] = []
+    for split, worth, shape in zip(splits.split(sizes, dim=1), worths, grids, strict=True):
         split = split.view(worth.shape)
         left.append((is_there - split).flatten(1))
-        is_there = split_in_four(split)
+        is_there = split_in_four(split, shape, 1.0)
     left = torch.cat([*left, is_there.flatten(1)], dim=1)
     # In the order of their numbers.
     ranks = torch.arange(left.shape[1], 0, -1, device=left.device)
-    return (left * ranks).topk(left.shape[1]).indices[:, :num_tokens]
+    return (left * ranks).topk(grid[0] * grid[1]).indices
 
 
 class AttentionForecast(nn.Module):
-    """Predicts how much a teacher attends to each cell of the finest grid, from the pixels of the cells around it.
+    """Predicts how much a teacher attends to each cell of a grid, from the pixels of the cells around it.
 
-    An embedding of patches to few channels, then convolutions that see seven cells far each way. It costs about as
-    much as half a token. Before training, it predicts the same for all cells.
+    An embedding of patches to few channels, then convolutions that see seven cells far each way. Before training, it
+    predicts the same for all cells.
     """
 
     WIDTH = 32
@@ -181,51 +188,26 @@ class AttentionForecast(nn.Module):
 
 
 class ContentPlacement(nn.Module):
-    """Chooses each image's cells."""
+    """Chooses each image's cells: splitting one is worth the root of the detail that it loses, times a teacher's
+    attention to it."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
-        self.rule = config.placement_rule
         self.patch_size = pair(config.patch_size)
-        self.random_share = config.placement_random_share
-        self.forecast = None
-        if self.rule == "learned":
-            # It learns from a teacher alone: other trainings would wait for its gradients.
-            self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
+        # It learns from a teacher alone: other trainings would wait for its gradients.
+        self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
 
-    def forward(self, levels: list[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Choose `num_tokens` cells, given the images at the resolution of each grid, coarsest first, in float32.
-        Return them as `choose_cells` does, and the logits of the `AttentionForecast`, None without one."""
-        logits = attention = None
-        if self.forecast is not None:
-            logits = self.forecast(levels[-1])
-            attention = logits.detach().flatten(1).softmax(1).view_as(logits)
+    def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose as many cells as `grid` has, given the images in the resolution of its blocks of four, of its cells
+        and of one finer grid or more, `(batch, channels, height, width)` float32 each. Return them as `choose_cells`
+        does, and the logits of the `AttentionForecast` for the first of the finer grids."""
+        logits = self.forecast(levels[2])
         with torch.no_grad():
-            worths = worth_of(self.rule, levels[-1], self.patch_size, len(levels), attention)
-            if self.training and self.random_share:
-                worths = self.scramble(worths)
-            return choose_cells(worths, num_tokens), logits
-
-    def scramble(self, worths: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Replace the worths of `random_share` of the images by random ones, of which larger cells have more."""
-        chosen = torch.rand(len(worths[0]), 1, 1, device=worths[0].device) < self.random_share
-        return [
-            torch.where(chosen, torch.rand_like(worth) * 2.0 ** (len(worths) - level), worth)
-            for level, worth in enumerate(worths)
-        ]
-
-    def patches(self, levels: list[torch.Tensor], cells: torch.Tensor) -> torch.Tensor:
-        """Return the patches of cells, `(batch, num_tokens)`, see `cut_patches`: `(batch, num_tokens, pixels)`."""
-        images = torch.arange(cells.shape[0], device=cells.device).unsqueeze(1)
-        found = None
-        place = 0
-        for level in levels:
-            grid = cut_patches(level, self.patch_size)
-            rows, columns = grid.shape[1:3]
-            count = rows * columns
-            # Of cells of other grids any patch; few copies of these cost less than one of all cells.
-            number = (cells - place).clamp(0, count - 1)
-            here = grid[images, number // columns, number % columns]
-            found = here if found is None else torch.where((cells >= place).unsqueeze(-1), here, found)
-            place += count
-        return found
+            finer = logits.flatten(1).softmax(1).view_as(logits)
+            cells = 4 * merge_in_four(finer)
+            shares = [4 * merge_in_four(cells, grid), cells, finer]
+            losses = lost_detail(levels, grid, self.patch_size)
+            while len(shares) < len(losses):
+                shares.append(split_in_four(shares[-1]) / 4)
+            worths = [loss.sqrt() * share for loss, share in zip(losses, shares, strict=False)]
+            return choose_cells(worths, grid), logits

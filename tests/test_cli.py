@@ -61,8 +61,7 @@ def test_choices_are_all_that_there_are():
 
     assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
     assert reference_initialization.REFERENCE == choices.REFERENCE
-    rules = inspect.get_annotations(PatchSparseFormerConfig)["placement_rule"]
-    assert get_args(rules) == choices.PLACEMENT_RULES
+    assert get_args(inspect.get_annotations(PatchSparseFormerConfig)["placement"]) == choices.PLACEMENTS
     assert get_args(ContextBroadcastKind) == choices.CONTEXT_BROADCASTS
     assert get_args(ContextBroadcastPosition) == choices.CONTEXT_BROADCAST_POSITIONS
     assert tuple(configuration_bootstrapped_vit.VARIANTS) == choices.JOINT_VARIANTS

@@ -36,7 +36,7 @@ class AlignmentLoss(nn.Module):
         if args.dense_loss_weight:
             self.align_maps = MapAlignment(student, teacher, args.dense_layers)
         # Whether the student learns to predict where its teacher attends.
-        self.forecasts = config.embeds_patches and (config.placement, config.placement_rule) == ("content", "learned")
+        self.forecasts = config.embeds_patches and config.placement == "content"
         # Arguments of the student's base model for its embedding, and for all that the loss reads.
         backbone = isinstance(student, BackboneMixin) and self.align_maps
         self.embedding_options = {"output_embedding": True} if backbone else {"output_tokens": False}
@@ -75,7 +75,7 @@ class AlignmentLoss(nn.Module):
             loss = divergence(classify(found), classify_teacher(embedding), args.temperature)
         if args.label_loss_weight:
             loss = loss + args.label_loss_weight * F.cross_entropy(classify(found), labels)
-        if self.forecasts:
+        if self.forecasts and outputs.attention_forecast is not None:
             # Its weights have no other loss, so that it needs no factor.
             loss = loss + forecast_loss(outputs.attention_forecast, attention)
         if self.align_tokens:

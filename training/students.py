@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
 
-from ..common.choices import FOCUSINGS, PLACEMENT_RULES, PLACEMENTS
+from ..common.choices import FOCUSINGS, PLACEMENTS
 from ..common.loading import load_vision_model, one_error, split_revision
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.hosts import Anatomy
@@ -53,7 +53,6 @@ class StudentArguments:
         "inherited", "The teacher's patches at the cells of a grid, or the paper's new stage.", choices=FOCUSINGS
     )
     placement: str = argument("grid", "Cells of focusing inherited: equal, or small at detail.", choices=PLACEMENTS)
-    placement_rule: str = argument("detail", "With placement content, which cells are small.", choices=PLACEMENT_RULES)
     num_tokens: list[int] | None = argument(None, "Latent tokens, one or several counts. Default: a quarter.")
     image_size: int | None = argument(None, "Pixels of the student's images. Default: the teacher's or student's.")
     config_overrides: str = argument("", "The student's configuration, for example stem_channels=32.")
@@ -82,7 +81,7 @@ def build_student(
     elif not inherit_blocks:
         raise ValueError("inherit_blocks is False, expected True with focusing inherited.")
     if options.placement == "content":
-        recipe |= {"placement": "content", "placement_rule": options.placement_rule}
+        recipe["placement"] = "content"
     if options.truncate is not None:
         recipe["truncate"] = options.truncate
     counts = sorted({*(options.num_tokens or ())})
@@ -131,7 +130,7 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
         if not config.embeds_patches:
             raise ValueError("placement content is for tokens that embed patches: focusing inherited.")
         if config.placement != "content":
-            student.place_by_content(options.placement_rule)
+            student.set_placement("content")
     if counts := options.num_tokens:
         if max(counts) != config.num_latent_tokens:
             student.resize_tokens(max(counts))

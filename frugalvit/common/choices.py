@@ -18,7 +18,6 @@ INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
 REFERENCE = "reference"
 FOCUSINGS = ("paper", "inherited")
 PLACEMENTS = ("grid", "content")
-PLACEMENT_RULES = ("detail", "contrast", "entropy", "learned")
 CONTEXT_BROADCASTS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
 CONTEXT_BROADCAST_POSITIONS = ("mlp_front", "mlp_mid", "mlp_end", "attention_end")
 JOINT_VARIANTS = tuple(

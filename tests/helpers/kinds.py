@@ -107,7 +107,7 @@ KINDS = {
     "content": Kind(
         frugalvit.PatchSparseFormerConfig,
         None,
-        PATCHES | {"num_latent_tokens": 10, "placement": "content", "placement_rule": "learned"},
+        PATCHES | {"num_latent_tokens": 9, "placement": "content"},
         (*PATCH_SPARSEFORMERS[:2], frugalvit.PatchSparseFormerBackbone),
         one_program=False,
         files={"placement.py"},

@@ -98,7 +98,7 @@ class TestMaps:
         pixel_values = images(32, 32)
         expected = reference(pixel_values).feature_maps
         torch.testing.assert_close(own(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
-        own.place_by_content()
+        own.set_placement("content")
         torch.testing.assert_close(own(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Every kind of vision transformer of docs/models.md: read exactly, and of use to every method that its row says."""
 
-import math
 import re
 from functools import partial
 from pathlib import Path
@@ -190,18 +189,6 @@ class TestInheritedStarts:
         resized = F.interpolate(images, (16, 16), mode="bilinear", antialias=True)
         assert student.config.token_grid == (4, 4)
         assert difference_from(small, student(images), resized) < TOLERANCE
-
-    def test_trees_are_the_teacher_at_both_ends(self):
-        """No cell split, and all of them."""
-        images = torch.randn(2, 3, 32, 32)
-        student = inherit(read_anatomy(make("timm-registers")), 10_000, placement="content")
-        coarse, *_, fine = student.config.cell_grids()
-        assert student.config.num_latent_tokens == math.prod(fine)
-        student.config.elastic_token_counts = [math.prod(coarse), math.prod(fine)]
-        for grid in (coarse, fine):
-            anatomy = read_anatomy(make("timm-registers"), tuple(4 * count for count in grid))
-            resized = F.interpolate(images, anatomy.image_size, mode="bilinear", antialias=True)
-            assert difference_from(anatomy, student(images, num_tokens=math.prod(grid)), resized) < TOLERANCE
 
 
 class TestStudents:
