@@ -160,7 +160,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
             Base of the frequencies by which queries and keys of latent tokens are rotated, each by the center of its
             RoI (`rotary_table`). `None` rotates none.
         rope_coordinates (sequence of `float`, *optional*):
-            Coordinates of the image's top, left, bottom and right edge, between which centers lie. DINOv3's by default.
+            Coordinates of the image's top, left, bottom and right edges. By default DINOv3's.
         num_class_tokens (`int`, *optional*, defaults to 1): [CLS] tokens, which join before the encoder; 0 for none.
         num_register_tokens (`int`, *optional*, defaults to 0): Registers, which join behind the [CLS] tokens.
         pooling (`str`, *optional*, defaults to `"cls"`):

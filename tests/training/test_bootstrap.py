@@ -121,8 +121,7 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
 def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     """All but cells and classifier learn, and what chooses cells at the full rate."""
     model = AutoModelForImageClassification.from_pretrained(teacher)
-    learned = {"placement": "content"}
-    student = PatchSparseFormerForImageClassification.from_teacher(teacher, 16, **learned)
+    student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement="content")
     before = {name: value.clone() for name, value in student.state_dict().items()}
     own = make(student, learning_rate=1.0, warmup_steps=4)
     assert (own.args.recipe, own.args.inherited_lr_factor) == ("inherited", 0.02)
