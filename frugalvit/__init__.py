@@ -4,7 +4,11 @@ Importing this package registers its models with Transformers' Auto classes. Fun
 they are first used.
 """
 
-import importlib
+import importlib.util
+
+
+if importlib.util.find_spec("frugalvit.modeling") is None:
+    raise ModuleNotFoundError("This clone of frugalvit is not installed; in its folder, run: pip install -e .")
 
 from .registry import register
 from .version import __version__
