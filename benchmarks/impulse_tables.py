@@ -55,6 +55,8 @@ BASELINES = {
     "truncated normal": {"initialization": "trunc_normal"},
     "mimetic": {"initialization": "mimetic"},
 }
+# The same as Kaiming uniform's weights of width 96.
+LARGER = "truncated normal, weights of std 0.059"
 # Queries and keys of one kind with values of the other: what each of the two is worth.
 CONTROLS = {
     "truncated normal, mimetic values": {
@@ -104,8 +106,10 @@ VIT_TABLES = {
             "impulse 3x3, closed form, mass 0.2, mimetic values",
             "truncated normal, mimetic values",
             "mimetic",
+            "kaiming uniform",
         )
-    },
+    }
+    | {LARGER: BASELINES["truncated normal"] | {"config_overrides": "initializer_range=0.059"}},
     "pseudo_inputs": {
         f"{first}, then {later}; {'own' if per_layer else 'same'} weights; {side}x{side}, {heads} heads": {
             "config_overrides": f"num_attention_heads={heads}"
@@ -162,6 +166,11 @@ VIT_TABLES = {
         for width in (64, 128, 256, 512)
         for heads in (4, 8, 16, 32)
         for name, row in ROWS.items()
+    }
+    | {
+        "width 256, 4 heads, mimetic, small steps": BASELINES["mimetic"]
+        | {"learning_rate": 3e-4, "warmup_epochs": 3}
+        | {"config_overrides": "hidden_size=256,num_hidden_layers=8,num_attention_heads=4"}
     },
 }
 CONVMIXER = {

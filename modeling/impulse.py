@@ -190,10 +190,10 @@ def solve_adam(
     `(heads, hidden_size, head_dim)`. The algorithm leaves the start open ("Parameters"); here it is that of PyTorch's
     linear layers, uniform in +-1 / sqrt(hidden_size).
 
-    As printed, the algorithm does not stop before the softmax is saturated. The authors' code bounds the weights every
-    100 steps (`renormalize_every`): each column of Q and each row of K gets the mean length that columns of Q have at
-    the start. Their logits are multiplied by 0.1, whatever the width; ours, as a model's, are divided by
-    sqrt(head_dim).
+    As printed, the algorithm does not stop before the softmax is saturated. The authors' code averages the error over
+    heads and bounds the weights every 100 steps (`renormalize_every`): each column of Q and each row of K gets the
+    mean length that columns of Q have at the start. Their logits are multiplied by 0.1, whatever the width; ours, as a
+    model's, are divided by sqrt(head_dim).
     """
     bound = inputs.shape[1] ** -0.5
     query, key = (
@@ -210,7 +210,9 @@ def solve_adam(
                     for part, axis in zip(parameters, (1, 2), strict=True):
                         part.mul_(length / part.norm(dim=axis, keepdim=True))
             optimizer.zero_grad()
-            ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1)).sum().backward()
+            losses = ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1))
+            # Adam's epsilon tells a mean, as the authors' code has it, from a sum, by which heads are independent.
+            (losses.mean() if renormalize_every else losses.sum()).backward()
             optimizer.step()
     return tuple(part.detach() for part in parameters)
 

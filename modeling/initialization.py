@@ -185,7 +185,7 @@ def impulse_init_(
             `"mimetic"` sets values and output projections as `mimetic_init_` does, `"default"` leaves them alone.
         mass (`float`, *optional*, defaults to 0.2):
             For `solver="closed_form"`: attention at the target, above 0 and below 1; `None` for the maps of Algorithm
-            1. The default trained best (`results/impulse_solvers.json`).
+            1. Smaller values trained better than larger ones (`results/impulse_solvers.json`).
         positions (`str`, *optional*, defaults to `"sincos"`):
             Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; `"keep"` solves against the
             given ones.

@@ -145,6 +145,25 @@ def test_adam_does_what_the_algorithm_says():
         torch.testing.assert_close(key[head], k.detach(), rtol=1e-3, atol=1e-4)
 
 
+def test_bounded_adam_averages_over_heads_and_keeps_lengths():
+    """As the authors' code does. Gradients are so small that Adam's epsilon tells a mean from a sum."""
+    inputs = 0.01 * encoding(3, 4, 16)
+    targets = torch.stack([impulse_matrix(3, 4, offset) for offset in ((0, 1), (1, 0))])
+    found = solve_adam(inputs, targets, 8, steps=4, learning_rate=0.01, generator=seeded(), renormalize_every=2)
+    generator = seeded()
+    query, key = (torch.empty(2, 16, 8).uniform_(-0.25, 0.25, generator=generator).requires_grad_() for _ in range(2))
+    optimizer, length = torch.optim.Adam([query, key], lr=0.01), query.detach().norm(dim=1).mean()
+    for step in range(4):
+        if step in (0, 2):
+            query.data *= length / query.data.norm(dim=1, keepdim=True)
+            key.data *= length / key.data.norm(dim=2, keepdim=True)
+        optimizer.zero_grad()
+        attention = torch.softmax(inputs @ query @ key.mT @ inputs.T / 8**0.5, dim=-1)
+        F.mse_loss(attention, targets).backward()
+        optimizer.step()
+    torch.testing.assert_close(found, (query.detach(), key.detach()), rtol=0, atol=1e-5)
+
+
 @pytest.mark.nightly
 def test_closed_form_without_a_mass_reaches_the_maps_of_algorithm_1():
     """The closed form's maps are as sharp as Algorithm 1's, even where the impulse leaves the grid, and about as far
