@@ -1,14 +1,11 @@
 """The order of tests, and the hub's side of an upload, on this machine."""
 
 import base64
-import collections
 import gc
-import http.server
 import json
 import os
 import signal
 import sys
-import threading
 import types
 
 
@@ -16,29 +13,25 @@ import types
 # computed is then what a process of one thread computes, bit by bit. PyTorch reads it when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import httpx2
+import huggingface_hub
 import pytest
 from accelerate.state import AcceleratorState
+from huggingface_hub.utils._http import default_client_factory
 
 
 # Few tests that take long, many of them processes to wait for.
 LONG_MODULES = (
-    "tests/test_export.py",
-    "tests/modeling/test_ecosystem.py",
-    "tests/training/test_processes.py",
-    "tests/training/test_bootstrap.py",
-    "tests/training/test_recipes.py",
-    "tests/common/test_data_sets.py",
-    "tests/modeling/test_hub.py",
-    "tests/modeling/test_llava.py",
-    "tests/training/test_train.py",
-    "tests/training/test_joint.py",
-    "tests/training/test_align_llava.py",
-    "tests/test_publish.py",
-    "tests/test_package.py",
-    "tests/test_compare.py",
-    "tests/test_demo.py",
-    "tests/modeling/test_serve.py",
-    "tests/test_quickstart.py",
+    "export",
+    "ecosystem",
+    "processes",
+    "bootstrap",
+    "hub",
+    "llava",
+    "train",
+    "joint",
+    "align_llava",
+    "docs",
 )
 
 
@@ -84,87 +77,63 @@ def what_stays_is_no_garbage():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """Side by side, long modules run first, then classes and modules of many tests: at the end, no process is left
-    alone with much to do."""
-    if not hasattr(config, "workerinput"):
-        return
-    scopes = [item.nodeid.rpartition("::")[0] for item in items]
-    sizes = collections.Counter(scopes)
-
-    def place(index: int) -> tuple[int, int]:
-        module = scopes[index].partition("::")[0]
-        rank = LONG_MODULES.index(module) if module in LONG_MODULES else len(LONG_MODULES)
-        return rank, -sizes[scopes[index]]
-
-    items[:] = [items[index] for index in sorted(range(len(items)), key=place)]
+    """Side by side, long modules run first: at the end, no process is left alone with much to do."""
+    if hasattr(config, "workerinput"):
+        rank = {f"test_{name}": index for index, name in enumerate(LONG_MODULES)}
+        items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers what creating a repository and committing files to it asks."""
+class Hub:
+    """Answers what creating a repository and committing files to it asks, and notes it.
 
-    private = True
-    files: list[str]
-    created: list[dict]
-    branches: list[str]
-    commits: list[tuple[str, dict, dict[str, bytes]]]
+    Attributes:
+        files (`list[str]`): Names that the repository has already.
+        created (`list[dict]`): What each creation asked for.
+        branches (`list[str]`): Those that were made.
+        commits (`list[tuple[str, dict, dict]]`): Path, header and files of each.
+    """
 
-    def answer(self, content: dict, error: str | None = None):
-        body = json.dumps(content).encode()
-        self.send_response(404 if error else 200)
-        if error:
-            self.send_header("X-Error-Code", error)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    url = "https://huggingface.co"
 
-    def do_HEAD(self):
-        self.answer({}, None if self.path.rpartition("/")[2] in self.files else "EntryNotFound")
+    def __init__(self):
+        self.files, self.created, self.branches, self.commits = [], [], [], []
 
-    def do_GET(self):
-        self.answer({"id": "someone/model", "private": self.private})
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            self.answer({"url": f"{self.server.url}/someone/{self.created[-1]['name']}"})
-        elif self.path == "/api/validate-yaml":
-            self.answer({"errors": [], "warnings": []})
-        elif "/branch/" in self.path:
-            self.branches.append(self.path.rpartition("/")[2])
-            self.answer({})
-        elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
+    def answer(self, request: httpx2.Request) -> httpx2.Response:
+        path, name = request.url.path, request.url.path.rpartition("/")[2]
+        if request.method == "HEAD":
+            missing = {"X-Error-Code": "EntryNotFound"}
+            return httpx2.Response(200) if name in self.files else httpx2.Response(404, headers=missing)
+        if request.method == "GET":
+            return httpx2.Response(200, json={"id": "someone/model", "private": True})
+        if path == "/api/validate-yaml":
+            return httpx2.Response(200, json={"errors": [], "warnings": []})
+        parts = [json.loads(line) for line in request.read().splitlines()]
+        if path == "/api/repos/create":
+            self.created += parts
+            return httpx2.Response(200, json={"url": f"{self.url}/someone/{parts[0]['name']}"})
+        if "/branch/" in path:
+            self.branches.append(name)
+            return httpx2.Response(200, json={})
+        if "/preupload/" in path:
+            files = parts[0]["files"]
             modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
-            self.answer({"files": modes})
-        else:
-            header, *files = (json.loads(line) for line in body.splitlines())
-            contents = {file["value"]["path"]: base64.b64decode(file["value"]["content"]) for file in files}
-            self.commits.append((self.path, header["value"], contents))
-            self.answer({"commitUrl": f"{self.server.url}/someone/model/commit/0", "commitOid": "0", "success": True})
-
-    def log_message(self, *arguments):
-        pass
+            return httpx2.Response(200, json={"files": modes})
+        header, *files = parts
+        contents = {file["value"]["path"]: base64.b64decode(file["value"]["content"]) for file in files}
+        self.commits.append((path, header["value"], contents))
+        commit = {"commitUrl": f"{self.url}/someone/model/commit/0", "commitOid": "0", "success": True}
+        return httpx2.Response(200, json=commit)
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    handler = type("Handler", (Hub,), {"files": [], "created": [], "branches": [], "commits": []})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
-        files = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_test")
-        # It asks often whether it is to end.
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield handler
-        server.shutdown()
-        thread.join()
+    """The hub, which no request leaves this process for."""
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    huggingface_hub.set_client_factory(lambda: httpx2.Client(transport=httpx2.MockTransport(hub.answer)))
+    yield hub
+    huggingface_hub.set_client_factory(default_client_factory)
 
 
 @pytest.fixture

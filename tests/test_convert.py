@@ -7,7 +7,7 @@ import pytest
 import torch
 from frugalvit_cli import main as frugalvit
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerProjectionConfig, SparseFormerVisionModelWithProjection
 from frugalvit.modeling.conversion import (
@@ -56,12 +56,6 @@ def to_showlab(model) -> dict[str, torch.Tensor]:
         else:
             state_dict[theirs] = weights[ours]
     return state_dict
-
-
-@pytest.fixture
-def v1_file(tmp_path) -> Path:
-    save_file(checkpoint_of("v1"), tmp_path / "v1.safetensors")
-    return tmp_path / "v1.safetensors"
 
 
 def run(checkpoint, output, *arguments) -> int:
@@ -123,14 +117,6 @@ class TestCommand:
         expected = reference["logits"] - reference["state.proj.bias"]
         torch.testing.assert_close(model(reference["input"]).image_embeds, expected, atol=1e-5, rtol=0)
 
-    def test_image_size(self, tmp_path, v1_file):
-        assert run(v1_file, tmp_path / "out", "--image-size", "64") == 0
-        assert AutoConfig.from_pretrained(tmp_path / "out").image_size == 64
-        image = torch.randint(256, (3, 70, 200), dtype=torch.uint8)
-        processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
-        assert list(processor(image, return_tensors="pt").pixel_values.shape[2:]) == [64, 64]
-        assert [*processor.image_mean, *processor.image_std] == [0.485, 0.456, 0.406, 0.229, 0.224, 0.225]
-
 
 REFUSED = {
     # name: (checkpoint, arguments, part of the message)
@@ -139,14 +125,6 @@ REFUSED = {
         ["--variant", "v1"],
         "does not fit a v1 SparseFormer",
     ),
-    "another model": ({"blocks.0.attn.qkv.weight": torch.ones(3)}, [], "missing 'feat_extractor.conv1.weight'"),
-    "no iterations": (
-        checkpoint_of("v1"),
-        ["--iterations", "0"],
-        "'num_focusing_iterations': expected at least 1, got 0",
-    ),
-    "a tiny image": (checkpoint_of("v1"), ["--image-size", "2"], "'image_size': expected at least 4, got 2"),
-    "a list": ([1, 2, 3], [], "holds no state dict"),
     "objects": ({"model": Path("x")}, [], "Cannot read tensors"),
 }
 

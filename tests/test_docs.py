@@ -19,21 +19,16 @@ from transformers import (
     CLIPImageProcessor,
     CLIPModel,
     CLIPProcessor,
-    CLIPVisionConfig,
     Dinov2Config,
     Dinov2ForImageClassification,
     Dinov2Model,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessor,
 )
 
 from drawn import noise
-from tiny import word_tokenizer
+from tiny import make_llava, make_processor, word_tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,17 +129,9 @@ def models(tmp_path_factory) -> Path:
     clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vit, projection_dim=16))
     clip.save_pretrained(folder / "clip")
     CLIPProcessor(crop, words).save_pretrained(folder / "clip")
-    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**vit),
-        text_config=LlamaConfig(**sizes, intermediate_size=32, vocab_size=9, pad_token_id=0),
-        image_token_index=words.convert_tokens_to_ids("<image>"),
-        image_seq_length=16,
-    )
-    LlavaForConditionalGeneration(config).save_pretrained(folder / "llava")
-    LlavaProcessor(
-        crop, words, patch_size=8, num_additional_image_tokens=1, vision_feature_select_strategy="default"
-    ).save_pretrained(folder / "llava")
+    llava = make_llava()
+    for part in (llava, make_processor(llava)):
+        part.save_pretrained(folder / "llava")
     for number in range(20):
         draw(folder / "path" / "to" / "images" / ("cat", "dog")[number % 2] / f"{number}.png", number)
         part = ("train", "train", "train", "test")[number % 4]

@@ -165,20 +165,6 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
 
 
-@pytest.mark.parametrize("name, factor", [("onnx", 1e20), ("openvino", float("nan"))])
-def test_broken_models_pass_no_gate(name, factor, folder, tmp_path, capsys):
-    """Their 8 bits are nothing that anyone would want, and nothing is written."""
-    model = frugalvit.PatchSparseFormerForImageClassification.from_pretrained(folder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
-    model.save_pretrained(tmp_path / "broken")
-    arguments = ["--format", name, "--precision", "int8", "--output", str(tmp_path / "out"), *FEW]
-    assert main(["export", "--model", str(tmp_path / "broken"), *arguments]) == 1
-    assert "frugalvit export: error: " in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
-
-
 @pytest.mark.parametrize("arguments", [ONNX, ("--format", "openvino")])
 def test_the_lines_of_the_card_need_only_the_runtime(arguments, write, photograph, tmp_path):
     output = write(*arguments)
@@ -239,24 +225,6 @@ def test_the_gate(folder, tmp_path, capsys, monkeypatch):
     assert "**It does not reach what it should**: mean cosine" in (output / "README.md").read_text()
 
 
-def test_a_program_that_computes_something_else_is_refused(folder):
-    """The gate sees any other weights."""
-    model, _ = load_image_classifier(folder)
-    part = parts_of(model)["model"]
-    with torch.no_grad():
-        other, _ = load_image_classifier(folder)
-        other.classifier.weight[0] += 1
-    batches = [part.example(4)]
-    same = export.compare_outputs(part, parts_of(model)["model"], iter(batches))
-    changed = export.compare_outputs(part, parts_of(other)["model"], iter(batches))
-    assert (same["agreement"], round(same["min_cosine"], 5)) == (1, 1)
-    assert changed["mean_cosine"] < 0.99
-    parts = {"model": changed | {"agreement": 0.5}, "lost": changed | {"mean_cosine": float("nan"), "agreement": None}}
-    lines = export.shortcomings({"precision": "float32", "parts": parts})
-    assert len(lines) == 3 and lines[1] == "agreement 0.5000 of model on 4 inputs, expected 0.99"
-    assert lines[2] == "mean cosine nan of lost on 4 inputs, expected 0.99"
-
-
 def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, folder):
     output = str(write(*ONNX))
     capsys.readouterr()
@@ -272,26 +240,11 @@ def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, fol
     assert rois is not None
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--precision", "bfloat16"], "--precision bfloat16 is not for onnx, which takes float32, int8"),
-        (["--num-tokens", "99"], "`num_tokens` is 99, expected 1 to 4"),
-        (["--dataset", "nowhere.parquet"], "nowhere.parquet"),
-    ],
-)
-def test_bad_input(arguments, message, folder, tmp_path, capsys):
-    assert main(["export", "--model", str(folder), "--output", str(tmp_path / "out"), *FEW, *arguments]) == 1
-    assert message in capsys.readouterr().err
+def test_bad_input(folder, tmp_path, capsys):
+    command = ["export", "--model", str(folder), "--output", str(tmp_path / "out"), "--precision", "bfloat16"]
+    assert main(command) == 1
+    assert "--precision bfloat16 is not for onnx, which takes float32, int8" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["report.json", "export.json", "onnx/model.onnx"])
-def test_a_damaged_folder_is_one_error(name, write, photograph, tmp_path, capsys):
-    damaged = shutil.copytree(write(*ONNX), tmp_path / "damaged")
-    (damaged / name).write_text("{}")
-    assert main(["predict", str(photograph), "--model", str(damaged)]) == 1
-    assert "Cannot load" in capsys.readouterr().err
 
 
 def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):

@@ -4,7 +4,6 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from transformers import MODEL_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 import frugalvit
-from frugalvit.common.versions import commit
 from frugalvit.registry import FAMILIES
 
 
@@ -36,20 +34,6 @@ def test_version_is_the_installed_one():
     assert importlib.metadata.version("frugalvit") == frugalvit.__version__
 
 
-def test_the_changelog_begins_with_this_version():
-    headings = re.findall(r"^## (\S+?),", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
-    assert headings[0] == frugalvit.__version__
-
-
-def test_results_name_the_commit():
-    """The commit is that of the clone; a copy without its history has none to name."""
-    if not (ROOT / ".git").exists():
-        assert commit() is None
-        return
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert commit()[:12] == head[:12]
-
-
 def test_public_names():
     for name in frugalvit.__all__[1:]:
         value = getattr(frugalvit, name)
@@ -59,13 +43,6 @@ def test_public_names():
 def test_all_families_are_known():
     files = (ROOT / "modeling").glob("modeling_*.py")
     assert {path.stem.removeprefix("modeling_") for path in files} == {*FAMILIES}
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'SparseFormr'"):
-        _ = frugalvit.SparseFormr
-    with pytest.raises(ImportError):
-        from frugalvit import SparseFormr  # noqa: F401
 
 
 def test_auto_classes_know_all_families():
@@ -116,39 +93,6 @@ def test_imports_point_one_way():
 def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     return "common" if parts[:2] == ("frugalvit", "common") else parts[0]
-
-
-OWN = {"frugalvit", "frugalvit_cli"}
-# Modules of packages with other names.
-DISTRIBUTIONS = {
-    "open_clip": "open_clip_torch",
-    "PIL": "pillow",
-    "pillow_jxl": "pillow_jxl_plugin",
-    "yaml": "pyyaml",
-}
-
-
-def test_what_is_imported_is_a_dependency():
-    """No import relies on a package that some dependency happened to bring. Packages of extras are imported where they
-    are used."""
-    needed, extra = set(), set()
-    for each in importlib.metadata.requires("frugalvit"):
-        name = re.match(r"[\w-]+", each)[0].lower().replace("-", "_")
-        (extra if "extra ==" in each else needed).add(name)
-    for path in SOURCES:
-        for node, module in imported(path):
-            first = module.partition(".")[0]
-            if first not in sys.stdlib_module_names | OWN:
-                name = DISTRIBUTIONS.get(first, first).lower()
-                assert name in needed or (name in extra and node.col_offset), f"{path}: {ast.unparse(node)}"
-
-
-def test_models_are_declared():
-    """No class is made, found or exchanged at run time."""
-    banned = re.compile(r"\b__new__\b|\btype\([^()]+,[^()]*,|\b__class__ =|sys\.meta_path|\bimport_module\b")
-    for path in SOURCES:
-        if room_of(path) in ("configuration", "modeling", "training"):
-            assert not banned.search(path.read_text(encoding="utf-8")), path
 
 
 def test_shipped_checkpoints_are_found():
@@ -206,25 +150,12 @@ for name in {clone}:
 
 
 def test_a_clone_beside_does_not_hide_the_package(tmp_path):
-    """A folder named `frugalvit` comes before what is installed in place; here Transformers is imported first."""
+    """A folder named `frugalvit` comes before what is installed in place; alone, it is no install."""
     (tmp_path / "frugalvit").symlink_to(ROOT)
-    code = """
-import frugalvit.common, frugalvit.evaluation, frugalvit.modeling.hosts, frugalvit.training
-from frugalvit import SparseFormerConfig, checkpoint_path
-from transformers import AutoConfig
-assert type(AutoConfig.from_pretrained(checkpoint_path("cifar10-sparseformer"))) is SparseFormerConfig
-"""
-    ran = python(code, tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    command = [sys.executable, "-m", "frugalvit", "--version"]
-    version = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path).stdout
-    assert version == f"frugalvit {frugalvit.__version__}\n"
-
-
-@pytest.mark.parametrize("is_beside", [True, False])
-def test_a_clone_is_no_install(is_beside, tmp_path):
-    (tmp_path / "frugalvit").symlink_to(ROOT)
+    code = "import frugalvit.common, frugalvit.modeling.hosts, frugalvit.training; print(frugalvit.__version__)"
+    assert python(code, tmp_path).stdout == f"{frugalvit.__version__}\n"
     # Without what is installed.
     command = [sys.executable, "-S", "-c", "import frugalvit"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path if is_beside else ROOT)
-    assert ran.returncode == 1 and "pip install -e ." in ran.stderr.splitlines()[-1]
+    for place in (tmp_path, ROOT):
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=place)
+        assert ran.returncode == 1 and "pip install -e ." in ran.stderr.splitlines()[-1]

@@ -1,12 +1,9 @@
 """`frugalvit predict`: labels, RoI pictures, every kind of image, and errors of one line."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from frugalvit_cli import main
@@ -14,11 +11,12 @@ from PIL import Image
 from transformers import ViTImageProcessor, pipeline
 
 from drawn import noise
-from frugalvit import Classifier, SparseFormerConfig, SparseFormerForImageClassification
+from frugalvit import Classifier
 from frugalvit.common.image_files import find_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.demo import look
 from frugalvit.predict import format_labels, format_prediction, predict
+from kinds import KINDS
 from tiny import make_vit, randomize
 
 
@@ -26,27 +24,11 @@ LABELS = ["airplane", "bird", "cat", "dog"]
 SIZES = {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label in enumerate(LABELS)}}
 
 
-def tiny_config(**overrides) -> SparseFormerConfig:
-    fields = {
-        "image_size": 32,
-        "num_latent_tokens": 4,
-        "num_sampling_points": 4,
-        "stem_channels": 8,
-        "focusing_hidden_size": 64,
-        "num_focusing_iterations": 4,
-        "hidden_size": 64,
-        "num_hidden_layers": 1,
-        "mixing_hidden_size": 8,
-        **SIZES,
-    }
-    return SparseFormerConfig(**{**fields, **overrides})
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """A SparseFormer whose RoIs move."""
     torch.manual_seed(0)
-    model = SparseFormerForImageClassification(tiny_config())
+    model = KINDS["bootstrapped"].classifier(KINDS["bootstrapped"].config(num_labels=4, **SIZES))
     torch.nn.init.normal_(model.sparseformer.focusing_layer.roi_deltas.out_proj.weight, std=0.2)
     torch.nn.init.normal_(model.classifier.weight, std=0.1)
     folder = tmp_path_factory.mktemp("models") / "sparseformer"
@@ -132,24 +114,6 @@ def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, cap
     assert code == 1 and "None of the images can be read" in error
 
 
-def test_names_of_others_say_nothing_to_a_terminal(model_folder, images, tmp_path, capsys):
-    """Control characters in labels and file names are escaped."""
-    label = "\x1b]0;title\x07猫\r\nfake"
-    model = shutil.copytree(model_folder, tmp_path / "odd")
-    config = json.loads((model / "config.json").read_text())
-    config |= {"id2label": {str(number): f"{label}{number}" for number in range(len(LABELS))}, "label2id": {}}
-    (model / "config.json").write_text(json.dumps(config))
-    image, broken = tmp_path / "\x1b[31mä.png", tmp_path / "\x1b[32mö.png"
-    shutil.copyfile(images / "a.png", image)
-    broken.touch()
-    for more in ([], ["--json"]):
-        code, output, error = run(image, broken, "--model", model, "--skip-corrupt", *more, capsys=capsys)
-        assert code == 0 and not set(output + error) & {*map(chr, range(32)), "\x7f"} - {"\n"}
-        assert "\\x1b[32m" in error and ("\\x1b]0;title\\x07" in output or more)
-    [answer] = json.loads(output)
-    assert answer["image"] == str(image) and answer["labels"][0]["label"].startswith(label)
-
-
 def test_rois(model_folder, images, tmp_path, capsys, monkeypatch):
     saved = []
     monkeypatch.setattr("frugalvit.predict.save_figure", lambda figure, path: saved.append((figure, path)))
@@ -183,24 +147,3 @@ def test_scores_are_those_of_transformers_pipeline(problem_type, num_labels, ima
         assert shown == format_labels(prediction) and shown.startswith(f"{label} {score:.5g}")
     else:
         assert shown == pytest.approx(expected, rel=1e-4)
-
-
-def test_corrupt_parquet(model_folder, images, tmp_path, capsys):
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    assert "no parquet file or is corrupt" in fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
-    pq.write_table(pa.table({"label": [1], "name": ["a"]}), tmp_path / "x.parquet")
-    error = fails(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
-    assert "has no image columns among label, name" in error
-    pq.write_table(pa.table({"image": [(images / "a.png").read_bytes(), b"no image", None]}), tmp_path / "x.parquet")
-    code, _, error = run(tmp_path / "x.parquet", "--model", model_folder, capsys=capsys)
-    assert code == 1 and "x.parquet[1]'" in error
-
-
-def test_images_and_devices_that_are_not_there(model_folder, images, capsys):
-    (images / "empty").mkdir()
-    for image in ("x.png", "*.tif", "empty"):
-        assert "There are no images at" in fails(images / image, "--model", model_folder, capsys=capsys)
-    for option, value in (("--device", "abacus"), ("--rois", "no/rois.png")):
-        assert value.partition("/")[0] in fails(images / "a.png", option, value, capsys=capsys)
-    code, _, error = run(images, "--top", 0, capsys=capsys)
-    assert code == 2 and "argument --top: got 0, expected at least 1" in error

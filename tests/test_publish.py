@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import transformers
 from frugalvit_cli import main
 from huggingface_hub import ModelCard
-from jinja2.exceptions import SecurityError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -25,16 +23,12 @@ from transformers import (
 
 import frugalvit
 from frugalvit import publish
-from frugalvit.training.arguments import RECIPES
-from tiny import save_vit
+from kinds import KINDS
+from render import render
 
 
 ROOT = Path(__file__).parents[1]
 CARDS = ROOT / "model_cards" / "templates"
-sys.path.insert(0, str(ROOT / "model_cards"))
-from render import render, render_card  # noqa: E402
-
-
 CARD = """---
 library_name: transformers
 license: mit
@@ -54,18 +48,6 @@ A card with results.
 """
 
 
-def sparseformer(**fields) -> frugalvit.SparseFormerConfig:
-    return frugalvit.SparseFormerConfig(
-        image_size=32,
-        num_latent_tokens=4,
-        stem_channels=8,
-        focusing_hidden_size=16,
-        hidden_size=32,
-        num_hidden_layers=1,
-        **fields,
-    )
-
-
 def write_card(folder, task="image-classification"):
     (folder / "README.md").write_text(CARD.format(task=task), encoding="utf-8")
 
@@ -80,7 +62,7 @@ def imports(request):
 @pytest.fixture
 def trained(tmp_path):
     torch.manual_seed(0)
-    frugalvit.SparseFormerForImageClassification(sparseformer()).save_pretrained(tmp_path / "trained")
+    KINDS["bootstrapped"].classifier(KINDS["bootstrapped"].config()).save_pretrained(tmp_path / "trained")
     write_card(tmp_path / "trained")
     return tmp_path / "trained"
 
@@ -145,18 +127,9 @@ def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
         assert re.search(message, capsys.readouterr().err)
         assert not hub.created and not hub.commits and not (tmp_path / "out").exists()
 
-    for old, new, message in (
-        ("license: mit\n", "", "README.md names no license"),
-        ("A card", f"hf_{'Ab3' * 11}", "README.md holds an access token"),
-        ("tags: [", "tags: [[", "README.md has no metadata that can be read"),
-    ):
-        spoil("README.md", old, new)
-        refused(message)
-        write_card(trained)
-    (tmp_path / "secret.txt").write_text("mine")
-    (trained / "merges.txt").symlink_to(tmp_path / "secret.txt")
-    refused("merges.txt' is a link")
-    (trained / "merges.txt").unlink()
+    spoil("README.md", "A card", f"hf_{'Ab3' * 11}")
+    refused("README.md holds an access token")
+    write_card(trained)
     weights = load_file(trained / "model.safetensors")
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, trained / "model.safetensors", {"format": "pt"})
@@ -170,43 +143,12 @@ def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
         publish.check_outputs(trained)
 
 
-def test_code_of_others_does_not_run(tmp_path):
-    """A configuration of Transformers may name code that lies elsewhere."""
-    save_vit(tmp_path / "vit", patch_size=16)
-    config = json.loads((tmp_path / "vit" / "config.json").read_text())
-    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import ViTForImageClassification as X\n"
-    (tmp_path / "vit" / "evil.py").write_text(code)
-    config["auto_map"] = {"AutoModelForImageClassification": f"{tmp_path / 'vit'}--evil.X"}
-    (tmp_path / "vit" / "config.json").write_text(json.dumps(config))
-    publish.main([str(tmp_path / "vit"), "--license", "mit", "--output", str(tmp_path / "out")])
-    assert not (tmp_path / "ran").exists() and "evil" not in (tmp_path / "out" / "config.json").read_text()
-
-
 def test_cards_are_as_rendered():
     """`python model_cards/render.py` writes them, with the numbers of results/."""
     cards, folder = render(), ROOT / "model_cards"
     assert {str(path.relative_to(folder)) for path in folder.glob("papers/*.md")} < cards.keys()
     for path, text in cards.items():
         assert (folder / path).read_text(encoding="utf-8") == text, path
-    of_papers = {path: text for path, text in cards.items() if path.startswith("papers/")}
-    assert len(of_papers) == len(RECIPES) > 20
-    for path, text in of_papers.items():
-        assert text.startswith(f"# {Path(path).stem}\n\n") and "**Weights are not published here.**" in text
-        # The papers' numbers are called so.
-        assert len(re.findall("The (?:paper|authors)[:,] ", text)) == text.count("not reproduced here")
-
-
-def test_cards_are_templates(tmp_path):
-    table = {"epochs": [{"accuracy": 0.25}], "rows": [{"row": "a", "x": 0.123456}]}
-    (tmp_path / "mine.json").write_text(json.dumps(table), encoding="utf-8")
-    card = tmp_path / "card.md"
-    card.write_text(
-        "{{ name }}: {{ results('mine').epochs[-1].accuracy | percent }}, {{ row('mine', 'a').x | round(2) }}\n"
-    )
-    assert render_card(card, tmp_path) == "card: 25.00 %, 0.12\n"
-    card.write_text("{{ cycler.__init__.__globals__.os.system('touch ran') }}")
-    with pytest.raises(SecurityError):
-        render_card(card, tmp_path)
 
 
 @pytest.mark.parametrize("card", sorted(CARDS.glob("cifar10-*.md")), ids=lambda card: card.stem)

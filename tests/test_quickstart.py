@@ -40,10 +40,3 @@ def test_makes_a_student_a_table_and_pictures(tmp_path, capsys, monkeypatch):
     assert "student, 16 tokens" in printed and commands == ["bootstrap", "compare", "predict"]
     with pytest.raises(ValueError, match="neither empty nor"):
         quickstart.main(["--output", str(out)])
-
-
-def test_a_wheel_says_where_the_files_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(quickstart, "TEACHER", "caltech101-vit-not-in-the-wheel")
-    with pytest.raises(ValueError, match="lies in a clone of the repository"):
-        quickstart.main(["--output", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()

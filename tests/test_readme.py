@@ -1,4 +1,4 @@
-"""README and docs: examples are short, commands take their options, links lead somewhere; `test_docs.py` runs them."""
+"""README and docs: commands take their options, links lead somewhere; `test_docs.py` runs them."""
 
 import contextlib
 import importlib
@@ -20,7 +20,6 @@ from frugalvit.training.arguments import ArgumentParser
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
 PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in FILES}
-README = PAGES["README.md"]
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -32,20 +31,12 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
-PYTHON = blocks("python")
 COMMAND_LINES = [
     (where, line)
     for where, block in blocks("bash")
     for line in block.replace("\\\n", " ").replace("&&", "\n").splitlines()
     if line.strip().startswith("frugalvit ")
 ]
-
-
-def test_examples_are_short():
-    assert len(PYTHON) > 10
-    for _, code in PYTHON:
-        statements = [line for line in code.splitlines() if line and not line.startswith(("from", "import"))]
-        assert len(statements) <= 8
 
 
 class TakenError(Exception):
@@ -85,15 +76,6 @@ def test_links_lead_somewhere(name):
             headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             anchors = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
             assert anchor in [*anchors, *re.findall(r'<a id="([\w-]+)">', text)], link
-
-
-def test_every_page_is_in_the_readme():
-    for name in PAGES.keys() - {"README.md"}:
-        assert f"({name})" in README
-
-
-def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 140
 
 
 def test_names_and_commands_exist():

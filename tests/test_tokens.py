@@ -29,22 +29,11 @@ def test_sure_images_take_few_tokens(capsys):
         assert image["labels"][0] == {"label": expected["label"], "score": pytest.approx(expected["score"], rel=1e-4)}
 
 
-def test_evaluation_with_a_count(capsys):
-    command = f"evaluate classification --dataset {IMAGES}"
-    few, all_tokens = run(command, "--num-tokens", 9, capsys=capsys), run(command, capsys=capsys)
-    assert few["num_tokens"] == 9 and "num_tokens" not in all_tokens
-    assert few["loss"] != all_tokens["loss"]
-
-
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
         (MODEL, ["--num-tokens", "65"], "`num_tokens` is 65, expected 1 to 64"),
-        (MODEL, ["--confidence", "2"], "got '2', expected a number from 0 to 1"),
-        (MODEL, ["--confidence", "0.5", "--rois", "rois.png"], "leave --confidence out"),
         ("cifar10-vit", ["--num-tokens", "4"], "--num-tokens is for SparseFormers"),
-        ("cifar10-vit", ["--confidence", "0.5"], "A confidence is for classifiers that are SparseFormers"),
-        ("cifar10-sparseformer", ["--confidence", "0.5"], "A confidence needs a model for several numbers of tokens"),
     ],
 )
 def test_what_cannot_be_chosen(model, arguments, message, capsys):

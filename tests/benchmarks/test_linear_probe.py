@@ -1,16 +1,9 @@
 """benchmarks/linear_probe.py: the minimum of its loss, and the choice of its penalty."""
 
-import importlib
-import sys
-from pathlib import Path
-from unittest.mock import patch
-
 import torch
 import torch.nn.functional as F
 
-
-with patch.object(sys, "path", [str(Path(__file__).resolve().parents[2] / "benchmarks"), *sys.path]):
-    linear_probe = importlib.import_module("linear_probe")
+import linear_probe
 
 
 def noise(images: int = 60, size: int = 8, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

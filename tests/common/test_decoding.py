@@ -2,7 +2,6 @@
 
 import io
 import os
-import struct
 import tracemalloc
 
 import numpy as np
@@ -25,24 +24,16 @@ TURNED[0x0112] = 6
     ("image", "ending", "expected", "options"),
     [
         (GRAY, "png", GRAY, {}),
-        (GRAY > 99, "png", (GRAY > 99) * 255, {}),
         ((257 * GRADIENT).astype(np.uint16), "png", GRAY, {}),
-        ((257 * GRADIENT).astype(np.uint16), "tif", GRAY, {}),
         # A dark one stays dark.
         (GRAY.astype(np.uint16), "png", GRAY // 129, {}),
         (GRADIENT.astype(np.int32), "tif", GRAY, {}),
-        ((257 * GRADIENT).astype(np.int32), "tif", GRAY, {}),
-        ((GRADIENT / 255 * (2**31 - 1)).astype(np.int32), "tif", GRAY, {}),
         ((GRADIENT / 255).astype(np.float32), "tif", GRAY, {}),
-        # Rounding makes no other range of it.
-        (np.nextafter((GRADIENT / 255).astype(np.float32), np.float32(2)), "tif", GRAY, {}),
-        (GRADIENT.astype(np.float32), "tif", GRAY, {}),
         ((257 * GRADIENT).astype(np.float32), "tif", GRAY, {}),
         (COLOR, "bmp", COLOR, {}),
         (HALF, "png", 127 + COLOR * (128 / 255), {}),
         (np.stack([GRAY, np.zeros_like(GRAY)], -1), "png", np.full((8, 8), 255), {}),
         (COLOR, "png", np.rot90(COLOR, -1), {"exif": TURNED}),
-        (Image.fromarray(GRAY).convert("P"), "png", GRAY, {}),
         (Image.fromarray(COLOR).convert("CMYK"), "tif", COLOR, {}),
     ],
     ids=lambda value: str(value.dtype) if isinstance(value, np.ndarray) else str(value)[:8],
@@ -98,28 +89,18 @@ def test_what_looks_like_an_image(tmp_path):
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-def within_iptc(data: bytes) -> bytes:
-    """An IPTC file with a file of any format in it, which Pillow opens."""
-    fields = [((3, 20), b"\0\x14"), ((3, 30), b"\0\x14"), ((3, 60), b"\x01\x00"), ((3, 120), b"\x01"), ((8, 10), data)]
-    return b"".join(b"\x1c" + bytes(tag) + struct.pack(">H", len(value)) + value for tag, value in fields)
-
-
-@pytest.mark.parametrize("name", ["photo.jpg", "photo.eps", "photo"])
-@pytest.mark.parametrize("data", [POSTSCRIPT, within_iptc(POSTSCRIPT)], ids=["alone", "within IPTC"])
-def test_postscript_never_reaches_another_program(name, data, tmp_path, monkeypatch):
+def test_postscript_never_reaches_another_program(tmp_path, monkeypatch):
     ghostscript = tmp_path / "bin" / "gs"
     ghostscript.parent.mkdir()
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
     ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", str(ghostscript.parent), prepend=os.pathsep)
-    file = tmp_path / name
-    file.write_bytes(data)
+    file = tmp_path / "photo.jpg"
+    file.write_bytes(POSTSCRIPT)
     for read in (
         lambda: read_image(file),
-        lambda: read_image(io.BytesIO(data)),
-        lambda: decode_image({"path": str(file), "bytes": None}, 0),
-        lambda: decode_image({"path": None, "bytes": data}, 0),
-        lambda: MaskReader(4)({"path": None, "bytes": data}, 0, (20, 20)),
+        lambda: decode_image({"path": None, "bytes": POSTSCRIPT}, 0),
+        lambda: MaskReader(4)({"path": None, "bytes": POSTSCRIPT}, 0, (20, 20)),
     ):
         with pytest.raises((ValueError, UnidentifiedImageError)):
             read()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from drawn import encode, scene
-from frugalvit.common.decoding import CorruptImageError
 from frugalvit.common.masks import MaskReader, load_masked_images, load_masked_splits, masked_split_names
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import segment
@@ -62,17 +61,6 @@ def test_masks_and_images_are_images_alone(split, tmp_path):
     assert all("/masks/" in record["path"] for record in table["mask"])
 
 
-MASK = np.arange(48, dtype=np.uint8).reshape(6, 8)
-
-
-def encoded(tmp_path, pixels, name, orientation=None):
-    exif = Image.Exif()
-    if orientation:
-        exif[0x0112] = orientation
-    Image.fromarray(pixels).save(tmp_path / name, exif=exif)
-    return {"path": str(tmp_path / name), "bytes": None}
-
-
 NEAREST = ImageFormat((24, 32), mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), resample=0)
 
 
@@ -87,18 +75,6 @@ class TestData:
         assert table.column_names == ["image", "mask"] and len(table) == 5
         assert np.array_equal(read(table, 3)[1], scene(3)[1])
 
-    @pytest.mark.parametrize("split", ["training", ""])
-    def test_folder_of_pairs(self, split, tmp_path):
-        for seed in range(3):
-            for kind, pixels in zip(("images", "masks"), scene(seed), strict=True):
-                (tmp_path / kind / split).mkdir(parents=True, exist_ok=True)
-                Image.fromarray(pixels).save(tmp_path / kind / split / f"{seed}.png")
-        table = load_masked_images(str(tmp_path), split or "train")
-        assert len(table) == 3 and np.array_equal(MaskReader(4)(table[2]["mask"], 2, (52, 40)), scene(2)[1])
-        (tmp_path / "masks" / split / "1.png").unlink()
-        with pytest.raises(ValueError, match="1.png has no mask in "):
-            load_masked_images(str(tmp_path), split or "train")
-
     def test_polygons_of_labelme_have_their_names(self, tmp_path):
         for number in range(2):
             Image.new("RGB", (52, 40), "red").save(tmp_path / f"{number}.jpg")
@@ -111,13 +87,9 @@ class TestData:
         assert data.class_names == ["_background_", "at 0", "at 30"]
         labels = MaskReader(3)(train[0]["mask"], 0, (52, 40))
         assert (labels[:, :19] == 1).all() and (labels[:, 32:49] == 2).all() and not labels[:, 23:28].any()
-        with pytest.raises(ValueError, match="0.json has a polygon 'at 30', expected polygons, with points, of at 0"):
-            load_masked_images(str(tmp_path), "train", class_names=["at 0"])
         content["shapes"][0]["label"] = 3
         for text, message in (
             ("{}", "is no file of labelme's: KeyError"),
-            ("[]", "is no file of labelme's: TypeError"),
-            ("no JSON", "is no file of labelme's: JSONDecodeError"),
             (json.dumps(content), "is no file of labelme's: ValueError: the label 3, expected a text"),
             ("é", "' is not UTF-8 .*iconv"),
         ):
@@ -133,25 +105,13 @@ class TestData:
         assert MaskReader(2)(binary, 0, (2, 1)).tolist() == [[1, 0]]
         assert MaskReader(2, reduce_labels=True)(mask, 0, (4, 1)).tolist() == [[255, 0, 1, 255]]
 
-    @pytest.mark.parametrize(
-        ("mask", "size", "error", "message"),
-        [
-            (
-                encode(np.zeros((4, 5), np.uint8)),
-                (5, 5),
-                ValueError,
-                r"image 7 has uint8 of shape \(4, 5\), .* shape \(5, 5\)",
-            ),
-            (encode(np.full((4, 5), 3, np.uint8)), (5, 4), ValueError, r"labels \[3\], the classes are 0 to 2"),
-            (encode(np.full((4, 5), 300, np.uint16)), (5, 4), ValueError, r"has the labels \[300\]"),
-            (encode(np.zeros((4, 5, 3), np.uint8)), (5, 4), ValueError, "uint8 of .* expected class numbers"),
-            (b"no image", (5, 4), CorruptImageError, "mask of image 7 of the data set cannot be read"),
-        ],
-        ids=["size", "label", "16 bits", "color", "corrupt"],
-    )
-    def test_bad_masks(self, mask, size, error, message):
-        with pytest.raises(error, match=message):
-            MaskReader(3)({"bytes": mask, "path": None}, 7, size)
+    def test_bad_masks(self):
+        for mask, message in (
+            (encode(np.full((4, 5), 3, np.uint8)), r"labels \[3\], the classes are 0 to 2"),
+            (encode(np.zeros((4, 5, 3), np.uint8)), "uint8 of .* expected class numbers"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                MaskReader(3)({"bytes": mask, "path": None}, 7, (5, 4))
 
 
 class TestViews:
@@ -182,18 +142,3 @@ class TestViews:
         sample = view(Image.fromarray(np.repeat(ramp[..., None], 3, axis=2)), torch.from_numpy(ramp))
         shift = (sample["pixel_values"][0].float() - sample["labels"].float()).mean().item() / 2
         assert abs(shift) <= 0.75
-
-    def test_crops_avoid_a_single_class(self, monkeypatch):
-        image, mask = np.zeros((200, 200, 3), np.uint8), np.zeros((200, 200), np.uint8)
-        mask[:, 100:] = 1
-        shares = {}
-        for max_share in (0.75, 1.0):
-            monkeypatch.setattr(segment, "MOST_OF_A_CLASS", max_share)
-            view = SegmentationView(ImageFormat((32, 32)), MaskReader(4), (2.0, 2.0))
-            single = 0
-            for seed in range(40):
-                with seeded(seed):
-                    labels = view(Image.fromarray(image), torch.from_numpy(mask))["labels"]
-                single += len(labels.unique()) == 1
-            shares[max_share] = single
-        assert shares[0.75] < shares[1.0]

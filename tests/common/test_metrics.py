@@ -54,17 +54,3 @@ def test_segmentation_against_brute_force(seed, num_labels, batches):
     assert results["mean_accuracy"] == (pytest.approx(np.mean(known)) if known else None)
     right = [guess == truth for guess, truth in pairs]
     assert results["pixel_accuracy"] == (pytest.approx(np.mean(right)) if right else None)
-
-
-def test_segmentation_counts_anew_after_computing():
-    scores = SegmentationScores(2)
-    scores.add_batch(predictions=np.array([[0, 1]]), references=np.array([[0, 1]]))
-    assert scores.compute()["mean_iou"] == 1
-    assert scores.compute(predictions=np.array([1, 1]), references=np.array([0, 0]))["mean_iou"] == 0
-    assert scores.compute(predictions=np.array([1]), references=np.array([255]))["mean_iou"] is None
-
-
-@pytest.mark.parametrize(("predictions", "references"), [([2], [0]), ([-1], [0]), ([0], [7])])
-def test_numbers_that_are_no_classes(predictions, references):
-    with pytest.raises(ValueError, match="expected 0 to 1"):
-        SegmentationScores(2).add_batch(predictions=predictions, references=references)

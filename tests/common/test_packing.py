@@ -9,7 +9,7 @@ from torch import nn
 
 from frugalvit import Classifier
 from frugalvit.common import packing
-from frugalvit.common.packing import PackedLinear, pack_linear_layers, packing_pays
+from frugalvit.common.packing import PackedLinear, pack_linear_layers
 
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="This PyTorch has no oneDNN.")
@@ -92,13 +92,3 @@ def test_a_classifier_packs_what_it_loads_where_that_is_faster(pays, monkeypatch
     # Layers of other kinds and places stay.
     others = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.MultiheadAttention(4, 2))
     assert pack_linear_layers(others) == 0
-
-
-def test_without_such_products_nothing_is_packed(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("not implemented for this CPU")
-
-    packing_pays.cache_clear()
-    monkeypatch.setattr(packing, "pack", fail)
-    assert not packing_pays(torch.float16) and not packing_pays(torch.float32)
-    packing_pays.cache_clear()

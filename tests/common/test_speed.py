@@ -5,16 +5,6 @@ import torch
 from frugalvit.common import speed
 
 
-def test_speed_is_the_median_of_interleaved_rounds(monkeypatch):
-    clock = iter(range(10_000))
-    calls = []
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
-    batch = torch.zeros(8, 1)
-    models = {"a": lambda _: calls.append("a"), "b": lambda _: calls.append("b")}
-    assert speed.images_per_second(models, batch, rounds=3) == {"a": 8.0, "b": 8.0}
-    assert calls == ["a", "b"] * 5
-
-
 def test_first_rounds_do_not_count(monkeypatch):
     now, seconds = [0.0], iter([90.0, 90.0, 1.0, 2.0, 30.0])
     monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])

@@ -8,13 +8,9 @@ from frugalvit.common.tables import format_table, printable
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("cat", "cat"),
         ("Bär, 猫, قط, 👩‍👧, a b", "Bär, 猫, قط, 👩‍👧, a b"),
         ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
-        ("a\r\nb\tc", r"a\r\nb\tc"),
-        ("\x9b31m\x7f\x00", r"\x9b31m\x7f\x00"),
         ("a\u2028b\u2029c", r"a\u2028b\u2029c"),
-        ("gpj.\u202etxt\u2066", r"gpj.\u202etxt\u2066"),
         ("\udcff.png", r"\udcff.png"),
     ],
 )

@@ -7,11 +7,9 @@ from PIL import Image
 from transformers import BitImageProcessor, CLIPImageProcessor, ViTImageProcessor
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 
-from frugalvit.common.masks import MaskReader
 from frugalvit.common.views import LONGEST, middle_of, prepare_images
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import EvalView, random_seed, seeded
-from frugalvit.training.segment import SegmentationView, resize_pair
 
 
 SQUARE = {"height": 16, "width": 16}
@@ -75,29 +73,6 @@ def test_both_ends_of_a_strip_lose_as_much(size):
     else:
         assert max(middle.size) - longest in (0, 1) and min(middle.size) == min(size)
         assert (max(size) - max(middle.size)) % 2 == 0
-
-
-def test_training_for_segmentation_takes_parts_of_strips(monkeypatch):
-    sizes = []
-
-    def resize(image, *arguments):
-        sizes.append(image.size)
-        return resize_pair(image, *arguments)
-
-    monkeypatch.setattr("frugalvit.training.segment.resize_pair", resize)
-    monkeypatch.setattr("frugalvit.training.segment.DISTORTION", 0.0)
-    view, length = SegmentationView(ImageFormat((16, 16)), MaskReader(4), (1.0, 2.0)), 20_000
-    labels = np.arange(length) * 4 // length
-    image = Image.fromarray(np.broadcast_to(60 * labels.astype(np.uint8), (4, length)).copy()).convert("RGB")
-    mask, found = torch.from_numpy(labels.astype(np.uint8)).expand(4, -1), set()
-    for seed in range(12):
-        torch.manual_seed(seed)
-        sample = view(image, mask)
-        assert sample["pixel_values"].shape == (3, 16, 16)
-        # Image and mask are cut at the same place.
-        assert (sample["pixel_values"] == 60 * sample["labels"]).all()
-        found |= set(sample["labels"].unique().tolist())
-    assert found == {0, 1, 2, 3} and set(sizes) == {(LONGEST * 4, 4)}
 
 
 def test_seeds_are_fixed_and_spread_and_leave_no_trace():

@@ -38,12 +38,9 @@ MAKE = {
 BAD_FIELDS = {
     "sparseformer": [
         ({"hidden_size": 96, "num_attention_heads": 5}, "`hidden_size`=96 .* `num_attention_heads`=5"),
-        ({"num_latent_tokens": 0}, "'num_latent_tokens'.* expected at least 1, got 0"),
         ({"num_sampling_points": 1}, "'num_sampling_points'.* expected at least 2, got 1"),
         ({"generation": "v2"}, r"'generation' expected one of \('bootstrapped', 'v1'\), got v2"),
         ({"generation": "v1"}, "set `num_class_tokens=0`"),
-        ({"num_class_tokens": 0}, "`pooling='cls'` needs `num_class_tokens`"),
-        ({"pooling": "max"}, r"'pooling' expected one of \('cls', 'class_mean', 'mean', .*, got max"),
     ],
     "patches": [
         ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
@@ -54,14 +51,9 @@ BAD_FIELDS = {
     ],
     "elastic": [
         ({"elastic_token_counts": [4, 4, 9]}, "expected increasing counts"),
-        ({"elastic_token_counts": [4, 8]}, "the last is `num_latent_tokens`=9"),
-        ({"num_tokens": 10}, "`num_tokens` is 10, expected 1 to"),
     ],
     "vit_impulse_init": [
-        ({"num_attention_heads": 3}, "`hidden_size`=64 is not divisible by `num_attention_heads`=3"),
         ({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32"),
-        ({"position_embedding": "rotary"}, "'position_embedding' expected one of .* got rotary"),
-        ({"initialization": "xavier"}, r"'initialization' expected one of \('impulse', .* got xavier"),
     ],
     "vit_context_broadcast": [
         ({"context_broadcast": "cbs"}, "'context_broadcast' expected one of .* got cbs"),
@@ -69,15 +61,12 @@ BAD_FIELDS = {
     ],
     "convmixer": [
         ({"spatial_filters": "gabor"}, r"'spatial_filters' expected one of \('trained', .* got gabor"),
-        ({"kernel_size": 0}, "'kernel_size'.* expected at least 1, got 0"),
     ],
     "agent_cnn": [
-        ({"stem": "resnet"}, "'stem' expected one of .* got resnet"),
         ({"downsample_after": [6]}, r"`downsample_after` is \[6\], expected blocks from 0 to 5"),
         ({"image_size": 16, "stem": "res", "downsample_after": [0, 1]}, "stride of 32"),
     ],
     "bootstrapped_vit": [
-        ({"sharing": "all"}, "'sharing' expected one of .* got all"),
         ({"vit": {"num_hidden_layers": 2}}, "`num_hidden_layers`=2, `agent_config` `num_hidden_layers`=3"),
         ({"sharing": "weights", "agent": {"num_positions": 9}}, "`num_attention_heads`=6.*`num_positions`=9"),
         ({"hint_layers": [0, 3]}, r"`hint_layers` is \[0, 3\], expected blocks from 0 to 2"),

@@ -23,8 +23,6 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    Siglip2Config,
-    Siglip2Model,
     SiglipConfig,
     SiglipImageProcessor,
     SiglipModel,
@@ -84,8 +82,6 @@ def siglip_folder(save):
     tokenizer = word_tokenizer([WORDS[0], WORDS[1], *WORDS[5:]], model_input_names=["input_ids"])
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     processor = SiglipProcessor(SiglipImageProcessor(size={"height": 32, "width": 32}), tokenizer)
-    naflex = Siglip2Config(text_config=text, vision_config=TOWER | {"num_patches": 16, "patch_size": 8})
-    save("naflex", Siglip2Model(naflex), processor)
     return save("siglip", SiglipModel(SiglipConfig(text_config=text, vision_config=vision)), processor)
 
 
@@ -158,16 +154,6 @@ def test_a_siglip(siglip_folder):
     torch.testing.assert_close(towers.embed_images(pixels()), expected)
 
 
-def test_a_tokenizer_that_knows_no_words_is_refused(tmp_path):
-    """Without its files, Transformers makes one to which all texts are the same."""
-    text = {**TOWER, "vocab_size": 1000, "max_position_embeddings": 16}
-    config = CLIPConfig(text_config=text, vision_config={**TOWER, "image_size": 32, "patch_size": 8})
-    CLIPModel(config).save_pretrained(tmp_path)
-    CLIPImageProcessor(**IMAGES).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has 2 tokens and its model 1,000|as a CLIP with a tokenizer"):
-        load_two_towers(str(tmp_path), device="cpu")
-
-
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 30), st.integers(0, 1000))
 def test_recall_is_that_of_sorting_everything(num_images, captions, chunk, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -207,11 +193,6 @@ def test_retrieval_reads_karpathys_splits(clip_folder, tmp_path):
     coco = evaluate(tmp_path, "retrieval", *model, *files)
     assert (coco["images"], coco["captions"]) == (4, 7)
     assert coco["image_to_text@10"] == coco["text_to_image@5"] == 100
-
-
-def test_embeddings_that_are_all_alike_find_nothing():
-    embeddings = torch.ones(100, 4) / 2
-    assert set(retrieval.retrieval_recall(embeddings, embeddings, torch.arange(100)).values()) == {0}
 
 
 def test_questions_are_written_and_answers_read():
@@ -255,31 +236,18 @@ def test_scienceqa_counts_questions_with_and_without_images(save, tmp_path):
     assert {name: results[name] for name in expected} == pytest.approx(expected)
 
 
-ERRORS = {
-    "zero-shot --model STUDENT --dataset LABELED": "expected a CLIP or SigLIP, with both sides",
-    "zero-shot --model CLIP --dataset LABELED --classes TWO": "names 2 classes, the data set has 4",
-    "zero-shot --model CLIP --dataset LABELED --templates TWO": "has the line 'cat', expected one {} in it",
-    "zero-shot --model CLIP --vision-model CLIP --dataset LABELED": "Got a CLIPModel as vision model",
-    "zero-shot --model NAFLEX --dataset LABELED": "NaFlex, which takes patches",
-    "retrieval --model CLIP --dataset LIST --image-folder .": "is no list of images as in Karpathy's splits",
-    "scienceqa --model CLIP --dataset LABELED": "has no columns ['question', 'choices', 'answer']",
-}
-
-
-@pytest.mark.parametrize("command", ERRORS)
-def test_errors_are_one_clear_line(command, clip_folder, student_folder, siglip_folder, labeled, tmp_path, capsys):
-    (tmp_path / "two.txt").write_text("cat\ndog\n", encoding="utf-8")
-    (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
-    found = {
-        "CLIP": clip_folder,
-        "STUDENT": student_folder,
-        "NAFLEX": siglip_folder.with_name("naflex"),
-        "LABELED": labeled[0],
-        "TWO": tmp_path / "two.txt",
-        "LIST": tmp_path / "list.json",
-    }
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("zero-shot --model STUDENT --dataset LABELED", "expected a CLIP or SigLIP, with both sides"),
+        ("retrieval --model CLIP --dataset LABELED --image-folder .", "is no list of images as in Karpathy's splits"),
+        ("scienceqa --model CLIP --dataset LABELED", "has no columns ['question', 'choices', 'answer']"),
+    ],
+)
+def test_wrong_calls_are_one_line(command, message, clip_folder, student_folder, labeled, tmp_path, capsys):
+    found = {"CLIP": clip_folder, "STUDENT": student_folder, "LABELED": labeled[0]}
     arguments = [str(found.get(word, word)) for word in command.split()]
     assert main(["evaluate", *arguments, "--output", str(tmp_path / "out.json")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("frugalvit evaluate: error: ") and ERRORS[command] in error
+    assert error.startswith("frugalvit evaluate: error: ") and message in error
     assert not (tmp_path / "out.json").exists()

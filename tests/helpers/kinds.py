@@ -1,6 +1,6 @@
 """The model families, and the generations of one, with configurations that make them tiny."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -13,12 +13,11 @@ class Kind:
 
     Args:
         config_class (`type`): Its configuration.
-        variant (`str`, *optional*): A variant of the papers, made small by
-        fields (`dict`): these.
+        variant (`str`, *optional*): A variant of the papers.
+        fields (`dict`): What makes it small.
         classes (`tuple[type, ...]`): Its models: the base model, the classifier, others.
         any_size (`bool`): Whether the models take images of any size.
         one_program (`bool`): Whether one exported program does.
-        files (`set[str]`): The source files that its repositories hold, besides those of all families.
     """
 
     config_class: type[PreTrainedConfig]
@@ -27,7 +26,6 @@ class Kind:
     classes: tuple[type[PreTrainedModel], ...]
     any_size: bool = True
     one_program: bool = True
-    files: set[str] = field(default_factory=set)
 
     def config(self, model_class: type[PreTrainedModel] | None = None, **fields) -> PreTrainedConfig:
         """A tiny configuration, of a model class or the base model's, with these fields instead."""
@@ -45,24 +43,7 @@ class Kind:
     def classifier(self) -> type[PreTrainedModel]:
         return self.classes[1]
 
-    def code(self, model_class: type[PreTrainedModel] | None = None) -> set[str]:
-        """The source files in a repository, the classifier's unless another class is given."""
-        if model_class and model_class.__name__.endswith(("Backbone", "ForSemanticSegmentation")):
-            return DENSE
-        family = self.config_class.model_type
-        shared = {"configuration_base.py", "hub.py", "layers.py"}
-        return shared | {f"configuration_{family}.py", f"modeling_{family}.py"} | self.files
 
-    def complete(self, model_class: type[PreTrainedModel] | None = None) -> set[str]:
-        """The files of a repository."""
-        model = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
-        return self.code(model_class) | model | {"modules.json", "sentence_bert_config.json"}
-
-
-# Both families' files are in the repositories of backbones and segmentation models.
-DENSE = {"configuration_base.py", "configuration_sparseformer.py", "configuration_patch_sparseformer.py", "hub.py"}
-DENSE |= {"layers.py", "focusing.py", "placement.py", "dense.py", "segmentation.py", "modeling_sparseformer.py"}
-DENSE |= {"modeling_patch_sparseformer.py", "modeling_sparseformer_dense.py"}
 SHARED = {"image_size": 32, "resize_size": None, "num_labels": 3}
 ENCODER = {
     **SHARED,
@@ -95,14 +76,12 @@ KINDS = {
         # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
         {**SPARSEFORMER, "mixing_hidden_size": 16},
         SPARSEFORMERS,
-        files={"focusing.py"},
     ),
     "patches": Kind(
         frugalvit.PatchSparseFormerConfig,
         None,
         PATCHES | {"num_latent_tokens": 6, "extra_norms": ["patch", "embedding"]},
         PATCH_SPARSEFORMERS,
-        files={"placement.py"},
     ),
     "content": Kind(
         frugalvit.PatchSparseFormerConfig,
@@ -110,14 +89,12 @@ KINDS = {
         PATCHES | {"num_latent_tokens": 9, "placement": "content"},
         (*PATCH_SPARSEFORMERS[:2], frugalvit.PatchSparseFormerBackbone),
         one_program=False,
-        files={"placement.py"},
     ),
     "v1": Kind(
         frugalvit.SparseFormerConfig,
         "v1-tiny",
         {**SPARSEFORMER, "num_attention_heads": 16},
         SPARSEFORMERS,
-        files={"focusing.py"},
     ),
     "vit_impulse_init": Kind(
         frugalvit.ViTImpulseInitConfig,
@@ -125,7 +102,6 @@ KINDS = {
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTImpulseInitModel, frugalvit.ViTImpulseInitForImageClassification),
         any_size=False,
-        files={"configuration_vit.py", "vit.py", "impulse.py", "initialization.py"},
     ),
     "vit_context_broadcast": Kind(
         frugalvit.ViTContextBroadcastConfig,
@@ -133,7 +109,6 @@ KINDS = {
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTContextBroadcastModel, frugalvit.ViTContextBroadcastForImageClassification),
         any_size=False,
-        files={"configuration_vit.py", "vit.py", "context_broadcast.py", "impulse.py", "initialization.py"},
     ),
     "agent_cnn": Kind(
         frugalvit.AgentCNNConfig,
@@ -142,7 +117,6 @@ KINDS = {
         # Drawn at 0.02, as losses of fresh models expect it.
         | {"initialization": "default"},
         (frugalvit.AgentCNNModel, frugalvit.AgentCNNForImageClassification),
-        files={"generalized_convolution.py", "reference_initialization.py"},
     ),
     "convmixer": Kind(
         frugalvit.ConvMixerConfig,

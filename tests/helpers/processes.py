@@ -4,10 +4,12 @@ import atexit
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -66,6 +68,23 @@ def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProc
     assert (executable, option) == (sys.executable, "-c")
     error = ask_server(cwd, ["run_source", *source])
     return subprocess.CompletedProcess(command, int(error is not None), "", error or "")
+
+
+@contextmanager
+def web_server(command: list[str], home: Path, environment: dict[str, str]):
+    """Start a server in `home`, and give the address that it prints when it answers; it ends with the block."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = environment | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, **streams, cwd=home, env=environment) as process:
+        try:
+            said, address = [], None
+            while not address and (line := process.stdout.readline()):
+                said.append(line)
+                address = re.search(r"[Rr]unning on .*?(http://\S+)", line)
+            assert address, "".join(said)
+            yield address[1]
+        finally:
+            process.terminate()
 
 
 @functools.cache

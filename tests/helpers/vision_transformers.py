@@ -17,7 +17,6 @@ import transformers
 from safetensors.torch import save_file
 from timm.layers import HybridEmbed
 from timm.models import register_model
-from timm.models._hub import save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_hybrid import ConvStem
 from torch import nn
@@ -35,6 +34,11 @@ def randomize(model: nn.Module, scale: float = 0.2) -> nn.Module:
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 IMAGES = {"image_size": 32, "patch_size": 4}
+NAFLEX = {"num_patches": 64, "patch_size": 4}
+TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+# SigLIP's text side is as wide as its image side.
+WIDE = {"hidden_size": 48, "projection_size": 48}
+SIZES_OF_TIMM = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 5}
 
 
 def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[], nn.Module]:
@@ -47,59 +51,45 @@ def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[],
     return make
 
 
+def of_two_sides(family: str, model: str = "Model", vision=IMAGES, text=(), **fields) -> Callable[[], nn.Module]:
+    """Makes one of Transformers' models for images and texts, or the classifier of its image side."""
+
+    def make() -> nn.Module:
+        sides = {"vision_config": SIZES | vision, "text_config": TEXT | dict(text)}
+        config = getattr(transformers, f"{family}Config")(**sides, **fields)
+        return randomize(getattr(transformers, f"{family}{model}")(config))
+
+    return make
+
+
 def of_timm(model_class=VisionTransformer, **arguments) -> Callable[[], nn.Module]:
-    sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 5}
-    return lambda: randomize(model_class(**sizes | arguments))
+    return lambda: randomize(model_class(**SIZES_OF_TIMM | arguments))
 
 
-@dataclass(frozen=True)
-class InTimm:
+def in_timm(architecture: str, **options) -> Callable[[], nn.Module]:
     """Makes an architecture of timm, small."""
-
-    architecture: str
-    options: dict
-
-    @property
-    def arguments(self) -> dict:
-        sizes = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 5}
-        return sizes | self.options
-
-    def __call__(self) -> nn.Module:
-        return randomize(timm.create_model(self.architecture, **self.arguments))
+    return lambda: randomize(timm.create_model(architecture, **SIZES_OF_TIMM | options))
 
 
-def in_timm(architecture: str, **options) -> InTimm:
-    return InTimm(architecture, options)
+def open_clip_config(trunk: str | None = None, **fields) -> dict:
+    """The fields of a small model of open_clip; a trunk is an architecture of timm."""
+    vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2}
+    if trunk:
+        vision = {"image_size": 32, "timm_model_name": small_trunk(trunk)}
+    text = {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1}
+    return {"embed_dim": 24, "vision_cfg": vision | fields, "text_cfg": text}
 
 
-@dataclass(frozen=True)
-class InOpenClip:
-    """Makes a model of open_clip; a trunk is an architecture of timm."""
-
-    trunk: str | None
-    fields: dict
-
-    @property
-    def config(self) -> dict:
-        vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2}
-        if self.trunk:
-            vision = {"image_size": 32, "timm_model_name": small_trunk(self.trunk)}
-        text = {"context_length": 8, "vocab_size": 50, "width": 16, "heads": 2, "layers": 1}
-        return {"embed_dim": 24, "vision_cfg": vision | self.fields, "text_cfg": text}
-
-    def __call__(self) -> nn.Module:
-        return randomize((open_clip.CustomTextCLIP if self.trunk else open_clip.CLIP)(**self.config))
-
-
-def of_open_clip(trunk: str | None = None, **fields) -> InOpenClip:
-    return InOpenClip(trunk, fields)
+def of_open_clip(trunk: str | None = None, **fields) -> Callable[[], nn.Module]:
+    model_class = open_clip.CustomTextCLIP if trunk else open_clip.CLIP
+    return lambda: randomize(model_class(**open_clip_config(trunk, **fields)))
 
 
 def small_trunk(name: str) -> str:
     """Another name, in timm's registry, for an architecture made small: open_clip asks for trunks by name alone."""
 
     def create(pretrained=False, **arguments):
-        return timm.create_model(name, **{**in_timm(name).arguments, **arguments})
+        return timm.create_model(name, **SIZES_OF_TIMM | arguments)
 
     create.__name__ = f"small_{name}"
     if not timm.is_model(create.__name__):
@@ -111,47 +101,6 @@ def conv_stem() -> Callable[..., nn.Module]:
     """Makes MobileCLIP-B's convolutions in the place of a patch embedding, of 16 pixels each."""
     stem = ConvStem(channels=(8, 8, 48), stride=(4, 2, 2), kernel_size=(4, 2, 2), padding=0, act_layer=nn.GELU)
     return partial(HybridEmbed, backbone=stem, proj=False)
-
-
-def clip() -> nn.Module:
-    text = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.CLIPConfig(text_config=text, vision_config=SIZES | IMAGES, projection_dim=24)
-    return randomize(transformers.CLIPModel(config))
-
-
-def classifier_of_tower(family: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        config = getattr(transformers, f"{family}Config")(vision_config=SIZES | IMAGES, num_labels=5)
-        return randomize(getattr(transformers, f"{family}ForImageClassification")(config))
-
-    return make
-
-
-def siglip(family: str = "Siglip") -> nn.Module:
-    text = {
-        "vocab_size": 50,
-        "hidden_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "projection_size": 48,
-    }
-    patches = {"num_patches": 64, "patch_size": 4} if family == "Siglip2" else IMAGES
-    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=SIZES | patches)
-    return randomize(getattr(transformers, f"{family}Model")(config))
-
-
-def siglip2_classifier() -> nn.Module:
-    vision = SIZES | {"num_patches": 64, "patch_size": 4}
-    return randomize(
-        transformers.Siglip2ForImageClassification(transformers.Siglip2Config(vision_config=vision, num_labels=5))
-    )
-
-
-def aimv2_with_text() -> nn.Module:
-    text = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = SIZES | IMAGES | {"intermediate_size": 96}
-    config = transformers.Aimv2Config(text_config=text, vision_config=vision, projection_dim=24)
-    return randomize(transformers.Aimv2Model(config))
 
 
 @dataclass(frozen=True)
@@ -187,10 +136,6 @@ REGISTERS = {"num_register_tokens": 3}
 
 KINDS = {
     "vit": Kind("ViT", of_transformers("ViT")),
-    "vit-without-pooler": Kind(
-        "ViT",
-        lambda: randomize(transformers.ViTModel(transformers.ViTConfig(**SIZES | IMAGES), add_pooling_layer=False)),
-    ),
     "vit-classifier": Kind("ViT", of_transformers("ViT", "ForImageClassification", num_labels=5)),
     "vit-rectangle": Kind(
         "ViT", of_transformers("ViT", "ForImageClassification", image_size=[24, 32], num_labels=5), resizes=False
@@ -199,9 +144,6 @@ KINDS = {
     "vit-mae": Kind("ViTMAE", of_transformers("ViTMAE")),
     "deit": Kind("DeiT", of_transformers("DeiT", "ForImageClassification", num_labels=5)),
     "dinov2": Kind("DINOv2", of_transformers("Dinov2", mlp_ratio=2)),
-    "dinov2-classifier": Kind(
-        "DINOv2", of_transformers("Dinov2", "ForImageClassification", mlp_ratio=2, num_labels=5)
-    ),
     "dinov2-swiglu": Kind("DINOv2", of_transformers("Dinov2", mlp_ratio=2, use_swiglu_ffn=True)),
     "dinov2-registers": Kind(
         "DINOv2 with registers", of_transformers("Dinov2WithRegisters", mlp_ratio=2, **REGISTERS)
@@ -216,27 +158,31 @@ KINDS = {
         of_transformers("DINOv3ViT", intermediate_size=96, use_gated_mlp=True, hidden_act="silu", **REGISTERS),
         impulses=False,
     ),
-    "clip": Kind("CLIP", clip),
+    "clip": Kind("CLIP", of_two_sides("CLIP", projection_dim=24)),
     "clip-vision": Kind("CLIP", of_transformers("CLIPVision", intermediate_size=96)),
     "clip-vision-with-projection": Kind(
         "CLIP", of_transformers("CLIPVision", "ModelWithProjection", projection_dim=24)
     ),
-    "clip-classifier": Kind("CLIP", classifier_of_tower("CLIP")),
-    "siglip": Kind("SigLIP", siglip, class_token=False),
+    "clip-classifier": Kind("CLIP", of_two_sides("CLIP", "ForImageClassification", num_labels=5)),
+    "siglip": Kind("SigLIP", of_two_sides("Siglip", text=WIDE), class_token=False),
     "siglip-vision": Kind("SigLIP", of_transformers("SiglipVision", intermediate_size=96), class_token=False),
     "siglip-without-head": Kind("SigLIP", of_transformers("SiglipVision", vision_use_head=False), class_token=False),
-    "siglip-classifier": Kind("SigLIP", classifier_of_tower("Siglip"), class_token=False),
-    "siglip2": Kind("SigLIP 2 NaFlex", partial(siglip, "Siglip2"), class_token=False),
+    "siglip-classifier": Kind(
+        "SigLIP", of_two_sides("Siglip", "ForImageClassification", num_labels=5), class_token=False
+    ),
+    "siglip2": Kind("SigLIP 2 NaFlex", of_two_sides("Siglip2", vision=NAFLEX, text=WIDE), class_token=False),
     "siglip2-vision": Kind(
         "SigLIP 2 NaFlex",
-        lambda: randomize(
-            transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(num_patches=64, patch_size=4, **SIZES))
-        ),
+        lambda: randomize(transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**NAFLEX, **SIZES))),
         class_token=False,
     ),
-    "siglip2-classifier": Kind("SigLIP 2 NaFlex", siglip2_classifier, class_token=False),
     "aimv2": Kind("AIMv2", of_transformers("Aimv2Vision", intermediate_size=96), class_token=False, resizes=False),
-    "aimv2-with-projection": Kind("AIMv2", aimv2_with_text, class_token=False, resizes=False),
+    "aimv2-with-projection": Kind(
+        "AIMv2",
+        of_two_sides("Aimv2", vision=IMAGES | {"intermediate_size": 96}, projection_dim=24),
+        class_token=False,
+        resizes=False,
+    ),
     "aimv2-native": Kind(
         "AIMv2",
         of_transformers("Aimv2Vision", intermediate_size=96, is_native=True, use_head=False),
@@ -244,9 +190,6 @@ KINDS = {
         class_token=False,
     ),
     "ijepa": Kind("I-JEPA", of_transformers("IJepa"), class_token=False),
-    "ijepa-classifier": Kind(
-        "I-JEPA", of_transformers("IJepa", "ForImageClassification", num_labels=5), class_token=False
-    ),
     "pixio": Kind("Pixio", of_transformers("Pixio", n_cls_tokens=8, mlp_ratio=2)),
     "radio": Kind(
         "C-RADIO",
@@ -323,23 +266,19 @@ KINDS = {
 
 
 def save_kind(kind: str, folder: Path) -> str:
-    """Write a small model of a kind as its own library does; returns what `--teacher` is to be given."""
-    build, model = KINDS[kind].build, KINDS[kind].make()
-    if kind.startswith("timm"):
-        images = {"input_size": (3, 32, 32), "interpolation": "bicubic", "crop_pct": 0.9}
-        save_for_hf(model, folder, model_args=build.arguments, data_config=images, safe_serialization=True)
-    elif kind.startswith("open_clip"):
+    """Write a small model of open_clip or Transformers as its own library does; returns what `--teacher` is to be."""
+    model = KINDS[kind].make()
+    if kind == "open_clip":
         folder.mkdir()
         save_file(model.state_dict(), folder / "open_clip_model.safetensors")
         images = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
-        config = {"model_cfg": build.config | {"custom_text": bool(build.trunk)}, "preprocess_cfg": images}
+        config = {"model_cfg": open_clip_config() | {"custom_text": False}, "preprocess_cfg": images}
         (folder / "open_clip_config.json").write_text(json.dumps(config), encoding="utf-8")
         return f"open_clip:local-dir:{folder}"
+    model.save_pretrained(folder)
+    crop, square = {"shortest_edge": 36}, {"height": 32, "width": 32}
+    if kind.startswith("siglip"):
+        transformers.SiglipImageProcessor(size=square).save_pretrained(folder)
     else:
-        model.save_pretrained(folder)
-        crop, square = {"shortest_edge": 36}, {"height": 32, "width": 32}
-        if kind.startswith("siglip"):
-            transformers.SiglipImageProcessor(size=square).save_pretrained(folder)
-        else:
-            transformers.CLIPImageProcessor(size=crop, crop_size=square).save_pretrained(folder)
+        transformers.CLIPImageProcessor(size=crop, crop_size=square).save_pretrained(folder)
     return str(folder)

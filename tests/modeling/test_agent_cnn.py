@@ -1,9 +1,6 @@
 """Generalized convolution and the agent CNNs: eqs. 1 to 6, the reference's numbers, the tables' architectures."""
 
-import importlib
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +11,9 @@ from torch import nn
 
 from frugalvit import AgentCNNConfig, AgentCNNModel, GeneralizedConv2d
 from frugalvit.modeling.generalized_convolution import generalized_conv2d, window_size
+from generalized_convolution_speed import generalized_convolution_in_matrix_form, shift_matrices
 
 
-BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-with patch.object(sys, "path", [BENCHMARKS, *sys.path]):
-    matrix_form = importlib.import_module("generalized_convolution_speed")
 FIXTURE = load_file(Path(__file__).parents[1] / "fixtures" / "generalized_conv.safetensors")
 
 
@@ -39,7 +34,7 @@ class TestGeneralizedConvolution:
 
     def test_matrices_select_at_most_one_token(self):
         """Eqs. 4 and 6: each matrix shifts all tokens. The middle one of 3 x 3 leaves them where they are."""
-        matrices = matrix_form.shift_matrices(3, 4, 9)
+        matrices = shift_matrices(3, 4, 9)
         assert matrices.shape == (9, 12, 12) and set(matrices.unique().tolist()) == {0, 1}
         assert torch.equal(matrices[4], torch.eye(12)) and matrices.sum(-1).max() == 1
         tokens = torch.arange(12.0)
@@ -58,7 +53,7 @@ class TestGeneralizedConvolution:
         feature_map = torch.randn(2, channels[0], height, width, generator=generator)
         weight = torch.randn(channels[1], channels[0], num_positions, generator=generator)
         bias = torch.randn(channels[1], generator=generator)
-        expected = matrix_form.generalized_convolution_in_matrix_form(feature_map, weight, bias)
+        expected = generalized_convolution_in_matrix_form(feature_map, weight, bias)
         torch.testing.assert_close(generalized_conv2d(feature_map, weight, bias), expected, atol=1e-5, rtol=1e-5)
 
     def test_of_a_square_number_is_a_convolution(self):

@@ -22,7 +22,6 @@ from tiny import randomize
 SIZES = {"hidden_size": 36, "num_hidden_layers": 3, "intermediate_size": 40}
 VIT = {"image_size": 32, "patch_size": 4, "num_attention_heads": 6, **SIZES}
 AGENT = {"patch_size": 4, "num_positions": 6, **SIZES}
-RES = {"stem": "res", "stem_channels": 8, "downsample_after": [0], "num_positions": 6, **SIZES}
 LABELS = torch.tensor([2, 0, 1])
 SHARINGS = ("none", "weights")
 

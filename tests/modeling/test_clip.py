@@ -128,14 +128,6 @@ def test_images_and_texts_are_compared_as_the_teacher_compares_them(towers):
     assert model.get_image_features(torch.randn(1, 3, 40, 56), output_rois=True).pooler_output.isfinite().all()
 
 
-def test_a_training_step_reaches_both_sides(towers):
-    model = copy.deepcopy(towers.model).train()
-    model(**towers.inputs, return_loss=True).loss.backward()
-    assert not [name for name, parameter in model.named_parameters() if not parameter.grad.isfinite().all()]
-    assert model.logit_scale.grad.item() != 0 and model.text_model.embeddings.token_embedding.weight.grad.any()
-    assert (model.vision_model.pooling_head.probe if towers.is_siglip else model.visual_projection.weight).grad.any()
-
-
 @torch.no_grad()
 def test_loads_with_and_without_the_package(towers, tmp_path):
     expected = towers.model(**towers.inputs).logits_per_image
@@ -146,21 +138,6 @@ def test_loads_with_and_without_the_package(towers, tmp_path):
         assert torch.equal(loaded(**towers.inputs).logits_per_image, expected)
     for given in compute_without_frugalvit(tmp_path, towers.folder, "AutoModel", towers.inputs):
         assert torch.equal(given, expected)
-
-
-@torch.no_grad()
-def test_the_image_side_computes_with_the_tokens_that_are_chosen(towers, tmp_path):
-    model, inputs = copy.deepcopy(towers.model), towers.inputs
-    outputs, all_tokens = model(**inputs, num_tokens=4), model(**inputs)
-    features = model.get_image_features(inputs["pixel_values"], num_tokens=4).pooler_output
-    torch.testing.assert_close(outputs.image_embeds, F.normalize(features, dim=-1))
-    assert torch.equal(outputs.text_embeds, all_tokens.text_embeds)
-    assert not torch.equal(outputs.image_embeds, all_tokens.image_embeds)
-    model.set_num_tokens(4)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert torch.equal(loaded(**inputs).image_embeds, outputs.image_embeds)
-    assert torch.equal(loaded(**inputs, num_tokens=6).image_embeds, all_tokens.image_embeds)
 
 
 # open_clip
@@ -217,7 +194,6 @@ CONVERTED = {
     ),
     "SigLIP": ("siglip", {}),
     "SigLIP 2": ("siglip", {"act_kwargs": {"approximate": "tanh"}}),
-    "SigLIP, quick-gelu": ("siglip", {"quick_gelu": True}),
 }
 
 
@@ -245,13 +221,9 @@ def test_converts_to_transformers_and_back(case, make_towers):
 def test_parts_that_do_not_fit_are_refused(make_towers):
     clip, siglip = make_towers("clip"), make_towers("siglip")
     unlike = open_clip_model("clip", open_clip.CustomTextCLIP, pool_type="last")
-    causal = open_clip_model("siglip", no_causal_mask=False)
     for convert, wrong, message in (
         (SparseFormerCLIPModel.from_clip, (siglip.teacher, siglip.vision_model), "expected a CLIPModel and a "),
-        (from_open_clip, (open_clip_model("clip"),), "is a VisionTransformer, expected an OpenClipVisual"),
         (from_open_clip, (swapped(unlike, clip.vision_model),), "text side of this CustomTextCLIP is not like"),
-        (from_open_clip, (swapped(causal, siglip.vision_model),), "text side of this CustomTextCLIP is not like"),
-        (OpenClipVisual, (clip.vision_model.base_model,), "expected a SparseFormerVisionModelWithProjection"),
     ):
         with pytest.raises(ValueError, match=message):
             convert(*wrong)

@@ -247,46 +247,6 @@ class AgentCNNCommonTest(ConvMixerCommonTest):
     kind = "agent_cnn"
 
 
-TEXT = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def vision_config(**fields) -> dict:
-    return KINDS["bootstrapped"].config(num_hidden_layers=2, **fields).to_dict()
-
-
-class ClipTester(ModelTester):
-    """Like `ModelTester`, of a CLIP with a SparseFormer."""
-
-    def __init__(self, parent):
-        self.parent = parent
-
-    def get_config(self):
-        text = TEXT | {"max_position_embeddings": 16}
-        return frugalvit.SparseFormerCLIPConfig(text_config=text, vision_config=vision_config(), projection_dim=16)
-
-    def prepare_config_and_inputs_for_common(self):
-        config, inputs = super().prepare_config_and_inputs_for_common()
-        input_ids = common.ids_tensor([self.batch_size, 7], 99)
-        texts = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "return_loss": True}
-        return config, inputs | texts
-
-
-class ClipCommonTest(CommonTests, unittest.TestCase):
-    all_model_classes = (frugalvit.SparseFormerCLIPModel,)
-    make_tester = ClipTester
-    test_attention_outputs = False
-    test_can_init_all_missing_weights_before_2023 = False
-    _is_composite = True
-
-    def setUp(self):
-        super().setUp()
-        if "eager_matches_sdpa_inference" in self._testMethodName:
-            self.skipTest("it knows models of one input only; test_clip.py compares both sides")
-
-    # The two sides' outputs hold them, as CLIPModel's do.
-    test_hidden_states_output = test_retain_grad_hidden_states_attentions = None
-
-
 class TwinsTester(ModelTester):
     """Like `ModelTester`, of a ViT with an agent."""
 
@@ -315,44 +275,3 @@ class BootstrappedViTCommonTest(ImageTests, unittest.TestCase):
 
     # The two teach each other a distribution over classes, of which an image has one.
     test_problem_types = None
-
-
-class LlavaTester(ModelTester):
-    """Like `ModelTester`, of a LLaVA with a SparseFormer."""
-
-    num_attention_heads = 4
-    hidden_size = 32
-    image_tokens = 5
-    seq_length = 12
-
-    def __init__(self, parent):
-        self.parent = parent
-
-    def get_config(self):
-        text = TEXT | {"model_type": "llama", "pad_token_id": 0, "num_key_value_heads": 4}
-        # As in Transformers' tests of LLaVA: others have to be among the states that are asked for.
-        return frugalvit.SparseFormerLlavaConfig(
-            text_config=text, vision_config=vision_config(), image_token_index=4, vision_feature_layer=-1
-        )
-
-    def prepare_config_and_inputs_for_common(self):
-        config, inputs = super().prepare_config_and_inputs_for_common()
-        input_ids = common.ids_tensor([self.batch_size, self.seq_length], 94) + 5
-        input_ids[:, 1 : 1 + self.image_tokens] = 4
-        return config, inputs | {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-
-
-# One of the tests is about it.
-@pytest.mark.filterwarnings("default:`past_key_values` is deprecated:FutureWarning")
-class LlavaCommonTest(CommonTests, common.GenerationTesterMixin, unittest.TestCase):
-    all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
-    make_tester = LlavaTester
-    tables = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT": "SparseFormerLlavaForConditionalGeneration"}
-    test_resize_embeddings = True
-    test_can_init_all_missing_weights_before_2023 = False
-    _is_composite = True
-
-    def setUp(self):
-        super().setUp()
-        if "training_gradient_checkpointing" in self._testMethodName:
-            self.skipTest("LLaVA reads a layer before the last, so that what follows has no gradient")

@@ -1,13 +1,9 @@
 """Feature maps of few tokens: where they lie, that they are the teacher's where there is a token for each patch, and
 the heads that take them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -22,7 +18,7 @@ from frugalvit import (
     SparseFormerBackbone,
     swap_backbone,
 )
-from frugalvit.modeling.dense import place_in_token, shares_of_tokens, spread
+from frugalvit.modeling.dense import shares_of_tokens, spread
 from frugalvit.modeling.placement import grid_rois
 
 
@@ -58,29 +54,6 @@ class TestShares:
         owner = torch.arange(tiles[0] * tiles[1]).view(tiles).repeat_interleave(cells[0], 0)
         expected = nn.functional.one_hot(owner.repeat_interleave(cells[1], 1)).permute(2, 0, 1).float()
         torch.testing.assert_close(shares[0], expected, atol=1e-5, rtol=0)
-
-    def test_degenerate_rois_are_finite(self):
-        for roi in ([0.3, 0.6, 0.3, 0.6], [0.7, 0.8, 0.2, 0.1], [-1e6, -1e6, -1e6, -1e6], [1e8, 0, 1e8, 1]):
-            rois = torch.tensor([[roi, [0.0, 0.0, 0.5, 1.0]]])
-            shares = shares_of_tokens(rois, 6, 9)
-            torch.testing.assert_close(shares.sum(1), torch.ones(1, 6, 9))
-            assert place_in_token(rois, shares).isfinite().all()
-
-
-# A program that runs a model of the usual size on one image; started processes inherit the peak of those that start
-# them.
-LARGE = """
-import re, torch
-open("/proc/self/clear_refs", "w").write("5")
-from frugalvit import PatchSparseFormerBackbone, PatchSparseFormerConfig
-sizes = {"patch_size": 14, "hidden_size": 384, "num_hidden_layers": 12, "out_indices": [3, 6, 9, 12]}
-few = {"num_latent_tokens": 1024, "placement": "content", "upsampler_hidden_size": 64}
-model = PatchSparseFormerBackbone(PatchSparseFormerConfig(image_size=[720, 1280], **sizes, **few)).eval()
-with torch.no_grad():
-    maps = model(torch.zeros(1, 3, 720, 1280)).feature_maps
-assert [each.shape for each in maps] == [(1, 384, 51, 91)] * 4
-print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
-"""
 
 
 class TestMaps:
@@ -133,13 +106,6 @@ class TestMaps:
         )
         rois = torch.rand(1, 3, 4, requires_grad=True)
         assert not spread(torch.rand(1, 3, 2), shares_of_tokens(rois, 4, 4)).requires_grad
-
-    @pytest.mark.nightly
-    @pytest.mark.nightly
-    @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-    def test_a_large_image_needs_little_memory(self):
-        output = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True).stdout
-        assert 0.3e9 < int(output) * 1024 < 1.5e9
 
 
 class TestUpsampler:
@@ -203,47 +169,21 @@ def test_a_linear_decoder_reads_the_maps():
 
 
 PYRAMID = {"feature_scales": [4, 2, 1, 0.5], "upsampler_hidden_size": 4}
-# Class, its configuration, the backbone's, what it is trained on, and what it returns.
-HEADS = {
-    "UperNetForSemanticSegmentation": (
-        {"hidden_size": 16, "pool_scales": [1, 2], "use_auxiliary_head": False, "num_labels": 3},
-        PYRAMID,
-        {"labels": torch.ones(2, 64, 64, dtype=torch.long)},
-        "logits",
-    ),
-    "DPTForDepthEstimation": (
-        {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16, "reassemble_factors": [4, 2, 1, 0.5]},
-        {"out_indices": [1, 2, 3, 4], "reshape_hidden_states": False},
-        {},
-        "predicted_depth",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_of_transformers_are_trained_saved_and_loaded_with_it(name, tmp_path):
-    fields, backbone_fields, labels, output = HEADS[name]
-    head_class = getattr(transformers, name)
+def test_a_head_of_transformers_is_trained_saved_and_loaded_with_it(tmp_path):
     torch.manual_seed(0)
-    backbone_config = PatchSparseFormerConfig(**PATCHES | backbone_fields)
-    head = head_class(head_class.config_class(backbone_config=backbone_config, **fields)).train()
+    fields = {"hidden_size": 16, "pool_scales": [1, 2], "use_auxiliary_head": False, "num_labels": 3}
+    config = transformers.UperNetConfig(backbone_config=PatchSparseFormerConfig(**PATCHES | PYRAMID), **fields)
+    head, labels = transformers.UperNetForSemanticSegmentation(config), torch.ones(2, 64, 64, dtype=torch.long)
     assert type(load_backbone(head.config)) is PatchSparseFormerBackbone
-    optimizer, losses = torch.optim.AdamW(head.parameters(), 1e-3), []
-    for _ in range(2):
-        outputs = head(images(), **labels)
-        # DPT has no loss of its own.
-        loss = outputs.loss if labels else (outputs.predicted_depth - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    backbone = next(module for module in head.modules() if isinstance(module, PatchSparseFormerBackbone))
-    assert any(p.grad is not None and p.grad.any() for p in backbone.sparseformer.layers.parameters())
+    head.train()(images(), labels=labels).loss.backward()
+    assert all(any(p.grad.any() for p in layer.parameters()) for layer in head.backbone.sparseformer.layers)
     head.eval().save_pretrained(tmp_path)
-    loaded, report = head_class.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, report = type(head).from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     with torch.no_grad():
-        torch.testing.assert_close(loaded.eval()(images())[output], head(images())[output], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(loaded.eval()(images()).logits, head(images()).logits, atol=1e-6, rtol=1e-5)
 
 
 class TestSwap:
@@ -273,22 +213,6 @@ class TestSwap:
         loaded = transformers.UperNetForSemanticSegmentation.from_pretrained(tmp_path).eval()
         assert type(loaded.backbone) is PatchSparseFormerBackbone
         torch.testing.assert_close(loaded(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)
-
-    def test_what_does_not_fit_is_refused(self, head):
-        with pytest.raises(ValueError, match=r"reads maps of \[48, 48\] channels, the backbone gives \[32\]"):
-            swap_backbone(head, make())
-        with pytest.raises(ValueError, match="expected a model with a `backbone_config`"):
-            swap_backbone(make(PatchSparseFormerForImageClassification), make())
-
-
-def test_layers_and_sizes_that_do_not_exist():
-    for fields, message in (
-        ({"out_features": ["stage9"]}, r"subset of stage_names: .*stage4"),
-        ({"feature_scales": [2, 1], "out_indices": [1]}, r"`feature_scales` is \[2, 1\], expected a positive number"),
-        ({"upsampler_hidden_size": 0}, "(?s)'upsampler_hidden_size'.*expected at least 1, got 0"),
-    ):
-        with pytest.raises((StrictDataclassError, ValueError), match=message):
-            PatchSparseFormerConfig(**PATCHES | fields)
 
 
 def test_the_smaller_of_two_says_more():

@@ -191,28 +191,6 @@ class TestInheritedStarts:
         assert difference_from(small, student(images), resized) < TOLERANCE
 
 
-class TestStudents:
-    @pytest.mark.parametrize("name", ["dinov3-gated", "radio", "timm-query-key-norm"])
-    def test_a_student_is_saved_and_exported_whole(self, name, tmp_path):
-        student = make_student(read_anatomy(KINDS[name].make()), truncate=2)
-        images = torch.randn(2, 3, 32, 32)
-        with torch.no_grad():
-            expected = student(images)[0]
-            exported = torch.export.export(student, (images,))
-            torch.testing.assert_close(exported.module()(images)[0], expected)
-        student.save_pretrained(tmp_path)
-        loaded = type(student).from_pretrained(tmp_path)
-        torch.testing.assert_close(loaded(images)[0], expected, rtol=0, atol=0)
-
-    def test_default_tokens_and_norms_are_the_papers(self):
-        for pixels, patch, tokens in ((224, 16, 48), (384, 16, 48), (336, 14, 143), (32, 4, 15)):
-            sizes = {"image_size": pixels, "patch_size": patch, "num_hidden_layers": 1, "layer_norm_eps": 1e-3}
-            teacher = of_transformers("ViT", **sizes)()
-            config = frugalvit.SparseFormerModel.from_teacher(teacher, truncate=0).config
-            assert config.num_latent_tokens == tokens
-            assert (config.layer_norm_eps, config.focusing_layer_norm_eps) == (1e-3, 1e-5)
-
-
 class TestPlainViTs:
     """Students as models of their teachers' classes."""
 

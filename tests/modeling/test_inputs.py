@@ -1,4 +1,4 @@
-"""All families with numbers of 64 bits."""
+"""All families with numbers of 64 bits, and on another device."""
 
 import pytest
 import torch
@@ -36,3 +36,11 @@ def test_float64_stays_float64(name, monkeypatch):
         torch.testing.assert_close(slope, (losses[0] - losses[1]) / (2 * step), rtol=1e-5, atol=1e-8)
     # A cast there and back leaves nothing behind.
     assert {parameter.dtype for parameter in model.float().parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_no_tensor_of_the_cpu_meets_one_of_the_device(name):
+    """`meta` stands for an accelerator: operations on both fail."""
+    for model_class in KINDS[name].classes:
+        model = model_class(KINDS[name].config(model_class)).eval().to("meta")
+        assert next(iter(model(torch.empty(2, 3, 32, 32, device="meta")).values())) is not None

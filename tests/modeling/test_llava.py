@@ -67,19 +67,6 @@ def test_layers_are_counted_from_the_end_of_the_tower(layers, ours, strategy, tm
         assert model(**inputs).logits.shape == (1, inputs["input_ids"].shape[1], len(WORDS))
 
 
-def test_generates():
-    model, processor = swapped()
-    inputs = processor(images=[noise(), noise(seed=1)], text=["<image> what ?"] * 2, return_tensors="pt")
-    answers = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    # Greedy choice, step by step and without a cache.
-    ids = inputs["input_ids"]
-    with torch.no_grad():
-        for _ in range(4):
-            logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[:, -1]
-            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(answers, ids)
-
-
 @torch.no_grad()
 def test_a_saved_model_loads_with_and_without_the_package(tmp_path):
     before, processor = elastic()

@@ -2,13 +2,10 @@
 
 import base64
 import io
-import socket
-import subprocess
 import sys
-import time
 
 import pytest
-from processes import environment
+from processes import environment, web_server
 from transformers import AutoProcessor, LlavaProcessor
 
 from drawn import noise
@@ -40,30 +37,11 @@ def folder(tmp_path_factory):
 def client(folder, tmp_path_factory):
     """Of a server in a process that imports no frugalvit: the folder brings its code."""
     openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     home = tmp_path_factory.mktemp("home")
-    log = home / "log"
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--trust-remote-code"]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=environment(home), cwd=home) as process,
-    ):
-        try:
-            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-            for _ in range(400):
-                assert process.poll() is None, log.read_text()
-                try:
-                    client.models.list()
-                    break
-                except openai.APIConnectionError:
-                    time.sleep(0.5)
-            yield client
-        finally:
-            process.terminate()
-            process.wait()
+    command += ["--port", "0", "--host", "127.0.0.1", "--device", "cpu"]
+    with web_server(command, home, environment(home)) as address:
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
 
 
 @pytest.mark.nightly

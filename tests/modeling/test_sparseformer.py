@@ -111,11 +111,6 @@ class TestClsAlone:
         assert self.run(model, pixel_values)[0] == 6
 
 
-def test_counts_and_widths_that_do_not_fit(make_config, classifier):
-    with pytest.raises(ValueError, match="`num_latent_tokens` is 0, expected at least 1"):
-        classifier.resize_tokens(0)
-
-
 def test_points_that_are_no_numbers():
     """They would address memory outside the map in grid_sample's backward pass on CPUs."""
     features = torch.randn(2, 3, 8, 8, requires_grad=True)

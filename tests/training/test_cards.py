@@ -3,19 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 from trainings import TINY_STUDENT, logged, run_command
 
 from drawn import draw_classes
 from frugalvit import publish
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.cards import hub_ids, license_of, name_images, write_card
+from frugalvit.training.cards import write_card
 from tiny import make_vit
-
-
-def save_card(folder, **data):
-    folder.mkdir(exist_ok=True)
-    ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n# Title\n").save(folder / "README.md")
 
 
 def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once, tmp_path, capsys):
@@ -67,18 +62,3 @@ def test_a_student_names_its_teacher_and_data(base_model, hub_id, tmp_path):
     assert data.library_name == "transformers" and data.datasets == ["uoft-cs/cifar10"]
     [result] = data.eval_results
     assert (result.dataset_type, result.dataset_name, result.metric_value) == ("owner/images", "owner/images", 0.91)
-
-
-def test_ids_and_licenses_of_what_is_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "photographs").mkdir()
-    (tmp_path / "photographs" / "train.parquet").touch()
-    given = ["owner/name@main", "cifar10-subset", "photographs/train.parquet", "/data/photographs"]
-    data = DataArguments(dataset=given)
-    assert hub_ids(given) == ["owner/name", "uoft-cs/cifar10"] and hub_ids(None) == []
-    assert (name_images(data), name_images(None)) == ("owner/name uoft-cs/cifar10", "images that are on no hub")
-    assert license_of(None) is license_of("owner/never-loaded") is license_of("open_clip:ViT-B-16:openai") is None
-    save_card(tmp_path / "model", license="mit")
-    assert license_of(str(tmp_path)) is None and license_of(str(tmp_path / "model")) == "mit"
-    (tmp_path / "README.md").write_text("---\n: [\n---\n", encoding="utf-8")
-    assert license_of(str(tmp_path)) is None

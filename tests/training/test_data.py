@@ -14,7 +14,7 @@ from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import CorruptImageError, decode_image, read_image
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import VIEW, EvalView, seeded
-from frugalvit.training.data import Collator, StreamedViews, Views, as_images, labeled_images, mixing
+from frugalvit.training.data import Collator, StreamedViews, Views, as_images, mixing
 from frugalvit.training.train import SmallDataView
 
 
@@ -60,19 +60,6 @@ def test_images_are_what_people_have(kind, tmp_path):
     if kind in LABELED:
         expected = [each // 5 if kind == "folder" else each % 2 for each in colors]
         assert [record["label"] for record in records] == expected
-
-
-def test_what_does_not_fit_is_refused(images, pictures):
-    train, evaluation = labeled_images(of_pytorch(pictures), of_pytorch(pictures, Records))
-    assert class_names(train) == class_names(evaluation) == ["cat", "dog"] and labeled_images(images)[1] is None
-    for make, message in (
-        (lambda: as_images(5), "The images are a int; expected a data set"),
-        (lambda: as_images([3])[0], "Item 0 of the images is a int, expected a PIL image"),
-        (lambda: labeled_images(pictures), "The images have no labels"),
-        (lambda: labeled_images(of_pytorch(pictures), images), "classes cat, dog"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
 
 
 def loaded(views, **options) -> list[dict]:

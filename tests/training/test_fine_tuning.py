@@ -1,7 +1,6 @@
 """Pretrained models of Transformers and timm on other classes and at other sizes, by the recipe for classifiers."""
 
 import functools
-import json
 
 import datasets
 import pytest
@@ -19,7 +18,6 @@ from frugalvit import load_context_broadcast, remove_context_broadcast
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
-from runs import error_of
 from runs import make as make_trainer
 from tiny import save_vit
 
@@ -59,12 +57,6 @@ def load(folder):
     classes = AutoModelForImageClassification, AutoImageProcessor
     model, processor = (each.from_pretrained(folder) for each in classes)
     return model.eval(), processor
-
-
-def saved(folder, **options):
-    """The model and the image processor that training would begin with, as they are written."""
-    make(folder.with_name("run"), **options).save_model(str(folder))
-    return load(folder)
 
 
 def measured(model, processor) -> float:
@@ -113,13 +105,3 @@ def test_a_thousand_classes_become_ten(vit, broadcast, tmp_path, class_names):
         assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5)
     again = make(tmp_path / "again", model=tmp_path / "out", trust_remote_code=True)
     assert again.evaluate()["eval_accuracy"] == pytest.approx(own.metrics["accuracy"])
-
-
-@pytest.mark.parametrize("blocks", [2, 4], ids=["more", "fewer"])
-def test_a_backbone_that_is_not_whole_is_refused(vit, blocks, tmp_path, capsys):
-    folder = vit()
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config.get("model_args", {})["depth"] = config["num_hidden_layers"] = blocks
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    said = error_of("train", tmp_path / "out", capsys, model=folder)
-    assert "does not fit a " in said and any(f"{count} weights in all" in said for count in (12, 16))

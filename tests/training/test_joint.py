@@ -126,8 +126,6 @@ def test_both_start_as_the_reference_has_it(variant):
     ("options", "message"),
     [
         ({"sam_rho": 0.1, "gradient_accumulation_steps": 2}, "sam_rho needs gradient_accumulation_steps 1"),
-        ({"agent": SIZES.replace("36", "40")}, "`hidden_size`=36, `agent_config` `hidden_size`=40"),
-        ({"without_hint_at": 2}, "without_hint_at is [2.0], expected numbers above 0, to 1"),
         ({"vit": "deep"}, "vit is 'deep', expected name=value pairs"),
     ],
 )

@@ -11,7 +11,6 @@ from vision_transformers import KINDS, of_transformers
 
 from frugalvit import (
     BootstrapArguments,
-    PatchSparseFormerBackbone,
     PatchSparseFormerModel,
     SparseFormerForImageClassification,
 )
@@ -63,19 +62,6 @@ def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement,
     for layers in ([0], [-5]):
         with pytest.raises(ValueError, match=f"dense_layers has {layers[0]}, expected -1, the last, to -4"):
             MapAlignment(student, patches, layers)
-
-
-def test_maps_of_a_backbone_are_the_teachers_where_tokens_are_its_patches(patches):
-    images, fields = maps(2, 3, 32, 32), {"out_indices": [1, 3]}
-    student = PatchSparseFormerBackbone.from_teacher(patches, 16, upsampler_hidden_size=8, **fields)
-    align = MapAlignment(student, patches)
-    with torch.no_grad():
-        targets = align.of_teacher(patches.states(images))
-        assert align(student(images), targets) < 1e-6 < align(student(images, num_tokens=4), targets)
-    with pytest.raises(ValueError, match=r"dense_layers are \[-1\], and the backbone has maps of \[-3, -1\]"):
-        MapAlignment(student, patches, [-1])
-    with pytest.raises(ValueError, match="reshape_hidden_states"):
-        MapAlignment(PatchSparseFormerBackbone.from_teacher(patches, 16, reshape_hidden_states=False), patches)
 
 
 def transformers_vit():

@@ -10,9 +10,9 @@ from trainings import logged, run_command
 from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
 from drawn import scene
-from frugalvit import SparseFormerConfig, SparseFormerForImageClassification
 from frugalvit.common.metrics import SegmentationScores
 from frugalvit.training.segment import SegmentationTrainer
+from kinds import KINDS
 from runs import check_resumes, error_of
 from runs import make as make_trainer
 
@@ -32,21 +32,9 @@ def options(tmp_path_factory, scenes) -> dict:
     """Of a run that starts from a tiny classifier."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("start")
-    config = SparseFormerConfig(
-        image_size=32,
-        num_latent_tokens=4,
-        num_sampling_points=4,
-        num_mixed_points=8,
-        stem_channels=8,
-        focusing_hidden_size=32,
-        num_focusing_iterations=2,
-        hidden_size=64,
-        num_hidden_layers=2,
-        decoder_hidden_size=32,
-        image_mean=0.5,
-        image_std=0.25,
-    )
-    SparseFormerForImageClassification(config).save_pretrained(folder)
+    kind, normalization = KINDS["bootstrapped"], {"image_mean": 0.5, "image_std": 0.25}
+    config = kind.config(num_latent_tokens=4, num_focusing_iterations=2, decoder_hidden_size=32, **normalization)
+    kind.classifier(config).save_pretrained(folder)
     data = {
         "dataset": scenes,
         "eval_dataset": scenes,
@@ -116,8 +104,6 @@ def test_pairs_in_python(options, tmp_path):
     ("wrong", "message"),
     [
         ({"ignored_labels": [0, 1, 2, 3]}, "No pixel of the evaluation masks counts; check ignored_labels"),
-        ({"num_labels": 5}, "num_labels is 5, class_names has 4"),
-        ({"model_type": "segformer"}, "Give either model, to go on from, or model_type"),
         ({"class_names": None}, "is no segmentation model, which has classes; give num_labels or class_names"),
     ],
 )
