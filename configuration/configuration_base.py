@@ -94,11 +94,9 @@ class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
         for key in vars(self):
             if key in names or key.startswith("_") or hasattr(type(self), key):
                 continue
-            if close := difflib.get_close_matches(key, names, n=1, cutoff=0.85):
-                raise ValueError(
-                    f"{type(self).__name__} has no field `{key}`; did you mean `{close[0]}`? "
-                    f"The fields are: {', '.join(sorted(names))}."
-                )
+            if difflib.get_close_matches(key, names, n=1, cutoff=0.85):
+                nearest = ", ".join(f"`{name}`" for name in difflib.get_close_matches(key, names, cutoff=0.0))
+                raise ValueError(f"{type(self).__name__} has no field `{key}`; did you mean one of {nearest}?")
 
 
 @strict

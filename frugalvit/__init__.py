@@ -48,6 +48,7 @@ _FUNCTIONS = {
     "OpenClipVisual": "modeling.open_clip_adapter",
     "pack_linear_layers": "common.packing",
     "read_anatomy": "modeling.hosts",
+    "register_reader": "modeling.hosts",
     "remove_context_broadcast": "modeling.context_broadcast_hosts",
     "SegmentationArguments": "training.segment",
     "SegmentationTrainer": "training.segment",

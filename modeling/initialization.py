@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -159,6 +159,7 @@ def impulse_init_(
     positions: str = "sincos",
     steps: int = 10_000,
     generator: torch.Generator | None = None,
+    offsets: torch.Tensor | Callable[[int], torch.Tensor] | None = None,
 ) -> InitializationReport:
     """Initialize queries and keys so that every head's attention map is a random impulse filter, in place (Zheng et
     al., arXiv 2404.01139).
@@ -191,6 +192,9 @@ def impulse_init_(
             given ones.
         steps (`int`, *optional*, defaults to 10,000): Steps of Algorithm 1.
         generator (`torch.Generator`, *optional*): Source of chance, on CPU.
+        offsets (`torch.Tensor` or `Callable`, *optional*):
+            Rows and columns from a patch to the one that each head attends to, `(heads, 2)`, the same in all layers or
+            by a function of a layer's index. Drawn from the kernel by default.
 
     Returns:
         `InitializationReport`: The attention of every head.
@@ -219,7 +223,10 @@ def impulse_init_(
     _set_positions(vit, positions)
     inputs = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(first_and_later)}
     # All before anything else is drawn, so that they do not depend on the solver.
-    if solver == "pinv":
+    if offsets is not None:
+        given = [offsets(index) if callable(offsets) else offsets for index in range(len(vit.layers))]
+        all_offsets = [check_offsets(each, layer.num_heads) for each, layer in zip(given, vit.layers, strict=True)]
+    elif solver == "pinv":
         all_offsets = [pinv_offsets(layer.num_heads) for layer in vit.layers]
     else:
         all_offsets = [draw_offsets(kernel_size, layer.num_heads, generator) for layer in vit.layers]
@@ -355,6 +362,17 @@ def start_attention_(model: nn.Module | TransformerParts, config, positions: str
     elif config.initialization == "trunc_normal":
         options.setdefault("std", getattr(config, "initializer_range", 0.02))
     return initialize_attention_(model, config.initialization, **options)
+
+
+def check_offsets(offsets: torch.Tensor, num_heads: int) -> list[tuple[int, int]]:
+    """Return the offsets of a layer's heads, `(heads, 2)`, as pairs; raise a ValueError if there are others."""
+    pairs = torch.as_tensor(offsets)
+    if pairs.shape != (num_heads, 2) or pairs.is_floating_point():
+        raise ValueError(
+            f"`offsets` of a layer are {pairs.dtype} of shape {tuple(pairs.shape)}, expected integers of shape "
+            f"({num_heads}, 2), a row and a column for each head."
+        )
+    return [(row, column) for row, column in pairs.tolist()]
 
 
 def _check(name: str, value, known):

@@ -188,7 +188,7 @@ class BootstrapTrainer(ImageTrainer):
         student_format = ImageFormat.from_config(config)
         teacher = read_anatomy(teacher, teacher_format.size)
         check_embedding(model, teacher)
-        base_model = base_model or teacher.source.config._name_or_path or "a model without a name"
+        base_model = base_model or name_of(teacher.source)
         normalizations = [(each.mean, each.std) for each in (student_format, teacher_format)]
         if config.embeds_patches and normalizations[0] != normalizations[1]:
             raise ValueError(
@@ -376,7 +376,7 @@ def bootstrap(
     else:
         if processing_class is None:
             raise ValueError("The teacher is a model; give its image processor, processing_class.")
-        options["teacher"] = teacher.config._name_or_path or "a model without a name"
+        options["teacher"] = name_of(teacher)
         loaded = (teacher, processing_class)
     if num_tokens is not None:
         options["num_tokens"] = [num_tokens] if isinstance(num_tokens, int) else list(num_tokens)
@@ -393,6 +393,11 @@ def bootstrap(
     student_class = type(trainer.student)
     trainer.run(None if parts else data, trainer.test_images)
     return student_class.from_pretrained(output, dtype=torch.float32)
+
+
+def name_of(model: torch.nn.Module) -> str:
+    """Return where a model was loaded from, or else its class."""
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or f"a {type(model).__name__}"
 
 
 def make_parser() -> ArgumentParser:

@@ -1,13 +1,25 @@
 """Vision transformers of other libraries and of this package, read into one `Anatomy`."""
 
+from collections.abc import Callable
+
 from torch import nn
 
-from .anatomy import Anatomy, is_timm, labels_of
+from .anatomy import MLP, Anatomy, Attention, Block, GridPositions, is_timm, labels_of, split_linear
+
+
+# Readers of models of one's own, by class.
+READERS: dict[type, Callable] = {}
+
+
+def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, int] | None], Anatomy]):
+    """Let `read_anatomy`, and so every method, read models of a class by a function of the model and the size of its
+    images, which returns an `Anatomy`; docs/models.md has an example."""
+    READERS[model_class] = reader
 
 
 def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None = None) -> Anatomy:
     """Read a vision transformer: one of Transformers, timm, open_clip or this package, a model with a tower of one, or
-    a wrapper around one.
+    a wrapper around one; or one of a class that has a reader (`register_reader`).
 
     Nothing is copied or computed. `Anatomy.require_plain` refuses what is no plain pre-norm vision transformer.
 
@@ -28,7 +40,9 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
     image_size = None if image_size is None else tuple(image_size)
     # The visual tower of an open_clip model, or the timm model inside Transformers' wrapper.
     part = model.visual if hasattr(model, "encode_image") else getattr(model, "timm_model", model)
-    if hasattr(part, "config") and hasattr(part, "base_model"):
+    if type(part) in READERS:
+        read = READERS[type(part)]
+    elif hasattr(part, "config") and hasattr(part, "base_model"):
         from .transformers import read
     elif is_timm(part):
         from .timm import read
@@ -47,4 +61,13 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
     return anatomy
 
 
-__all__ = ["Anatomy", "read_anatomy"]
+__all__ = [
+    "MLP",
+    "Anatomy",
+    "Attention",
+    "Block",
+    "GridPositions",
+    "read_anatomy",
+    "register_reader",
+    "split_linear",
+]

@@ -76,7 +76,7 @@ OF_ANY_FAMILY = [
     ({"num_hidden_layers": 0}, "'num_hidden_layers'.* expected at least 1, got 0"),
     ({"image_size": [8, 8, 8]}, r"'image_size'.* expected one or two numbers, got \[8, 8, 8\]"),
     ({"hidden_size": "768"}, "'hidden_size' expected int, got str"),
-    ({"num_hiden_layers": 6}, "no field `num_hiden_layers`; did you mean `num_hidden_layers`"),
+    ({"num_hiden_layers": 6}, "no field `num_hiden_layers`; did you mean one of `num_hidden_layers`"),
 ]
 
 

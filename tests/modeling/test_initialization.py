@@ -108,6 +108,22 @@ def test_heads_take_all_positions_of_the_kernel_before_one_again(kernel_size, nu
     assert sum(counts) == num_heads and max(counts) - min(counts) <= 1
 
 
+def test_offsets_are_those_that_are_given():
+    """One for each head, by layer or not."""
+    offsets = torch.tensor([[0, 1], [-1, 0], [0, 0], [1, 1]])
+    model = vit(num_hidden_layers=2, num_attention_heads=4)
+    assert [head.offset for head in impulse_init_(model, offsets=offsets).heads] == 2 * [
+        (0, 1),
+        (-1, 0),
+        (0, 0),
+        (1, 1),
+    ]
+    report = impulse_init_(model, offsets=lambda layer: offsets.roll(layer, 0))
+    assert [head.offset for head in report.heads][4:] == [(1, 1), (0, 1), (-1, 0), (0, 0)]
+    with pytest.raises(ValueError, match=r"`offsets` of a layer are .* \(3, 2\), expected integers of shape \(4, 2\)"):
+        impulse_init_(model, offsets=offsets[:3])
+
+
 @pytest.mark.parametrize(
     ("height", "width", "hidden_size", "head_dim"), [(14, 14, 192, 64), (8, 8, 192, 24), (6, 10, 96, 24)]
 )
