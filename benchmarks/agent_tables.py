@@ -36,16 +36,7 @@ from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.training import joint, train
 from frugalvit.training.arguments import run_as_program
-from shared import (
-    budget_settings,
-    last_accuracies,
-    parse_table,
-    print_rows,
-    run_row,
-    spread,
-    wanted_rows,
-    write_table,
-)
+from shared import budget_settings, last_accuracies, parse_table, print_rows, run_row, spread, wanted_rows, write_table
 
 
 BLOCKS = 4
@@ -68,10 +59,7 @@ VIT_ALONE = ALONE | {
     "model_type": "vit",
     "config_overrides": f"{VIT},hidden_dropout_prob=0.1,attention_probs_dropout_prob=0.1,layer_norm_eps=1e-5",
 }
-AGENT_ALONE = ALONE | {
-    "model_type": "agent_cnn",
-    "config_overrides": f"image_size=32,{AGENT},branch_dropout=0",
-}
+AGENT_ALONE = ALONE | {"model_type": "agent_cnn", "config_overrides": f"image_size=32,{AGENT},branch_dropout=0"}
 # Not clipped: the reference's configuration says 1, which its code never reads.
 SAM = {"sam_rho": 0.1}
 PAIR = {"vit": VIT, "agent": AGENT, "padding_mode": "reflect"}
@@ -126,10 +114,7 @@ TABLES = {
 }
 # What the paper has in the place of the reduced sizes; of two values of a field, the later one holds.
 PAPER_SIZES = "image_size=224,patch_size=16,hidden_size=288,num_hidden_layers=6,intermediate_size=1152"
-PAPER_ROWS = {
-    "joint, res-like agent": {"variant": "joint-small-res"},
-    "joint, Agent-B": {"variant": "joint-base"},
-}
+PAPER_ROWS = {"joint, res-like agent": {"variant": "joint-small-res"}, "joint, Agent-B": {"variant": "joint-base"}}
 # Rows of "gradients": after training, and before it from each start of `--initialization`.
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
@@ -159,13 +144,11 @@ def main():
 
 
 def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
-    """Folder and results of a row's run with a seed, trained now or before."""
     batch_size = {"per_device_train_batch_size": 64 if arguments.paper_recipe else 32}
     return run_row(arguments, recipe, name, seed, batch_size | options(arguments, name, row))
 
 
 def options(arguments, name: str, row: dict) -> dict:
-    """A row's arguments of its training, with the paper's sizes if they are wanted."""
     values = dict(row)
     if arguments.paper_recipe:
         values |= {"padding_mode": "constant", "crop_scale": [0.6, 1.0]} | PAPER_ROWS.get(name, {})

@@ -119,7 +119,6 @@ def own_start(run: Path, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def rows(measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int]) -> list[dict[str, object]]:
-    """Rows of the printed table."""
     chosen = [(name, of_layers[layer - 1]) for name, of_layers in measured.items() for layer in layers]
     return [
         {

@@ -24,12 +24,14 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit import bootstrap
 from frugalvit.common.data import load_images
+from frugalvit.common.loading import choose_device
 from frugalvit.common.tables import format_table
 from frugalvit.modeling.image_format import ImageFormat
 from shared import Views, add_results_argument, cropped, make_parser, write_table
 from sparseformer_speed import load_reference
 
 
+TEACHER = ViTConfig(num_labels=1000)
 # Of the eight inherited blocks; the command freezes as many.
 FROZEN = 4
 
@@ -47,8 +49,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        ViTForImageClassification(ViTConfig(num_labels=1000)).save_pretrained(folder / "teacher")
-        ViTImageProcessor().save_pretrained(folder / "teacher")
+        save_teacher(folder / "teacher")
         # Bootstrapping needs no labels.
         images = load_images(arguments.dataset, arguments.split).select_columns(["image"])
         if len(images) < 2 * arguments.steps * arguments.batch_size:
@@ -73,6 +74,11 @@ def main():
     )
 
 
+def save_teacher(folder: Path):
+    ViTForImageClassification(TEACHER).save_pretrained(folder)
+    ViTImageProcessor().save_pretrained(folder)
+
+
 def in_process(function, *arguments) -> tuple[float, float]:
     """A function's images a second, and the peak memory in MB of the process that ran it."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -95,6 +101,7 @@ def recipe(arguments, folder: Path) -> float:
         output=output,
         eval_split="none",
         per_device_train_batch_size=arguments.batch_size,
+        bf16=choose_device().type == "cuda",
         max_steps=2 * arguments.steps,
         logging_steps=arguments.steps,
         load_best_model_at_end=False,
@@ -108,8 +115,9 @@ def plain_loop(arguments, folder: Path) -> float:
     """Time the loop that one writes first, with everything as its library gives it."""
     import timm
 
-    teacher = timm.create_model("vit_base_patch16_224").eval()
-    student = load_reference(arguments.sparseformer, "sparseformer_btsp_augreg_base").train()
+    device = choose_device()
+    teacher = timm.create_model("vit_base_patch16_224").eval().to(device)
+    student = load_reference(arguments.sparseformer, "sparseformer_btsp_augreg_base").train().to(device)
     for part in (student.layers[-FROZEN:], student.norm, student.proj):
         part.requires_grad_(False)
     student.proj = torch.nn.Identity()
@@ -119,10 +127,11 @@ def plain_loop(arguments, folder: Path) -> float:
     seconds = 0.0
     start = time.perf_counter()
     for step, batch in zip(range(2 * arguments.steps), loader, strict=False):
-        pixel_values = batch["pixel_values"]
-        with torch.no_grad():
-            target = teacher.forward_head(teacher.forward_features(pixel_values), pre_logits=True)
-        loss = (1 - F.cosine_similarity(student(pixel_values), target)).mean()
+        pixel_values = batch["pixel_values"].to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.no_grad():
+                target = teacher.forward_head(teacher.forward_features(pixel_values), pre_logits=True)
+            loss = (1 - F.cosine_similarity(student(pixel_values), target)).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()

@@ -144,7 +144,6 @@ def folder_of(arguments, name: str, seed: int) -> Path:
 
 
 def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
-    """Results of a row's run with a seed, trained now or before."""
     folder = folder_of(arguments, name, seed)
     shared = [
         *("--train_split", f"train[:{arguments.images}]", "--seed", str(seed)),
@@ -180,7 +179,6 @@ def scratch_arguments(arguments) -> list[str]:
 
 
 def train_elastic(arguments):
-    """A row for each student and number of tokens."""
     rows = []
     for name, counts in ELASTIC.items():
         results = [run_elastic(arguments, name, seed) for seed in arguments.seeds]

@@ -134,21 +134,18 @@ def train_teacher(arguments):
     first += ["--learning_rate", "3e-4", "--head_multiplier", "5", "--crop_scale", "0.3", "1.0"]
     run_training(train, small, [*shared, *first, "--per_device_train_batch_size", str(BATCH_SIZE)])
     second = ["--model", str(small), "--max_steps", "55", "--crop_scale", "0.4", "1.0", "--learning_rate", "1e-4"]
-    second += ["--image_size", "224"]
-    second += ["--mixup", "0", "--gradient_accumulation_steps", "4"]
+    second += ["--image_size", "224", "--mixup", "0", "--gradient_accumulation_steps", "4"]
     run_training(train, teacher, [*shared, *second, "--per_device_train_batch_size", str(BATCH_SIZE // 4)])
     print_accuracy(arguments, teacher)
 
 
 def print_accuracy(arguments, folder: Path):
-    """Print the accuracy of a teacher on the test images."""
     anatomy, processor = load_teacher(str(folder), str(choose_device()))
     logits, labels = outputs_for(arguments, anatomy.run_classifier, ImageFormat.from_processor(processor))
     print(f"Teacher: {accuracy_of(logits, labels):.2%} of {len(labels):,} test images.")
 
 
 def train_students(arguments):
-    """Train one student after another, and measure each when it is done."""
     for steps, seed, tokens, variant in itertools.product(
         arguments.steps, arguments.seeds, arguments.tokens, arguments.variants
     ):
@@ -171,7 +168,6 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
 
 
 def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: int) -> list[str]:
-    """The options that all students here are bootstrapped with."""
     return [
         *("--teacher", str(teacher), "--dataset", str(images), "--eval_split", "none", "--seed", str(seed)),
         *("--per_device_train_batch_size", str(BATCH_SIZE), *precision_arguments(arguments)),
@@ -307,7 +303,6 @@ def compare_all(arguments):
 
 
 def file_name(arguments) -> str:
-    """The name of the data in names of files."""
     return arguments.title.lower().replace("-", "")
 
 
@@ -365,16 +360,11 @@ def tune_peer(arguments, name: str, model: MergedViT, teacher, processor, seed: 
 
 @torch.no_grad()
 def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
-    """Accuracy on the test images, and cost."""
-    model.to(choose_device())
     image_format = ImageFormat.from_processor(processor)
+    model.to(choose_device())
     embeddings, labels = outputs_for(arguments, lambda pixels: model(pixels).embedding, image_format)
-    accuracy = accuracy_of(teacher.classifier.cpu()(embeddings), labels)
-    return {
-        "accuracy": accuracy,
-        "macs": count_macs(model, teacher.image_size).macs_with_attention,
-        "images": len(labels),
-    }
+    accuracy, macs = accuracy_of(teacher.classifier.cpu()(embeddings), labels), count_macs(model, teacher.image_size)
+    return {"accuracy": accuracy, "macs": macs.macs_with_attention, "images": len(labels)}
 
 
 def compare_features(arguments):
@@ -483,10 +473,8 @@ def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None
 def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
     """Draw accuracy over multiply-accumulates, for objects that fill the image and for small ones."""
     # The students that are compared saw as many views as the one for all counts.
-    views, names = (
-        adaptive[0]["views"],
-        {"fixed": "one student for each count", "elastic": "one student for all counts"},
-    )
+    views = adaptive[0]["views"]
+    names = {"fixed": "one student for each count", "elastic": "one student for all counts"}
     lines = {name: [] for name in names.values()}
     for row in students:
         if row["views"] == views and row["student"] in names:

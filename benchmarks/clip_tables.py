@@ -143,7 +143,6 @@ def main():
 
 
 def shared_arguments(arguments, seed: int) -> list[str]:
-    """The options that the command lines of all trainings share."""
     return [
         *(*data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
         *("--eval_split", test_split(arguments), "--seed", str(seed), "--crop_scale", "0.8", "1"),
@@ -165,7 +164,6 @@ def train_images(arguments) -> datasets.Dataset:
 
 
 def train_clip(arguments, seed: int) -> Path:
-    """The folder of a CLIP, trained now or before."""
     folder = arguments.runs_dir / folder_name("clip", seed)
     if not folder.exists():
         small_clip.train_clip(train_images(arguments), folder, arguments.clip_epochs, seed)
@@ -173,7 +171,6 @@ def train_clip(arguments, seed: int) -> Path:
 
 
 def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
-    """The folder of a SparseFormer, bootstrapped now or before."""
     tokens, extra = (STUDENTS | STUDENTS_INHERITED)[name]
     folder = arguments.runs_dir / folder_name(name, seed)
     argv = ["--teacher", str(clip), *shared_arguments(arguments, seed), "--num_tokens", str(tokens), *extra]
@@ -382,14 +379,12 @@ def train_answers(
 
 
 def question_ids(tokenizer, question: str, image_tokens: int = 64) -> list[int]:
-    """Tokens of a question after those of an image."""
     image = tokenizer.convert_tokens_to_ids("<image>")
     words = tokenizer(question, add_special_tokens=False)["input_ids"]
     return [tokenizer.bos_token_id, *[image] * image_tokens, *words]
 
 
 def align(arguments, llava: Path, student: Path, name: str, extra: list[str], seed: int) -> Path:
-    """The folder of a LLaVA that learned to read a student, now or before."""
     folder, data = arguments.runs_dir / folder_name(name, seed), shared_arguments(arguments, seed)
     if extra == ["--dataset"]:
         data = ["--dataset", str(write_conversations(arguments)), "--eval_split", "none", "--seed", str(seed)]

@@ -91,7 +91,6 @@ def main():
 
 
 def train_teacher(arguments):
-    """Fine-tune a pretrained ViT at its own size alone."""
     folder = arguments.runs_dir / f"{arguments.name}-teacher"
     argv = [
         *("--model", arguments.model, "--dataset", arguments.train, "--eval_split", "none", "--crop", "resized"),
@@ -187,7 +186,6 @@ def measure_larger(arguments):
 
 
 def train_students(arguments):
-    """Train one student after another, and measure each when it is done."""
     for seed in arguments.seeds:
         for placement in arguments.placements:
             print_rows(train_student(arguments, placement, seed))
@@ -218,7 +216,6 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
 
 
 def make_table(arguments):
-    """Write a table of all finished runs: means over seeds."""
     file = arguments.runs_dir / f"{arguments.name}-untrained.json"
     rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
     groups: dict[tuple, list[dict]] = {}

@@ -213,11 +213,7 @@ TABLES = {
         "SparseFormer, cb": shipped("cifar10-sparseformer", "cb"),
         "SparseFormer, cb_s": shipped("cifar10-sparseformer", "cb_s"),
     },
-    "longer": {
-        "none": vit(None, **DEIT),
-        "cb at mlp_end": vit("cb", **DEIT),
-        "cb_s at mlp_end": vit("cb_s", **DEIT),
-    },
+    "longer": {"none": vit(None, **DEIT), "cb at mlp_end": vit("cb", **DEIT), "cb_s at mlp_end": vit("cb_s", **DEIT)},
 }
 # Rows of "inserted".
 INSERTED = ("none", *CONTEXT_BROADCASTS)
@@ -267,7 +263,6 @@ def main():
 
 
 def run(arguments, name: str, row: dict, seed: int) -> Path:
-    """The folder of a row's run with a seed, trained now or before."""
     options, overrides = REDUCED | row, [row.get("config_overrides"), arguments.config_overrides]
     if arguments.paper_recipe:
         options |= PAPER

@@ -47,15 +47,7 @@ from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
-from shared import (
-    add_precision_argument,
-    add_run_arguments,
-    folder_name,
-    make_parser,
-    print_rows,
-    spread,
-    write_table,
-)
+from shared import add_precision_argument, add_run_arguments, folder_name, make_parser, print_rows, spread, write_table
 from token_merging import PooledViT, RandomPatches, apply_tome, as_timm
 
 
@@ -157,7 +149,6 @@ def main():
 
 
 def draw(rows: list[dict]) -> Figure:
-    """Mean intersection over union over speed."""
     points = []
     for row in rows:
         name = "ToMe, unmerged" if row["backbone"].startswith("ToMe") else row["backbone"]
@@ -201,14 +192,12 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
 
 
 def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> PatchSparseFormerBackbone:
-    """A student of a kind before training, for several counts of tokens."""
     fields = {"image_size": list(SIZE), "elastic_token_counts": sorted(TOKENS)}
     fields |= {"image_mean": image_format.mean, "image_std": image_format.std, **STUDENTS[kind]}
     return PatchSparseFormerBackbone.from_teacher(teacher, TOKENS[0], **fields)
 
 
 def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[Path]:
-    """The folders of students of a kind, one of each seed, bootstrapped now or before."""
     folders, size = [], {"height": SIZE[0], "width": SIZE[1]}
     normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
     # Images are as large as those that are compared.

@@ -88,7 +88,6 @@ def accuracies(name: str, program: ExportedModule, arguments) -> dict[str, float
 
 
 def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:
-    """The folder of an exported model, written now or found."""
     folder = arguments.runs_dir / f"{name}-{runtime}-{precision}"
     if (folder / REPORT).is_file():
         return folder

@@ -42,7 +42,6 @@ from shared import budget_settings, last_accuracies, parse_table, print_rows, ru
 
 
 def impulse(**options) -> dict:
-    """A row that starts with impulses."""
     text = ",".join(
         f"{name}={json.dumps(value) if isinstance(value, list | bool) else value}" for name, value in options.items()
     )
@@ -223,7 +222,6 @@ def main():
 
 
 def architecture(arguments) -> str:
-    """`--config-overrides` of every row."""
     if arguments.table == "convmixer":
         reduced, paper = "patch_size=4,hidden_size=96,num_hidden_layers=6", "patch_size=2,hidden_size=256"
     else:

@@ -106,7 +106,6 @@ def main():
 
 
 def train(arguments, name: str, recipe: list[str], seed: int) -> Path:
-    """The folder of a model, trained now or before."""
     folder = arguments.runs_dir / folder_name(name, seed)
     argv = [
         *("--dataset", *arguments.dataset, "--eval_dataset", *arguments.eval_dataset, "--seed", str(seed)),
@@ -140,13 +139,11 @@ def measure(arguments, folders: list[Path]) -> dict[str, object]:
 
 
 def load(folder: Path):
-    """A trained model and its image processor."""
     auto_class = AutoModelForSemanticSegmentation
     return load_with_image_processor(folder, "cpu", False, "a semantic segmentation model", lambda _: auto_class)
 
 
 def make_pass(folder: Path, size: tuple[int, int]) -> Callable[[], object]:
-    """A forward pass of eight images."""
     return functools.partial(load(folder)[0].eval(), torch.randn(8, 3, *size))
 
 

@@ -53,7 +53,6 @@ def make_parser(description: str) -> CommandParser:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):
-    """Add options for the seeds, and for the folders of runs and results."""
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--runs-dir", type=Path, default=Path(runs_dir), help="default: %(default)s")
     add_results_argument(parser)
@@ -75,7 +74,6 @@ def new_folder(path: str) -> Path:
 
 
 def add_data_arguments(parser: argparse.ArgumentParser):
-    """Add the options that `data_arguments` reads."""
     parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
     parser.add_argument("--eval-dataset", nargs="+", help="where --dataset is given as files")
     parser.add_argument("--class-names", nargs="+", help="where the data set has none")
@@ -131,7 +129,6 @@ def parse_table(
 
 
 def budget_settings(arguments) -> dict:
-    """The budget as a table's file notes it."""
     return {name: getattr(arguments, name) for name in ("images", "epochs", "seeds", "mixed_precision")}
 
 
@@ -149,7 +146,6 @@ def print_rows(rows: list[dict]):
 
 
 def data_arguments(arguments) -> list[str]:
-    """The data as a command line names it."""
     data = ["--dataset", *arguments.dataset]
     for option in ("eval_dataset", "class_names"):
         if getattr(arguments, option):
@@ -158,7 +154,6 @@ def data_arguments(arguments) -> list[str]:
 
 
 def evaluation_images(arguments) -> datasets.Dataset:
-    """The images that a row's model is evaluated on."""
     dataset = arguments.eval_dataset or arguments.dataset
     return load_images(
         dataset,
@@ -221,12 +216,10 @@ def last_accuracies(results: list[dict]) -> dict:
 
 
 def spread(values: list[float]) -> float | None:
-    """Standard deviation over seeds."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
 def cropped(image_format: ImageFormat, scale: Sequence[float]) -> v2.Compose:
-    """Random crops and flips, normalized."""
     return v2.Compose(
         [
             v2.RandomResizedCrop(image_format.size, tuple(scale), interpolation=image_format.interpolation),
@@ -326,7 +319,6 @@ def write_comparison(arguments, name: str, images: int, rows: list[dict], data: 
 
 
 def write_table(path: Path, settings: dict, rows: list[dict], **more):
-    """Write a table's rows with the command that made them."""
     write_json(
         path,
         {

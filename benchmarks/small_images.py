@@ -30,8 +30,9 @@ from frugalvit.baselines import load_teacher
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.views import ImageFormat, seeded
+from frugalvit.common.views import ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.training.augmentation import seeded
 from shared import add_precision_argument, add_run_arguments, make_parser, print_rows, write_table
 
 

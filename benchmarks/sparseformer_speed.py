@@ -71,16 +71,17 @@ def load_reference(checkout: Path, name: str) -> nn.Module:
 
 
 @torch.no_grad()
-def check_same_logits(ours: nn.Module, reference: nn.Module):
-    """Give ours the reference's weights, each scattered a little so that it counts, and check that both compute the
-    same."""
+def check_same_logits(ours: nn.Module, reference: nn.Module) -> float:
+    """Give ours the reference's weights, each scattered a little so that it counts, and return how far their
+    logits are apart."""
     for parameter in reference.parameters():
         parameter.add_(0.02 * torch.randn_like(parameter))
     ours.load_state_dict(convert_showlab(reference.state_dict(), ours.config))
     pixel_values = torch.randn(2, 3, 224, 224)
-    difference = (ours(pixel_values).logits - reference(pixel_values)).abs().max()
+    difference = (ours(pixel_values).logits - reference(pixel_values)).abs().max().item()
     if difference > 1e-3:
         raise SystemExit(f"Logits differ by {difference:.2g} from the reference implementation's.")
+    return difference
 
 
 if __name__ == "__main__":

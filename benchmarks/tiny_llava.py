@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accelerate.utils import set_seed
 from clip_tables import answer_accuracy, make_llava, train_answers
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, LlavaForConditionalGeneration, LlavaProcessor
 
 from frugalvit import SparseFormerLlavaForConditionalGeneration, SparseFormerLlavaProcessor, checkpoint_path
 from frugalvit.common.choices import SUBSET
@@ -32,6 +32,15 @@ def main(argv: list[str] | None = None):
     arguments = parser.parse_args(argv)
 
     set_seed(arguments.seed)
+    llava, processor = untrained_llava()
+    images = load_images(SUBSET, f"train[:{arguments.images}]")
+    train_answers(llava, processor, images, arguments.output, arguments.steps, arguments.seed)
+    found = answer_accuracy(llava, processor, load_images(SUBSET, f"test[:{min(arguments.images, TEST_IMAGES)}]"))
+    print(f'Wrote {arguments.output}. Right answers to "what is this ?": {found["what is this"]:.1%}.')
+
+
+def untrained_llava() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
+    """Return the LLaVA before training, and its processor."""
     vit, speaker = checkpoint_path("cifar10-vit"), checkpoint_path("cifar10-sparseformer-llava")
     shipped = SparseFormerLlavaForConditionalGeneration.from_pretrained(speaker)
     llava, processor = make_llava(
@@ -42,10 +51,7 @@ def main(argv: list[str] | None = None):
     )
     llava.model.language_model.load_state_dict(shipped.model.language_model.state_dict())
     llava.lm_head.load_state_dict(shipped.lm_head.state_dict())
-    images = load_images(SUBSET, f"train[:{arguments.images}]")
-    train_answers(llava, processor, images, arguments.output, arguments.steps, arguments.seed)
-    found = answer_accuracy(llava, processor, load_images(SUBSET, f"test[:{min(arguments.images, TEST_IMAGES)}]"))
-    print(f'Wrote {arguments.output}. Right answers to "what is this ?": {found["what is this"]:.1%}.')
+    return llava, processor
 
 
 if __name__ == "__main__":

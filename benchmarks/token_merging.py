@@ -333,14 +333,8 @@ def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_p
 
 
 def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Baseline:
-    """The teacher with few of its patches, chosen at random for each image.
-
-    Args:
-        anatomy (`Anatomy`), image_processor: The teacher, as `load_teacher` returns it.
-        patches (`int`): Number of patches kept after the embedding.
-        seed (`int`): Seed of the choice.
-        draws (`int`): As in `Baseline`.
-    """
+    """The teacher with so many of its patches, chosen at random for each image; arguments as of `load_teacher` and
+    `Baseline`."""
     embed = RandomPatches(anatomy, patches, seed)
     return as_teacher(
         anatomy,
@@ -355,13 +349,8 @@ def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: i
 
 
 class RandomPatches:
-    """A vision transformer's embedding of some of an image's patches, chosen at random for each image.
-
-    Args:
-        anatomy (`Anatomy`): The vision transformer, without rotary positions.
-        patches (`int`): Number of patches kept.
-        seed (`int`): Seed of the choice, which goes on from call to call.
-    """
+    """Embed some of an image's patches, chosen at random for each image, by a vision transformer without rotary
+    positions. The generator of the choice goes on from call to call."""
 
     def __init__(self, anatomy: Anatomy, patches: int, seed: int):
         self.anatomy, self.patches = anatomy, patches
@@ -399,12 +388,9 @@ class RandomPatches:
 
 @torch.no_grad()
 def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
-    """A copy of a classifying vision transformer as timm's model, for images of the size that it is read for. Layer
-    scale is folded into the layers before it, as the peers' blocks have none.
-
-    Raises:
-        ValueError: if it is no plain one with [CLS] alone in front of its patches, or the copy's outputs differ.
-    """
+    """Copy a classifying vision transformer into timm's, for images of the size that it is read for, with layer scale
+    folded into the layers before it. Raise a ValueError if it is no plain one with [CLS] alone in front of its
+    patches, or the copy's outputs differ."""
     anatomy = read_anatomy(teacher)
     purpose = "copy into timm"
     anatomy.require_plain(purpose, embeds=True)

@@ -1,0 +1,244 @@
+"""All that is measured on a GPU, within eight minutes of one H100.
+
+    python benchmarks/on_gpu.py --reference CHECKOUT --tome CHECKOUT --results-dir results
+
+CHECKOUTs are clones of github.com/showlab/sparseformer and github.com/facebookresearch/ToMe; without one, its rows are
+left out. Each row is written to on_gpu.json once it is measured, and no section starts a row after its seconds: the
+same command goes on, and tries again what failed. Models are in bfloat16; `products_share` is the time that a model's
+products and attention take alone, divided by the model's.
+"""
+
+import copy
+import functools
+import importlib
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.io import decode_jpeg, encode_jpeg
+from torchvision.transforms.functional import to_pil_image
+
+from bootstrap_speed import plain_loop, recipe, save_teacher
+from frugalvit import PatchSparseFormerForImageClassification
+from frugalvit.common.choices import PLACEMENTS, SUBSET
+from frugalvit.common.data import load_images
+from frugalvit.common.decoding import decode_image
+from frugalvit.common.loading import choose_device, load_image_classifier
+from frugalvit.common.speed import images_per_second
+from frugalvit.common.tables import first_line
+from frugalvit.modeling.hosts import read_anatomy
+from shared import add_results_argument, build_model, make_parser, precision_arguments, write_table
+from sparseformer_speed import SIZES, check_same_logits, load_reference
+from tiny_llava import untrained_llava
+from token_merging import tome
+
+
+# Seconds of each section.
+SECONDS = {"papers": 160, "student": 150, "bootstrap": 70, "agreement": 30, "trainings": 70}
+MODES, BATCH_SIZES, IMAGE_SIZE = ("eager", "compiled"), (1, 64, 256), 224
+TEACHER, STUDENT, COUNTS = "checkpoints/caltech101-vit", "checkpoints/caltech101-sparseformer", [16, 36, 64]
+# Timed steps of bootstrapping, and images of each.
+STEPS, STEP_SIZE = 5, 64
+DEVICE = choose_device()
+
+
+class Rows:
+    """The rows of a JSON file, each of which is measured once and written at once."""
+
+    def __init__(self, file: Path):
+        known = json.loads(file.read_text("utf-8"))["rows"] if file.is_file() else []
+        self.file, self.rows, self.end = file, [row for row in known if "error" not in row], {}
+
+    def measure(self, section: str, name: str, function: Callable[..., dict], *arguments, **key):
+        """Add what a function returns to a row, which a section, a name and a key tell from others."""
+        key = {"section": section, "row": name, **key}
+        end = self.end.setdefault(section, time.monotonic() + SECONDS[section])
+        if time.monotonic() > end or any(key.items() <= row.items() for row in self.rows):
+            return
+        try:
+            values = function(*arguments)
+        # Memory or a package may be missing; the other rows are measured.
+        except (Exception, SystemExit) as error:
+            values = {"error": first_line(error)}
+        self.rows.append(key | values)
+        write_table(self.file, {}, self.rows)
+        print(self.rows[-1], flush=True)
+
+    def measure_speeds(self, section: str, name: str, make: Callable[..., nn.Module], *arguments):
+        """Add rows of a model, which is made when one needs it, in each mode and batch size."""
+        model = functools.cache(lambda: make(*arguments).to(DEVICE, torch.bfloat16).eval())
+        for mode, batch_size in itertools.product(MODES, BATCH_SIZES):
+            self.measure(section, name, speed, model, mode, batch_size, mode=mode, batch_size=batch_size)
+
+
+def main():
+    parser = make_parser(__doc__)
+    parser.add_argument("--reference", type=Path, help="clone of SparseFormer's reference implementation")
+    parser.add_argument("--tome", type=Path, help="clone of ToMe")
+    parser.add_argument("--only", nargs="+", choices=SECONDS, default=list(SECONDS), help="sections (default: all)")
+    add_results_argument(parser)
+    arguments = parser.parse_args()
+    rows = Rows(arguments.results_dir / "on_gpu.json")
+    for section in arguments.only:
+        globals()[f"measure_{section}"](rows, arguments)
+
+
+def speed(make: Callable[[], nn.Module], mode: str, batch_size: int) -> dict:
+    model = make()
+    pixel_values = torch.randn(batch_size, 3, IMAGE_SIZE, IMAGE_SIZE, device=DEVICE, dtype=torch.bfloat16)
+    if mode == "compiled":
+        torch.compiler.reset()
+        model = torch.compile(model, mode="reduce-overhead", dynamic=False)
+    found = with_memory(rate, model, pixel_values)
+    if mode == "eager":
+        found["products_share"] = found["images_per_second"] / rate(products_of(model, pixel_values), pixel_values)
+    return found
+
+
+def rate(model: Callable, inputs: torch.Tensor) -> float:
+    return images_per_second({"": model}, inputs)[""]
+
+
+def with_memory(function: Callable[..., float], *arguments) -> dict:
+    """Return the images a second that a function measures, and the most memory that a GPU allocates meanwhile."""
+    if DEVICE.type != "cuda":
+        return {"images_per_second": function(*arguments)}
+    torch.cuda.reset_peak_memory_stats()
+    speed = function(*arguments)
+    return {"images_per_second": speed, "peak_memory_mb": torch.cuda.max_memory_allocated() / 1e6}
+
+
+@torch.no_grad()
+def products_of(model: nn.Module, pixel_values: torch.Tensor) -> Callable:
+    """Return a function that computes a forward pass's products, convolutions and attention again."""
+    calls = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if any(part in operator.__name__ for part in ("mm", "dot_product", "convolution")):
+                calls.append(functools.partial(operator, *args, **kwargs or {}))
+            return operator(*args, **kwargs or {})
+
+    with Recorder():
+        model(pixel_values)
+    return lambda _: [call() for call in calls]
+
+
+def measure_papers(rows: Rows, arguments):
+    """SparseFormers beside the reference implementation with the same weights, and ViTs with each attention."""
+    for variant, theirs, vit in SIZES.values():
+        rows.measure_speeds("papers", variant, build_model, variant)
+        if arguments.reference:
+            reference = functools.partial(load_reference, arguments.reference, theirs)
+            rows.measure("papers", f"logits of {variant}", logits_difference, variant, reference)
+            rows.measure_speeds("papers", f"{variant}, reference implementation", reference)
+        for attention in ("sdpa", "flash_attention_2"):
+            rows.measure_speeds("papers", f"{vit}, {attention}", vit_with, vit, attention)
+
+
+def logits_difference(variant: str, reference: Callable[[], nn.Module]) -> dict:
+    return {"difference": check_same_logits(build_model(variant), reference())}
+
+
+def vit_with(name: str, attention: str) -> nn.Module:
+    model = build_model(name)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def measure_student(rows: Rows, arguments):
+    """A teacher, ToMe on it, and students with the weights that they begin with."""
+    teacher, _ = load_image_classifier(TEACHER, "cpu")
+    rows.measure_speeds("student", "teacher", copy.deepcopy, teacher)
+    for merged in (8, 16) if arguments.tome else ():
+        rows.measure_speeds("student", f"ToMe@{merged}", tome, read_anatomy(teacher), arguments.tome, merged)
+    for placement, count in itertools.product(PLACEMENTS, COUNTS):
+        name = f"student, {placement}, {count} tokens"
+        rows.measure_speeds("student", name, student_of, teacher, placement, count)
+
+
+def student_of(teacher: nn.Module, placement: str, num_tokens: int) -> nn.Module:
+    fields = {"placement": placement, "elastic_token_counts": COUNTS}
+    student = PatchSparseFormerForImageClassification.from_teacher(teacher, COUNTS[-1], **fields)
+    student.set_num_tokens(num_tokens)
+    return student
+
+
+def measure_bootstrap(rows: Rows, arguments):
+    noise = torch.rand(2 * STEPS * STEP_SIZE, 3, 16, 20)
+    photographs = (F.interpolate(noise, size=(320, 400), mode="bicubic").clamp(0, 1) * 255).byte()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        save_teacher(folder / "teacher")
+        images = [to_pil_image(each) for each in photographs]
+        datasets.Dataset.from_dict({"image": images}).to_parquet(folder / "images.parquet")
+        options = SimpleNamespace(batch_size=STEP_SIZE, steps=STEPS, dataset=str(folder / "images.parquet"))
+        options.sparseformer = arguments.reference
+        for loop in (recipe, plain_loop) if arguments.reference else (recipe,):
+            rows.measure("bootstrap", loop.__name__, with_memory, loop, options, folder)
+    files = [encode_jpeg(each) for each in photographs[:STEP_SIZE]]
+    for device in {"cpu", DEVICE.type}:
+        decode = functools.partial(lambda device, _: decode_jpeg(files, device=device), device)
+        rows.measure(
+            "bootstrap", f"decoding, {device}", with_memory, rate, decode, torch.empty(STEP_SIZE, device=device)
+        )
+
+
+def measure_agreement(rows: Rows, arguments):
+    images = [decode_image(record["image"], 0) for record in load_images(SUBSET, "test[:64]")]
+    for name in (STUDENT, TEACHER):
+        model, image_processor = load_image_classifier(name, "cpu")
+        pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+        for dtype in ("float32", "bfloat16"):
+            rows.measure("agreement", Path(name).name, agreement, model, pixel_values, dtype, dtype=dtype)
+
+
+@torch.inference_mode()
+def agreement(model: nn.Module, pixel_values: torch.Tensor, dtype: str) -> dict:
+    expected, there = model(pixel_values).logits, {"device": DEVICE, "dtype": getattr(torch, dtype)}
+    found = copy.deepcopy(model).to(**there)(pixel_values.to(**there)).logits.float().cpu()
+    same = (found.argmax(-1) == expected.argmax(-1)).float().mean().item()
+    return {"min_cosine": F.cosine_similarity(found, expected).min().item(), "same_label": same}
+
+
+def measure_trainings(rows: Rows, arguments):
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        for part in untrained_llava():
+            part.save_pretrained(folder / "llava")
+        images = [decode_image(record["image"], 0) for record in load_images(SUBSET, "train[:32]")]
+        masks = [image.convert("L").point(lambda value: value > 127) for image in images]
+        datasets.Dataset.from_dict({"image": images, "mask": masks}).to_parquet(folder / "masks.parquet")
+        vit, student = "checkpoints/cifar10-vit", "checkpoints/cifar10-sparseformer"
+        trainings = {
+            "bootstrap": ["--teacher", vit],
+            "train": ["--model", vit],
+            "joint": [],
+            "segment": ["--model", student, "--dataset", str(folder / "masks.parquet"), "--num_labels", "2"],
+            "align_llava": ["--model", str(folder / "llava"), "--vision_model", student],
+        }
+        for name, argv in trainings.items():
+            rows.measure("trainings", name, train, name, argv, folder / name)
+
+
+def train(name: str, argv: list[str], folder: Path) -> dict:
+    argv = ["--output_dir", str(folder), "--train_split", "train[:32]", "--eval_split", "none", *argv]
+    argv += ["--max_steps", "2", "--per_device_train_batch_size", "8", "--logging_steps", "1"]
+    argv += precision_arguments(SimpleNamespace(mixed_precision="bf16"))
+    if importlib.import_module(f"frugalvit.training.{name}").main(argv):
+        raise ValueError("the command failed")
+    log = json.loads((folder / "trainer_state.json").read_text("utf-8"))["log_history"]
+    return {"losses": [record["loss"] for record in log if "loss" in record]}
+
+
+if __name__ == "__main__":
+    main()

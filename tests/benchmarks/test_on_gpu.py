@@ -1,0 +1,69 @@
+"""What is measured on a GPU, here of small models on a CPU."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from transformers import ViTConfig
+
+
+@pytest.fixture(scope="module")
+def on_gpu():
+    with patch.object(sys, "path", [str(Path(__file__).resolve().parents[2] / "benchmarks"), *sys.path]):
+        return importlib.import_module("on_gpu")
+
+
+def test_a_run_that_is_cut_off_goes_on(on_gpu, tmp_path, monkeypatch):
+    """Rows are written one by one and measured once, those that failed again."""
+    calls = []
+
+    def measure(value, fails=False):
+        calls.append(value)
+        if fails:
+            raise MemoryError("too large")
+        return {"value": value}
+
+    for attempt in range(2):
+        rows = on_gpu.Rows(tmp_path / "on_gpu.json")
+        rows.measure("papers", "first", measure, 1, batch_size=1)
+        rows.measure("papers", "first", measure, 2, batch_size=2)
+        rows.measure("student", "second", measure, 3, attempt == 0)
+        written = json.loads((tmp_path / "on_gpu.json").read_text())["rows"]
+        assert written[-1] == {"section": "student", "row": "second"} | (
+            {"value": 3} if attempt else {"error": "too large"}
+        )
+    assert calls == [1, 2, 3, 3] and len(written) == 3
+    monkeypatch.setitem(on_gpu.SECONDS, "bootstrap", -1)
+    rows.measure("bootstrap", "late", measure, 4)
+    assert len(calls) == 4
+
+
+def test_products_are_those_of_the_model(on_gpu):
+    model, inputs = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)), torch.randn(5, 4)
+    first, second = on_gpu.products_of(model, inputs)(None)
+    assert torch.equal(first, model[0](inputs)) and torch.equal(second, model(inputs))
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
+def test_every_section_is_measured(on_gpu, tmp_path, monkeypatch):
+    small = {"SIZES": {"tiny": ("cifar10-sparseformer", None, "cifar10-vit")}, "IMAGE_SIZE": 32, "MODES": ("eager",)}
+    small |= {"BATCH_SIZES": (1, 2), "STEPS": 1, "STEP_SIZE": 2, "COUNTS": [4, 16]}
+    small |= {"TEACHER": "checkpoints/cifar10-vit", "STUDENT": "checkpoints/cifar10-sparseformer"}
+    for name, value in small.items():
+        monkeypatch.setattr(on_gpu, name, value)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    monkeypatch.setattr("bootstrap_speed.TEACHER", ViTConfig(**sizes))
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr("sys.argv", ["on_gpu.py", "--results-dir", str(tmp_path)])
+    on_gpu.main()
+    rows = json.loads((tmp_path / "on_gpu.json").read_text())["rows"]
+    assert {row["section"] for row in rows} == set(on_gpu.SECONDS)
+    # Packages and kernels of GPUs alone.
+    failed = {row["row"] for row in rows if "error" in row and "flash_attention_2" not in row["row"]}
+    assert not failed and len(rows) > 30
