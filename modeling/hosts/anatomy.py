@@ -350,6 +350,63 @@ class Anatomy:
         return images.to(weight.device, weight.dtype)
 
 
+# Readers of models of one's own, by class.
+READERS: dict[type, Callable] = {}
+
+
+def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, int] | None], Anatomy]):
+    """Let `read_anatomy`, and so every method, read models of a class by a function of the model and the size of its
+    images, which returns an `Anatomy`; docs/models.md has an example."""
+    READERS[model_class] = reader
+
+
+def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None = None) -> Anatomy:
+    """Read a vision transformer: one of Transformers, timm, open_clip or this package, a model with a tower of one, or
+    a wrapper around one; or one of a class that has a reader (`register_reader`).
+
+    Nothing is copied or computed. `Anatomy.require_plain` refuses what is no plain pre-norm vision transformer.
+
+    Args:
+        model (`nn.Module` or `Anatomy`): The model; an anatomy comes back as it is.
+        image_size (pair of `int`, *optional*):
+            Height and width in pixels of the images that it will see, if not those of its configuration: DINOv2's says
+            518 pixels, and its image processor 224. Models of Transformers interpolate their positions at each pass;
+            those of timm are set to the new size.
+
+    Raises:
+        ValueError: if it is no model, one that reads text alone, or one that takes no images of that size.
+    """
+    if isinstance(model, Anatomy):
+        return model
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"Expected a model, got {type(model).__name__}; load it first.")
+    image_size = None if image_size is None else tuple(image_size)
+    # The visual tower of an open_clip model, or the timm model inside Transformers' wrapper.
+    part = model.visual if hasattr(model, "encode_image") else getattr(model, "timm_model", model)
+    if type(part) in READERS:
+        read = READERS[type(part)]
+    elif hasattr(part, "config") and hasattr(part, "base_model"):
+        from .transformers import read
+    elif is_timm(part):
+        from .timm import read
+    else:
+        from .open_clip import read
+
+    anatomy = read(part, image_size)
+    if anatomy is None:
+        anatomy = Anatomy(part, obstacle="it has no list of transformer blocks that is known")
+    if anatomy.classifier is not None and hasattr(getattr(model, "config", None), "id2label"):
+        names = dict(model.config.id2label)
+        # It is None where it was given the other alone.
+        numbers = model.config.label2id or {name: index for index, name in names.items()}
+        anatomy.labels = {"id2label": names, "label2id": dict(numbers), "problem_type": model.config.problem_type}
+    anatomy.source = model
+    if not anatomy.obstacle and image_size not in (None, anatomy.image_size):
+        own, other = (" x ".join(map(str, size)) for size in (anatomy.image_size, image_size))
+        raise ValueError(f"{anatomy.name} takes images of {own} pixels alone, got {other}.")
+    return anatomy
+
+
 def difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Largest difference relative to the largest value."""
     largest = expected.float().abs().max().clamp(min=1e-12)
@@ -391,17 +448,6 @@ def norm_eps(norm: nn.Module) -> float:
     """The epsilon of a LayerNorm or RMSNorm of any library."""
     eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
     return torch.finfo(torch.float32).eps if eps is None else eps
-
-
-def labels_of(config) -> dict:
-    """The names of classes and the `problem_type` of a Transformers configuration; its `label2id` is None where it was
-    given the other alone."""
-    names = dict(config.id2label)
-    return {
-        "id2label": names,
-        "label2id": dict(config.label2id or {name: index for index, name in names.items()}),
-        "problem_type": config.problem_type,
-    }
 
 
 def find(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:

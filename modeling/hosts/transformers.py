@@ -30,7 +30,6 @@ from .anatomy import (
     check_patches,
     checked,
     find,
-    labels_of,
     split_linear,
 )
 
@@ -149,12 +148,21 @@ def _read_plain(
         anatomy.patch_embedding = _read_patches(tower)
     if isinstance(classifier := getattr(model, "classifier", None), nn.Linear):
         anatomy.classifier = classifier
-        anatomy.labels = labels_of(model.config)
     anatomy.projection = getattr(model, "visual_projection", None)
     with anatomy.noting("embedding_obstacle"):
         _read_pooling(model, tower, family, anatomy)
     call = _caller(tower, interpolates)
-    anatomy.embed = _embedder(model, tower, family, anatomy, call)
+    project = anatomy.projection or nn.Identity()
+    is_pooled = family.output and anatomy.pooling == (family.pooling or tower.config.pooling)
+
+    def embed(images: torch.Tensor) -> torch.Tensor:
+        outputs = call(tower, images)
+        if is_pooled:
+            return project(outputs[family.output])
+        tokens = outputs.last_hidden_state
+        return project(pool_tokens(tokens, anatomy.pooling, nn.Identity(), anatomy.num_prefix_tokens, [0]))
+
+    anatomy.embed = embed
     if anatomy.classifier is not None:
         anatomy.run_classifier = lambda images: call(model, images).logits
 
@@ -274,21 +282,6 @@ def read_head(head: nn.Module) -> AttentionPooling:
     query = Projection(torch.eye(head.cls_token.shape[-1]).to(head.cls_token))
     attention = Attention(query, head.k_proj, head.v_proj, head.output_proj, head.num_heads)
     return AttentionPooling(head.cls_token[0], attention)
-
-
-def _embedder(model: nn.Module, tower: nn.Module, family: Family, anatomy: Anatomy, call: Callable) -> Callable:
-    """Return a function of images that returns the model's own embedding."""
-    project = getattr(model, "visual_projection", nn.Identity())
-    is_pooled = family.output and anatomy.pooling == (family.pooling or tower.config.pooling)
-
-    def embed(images: torch.Tensor) -> torch.Tensor:
-        outputs = call(tower, images)
-        if is_pooled:
-            return project(outputs[family.output])
-        tokens = outputs.last_hidden_state
-        return project(pool_tokens(tokens, anatomy.pooling, nn.Identity(), anatomy.num_prefix_tokens, [0]))
-
-    return embed
 
 
 def _caller(tower: nn.Module, interpolates: bool) -> Callable:
