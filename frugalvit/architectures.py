@@ -11,8 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 import frugalvit
 
 from .common.exported import ExportedModule
-from .common.loading import load_pretrained, one_error, split_revision
-from .common.views import vision_config_of
+from .common.loading import load_pretrained, one_error, split_revision, vision_config_of
 from .configuration.configuration_sparseformer import SparseFormerProjectionConfig
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 

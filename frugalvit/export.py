@@ -25,10 +25,9 @@ from .common.exported import (
     program_file,
 )
 from .common.files import whole_folder, write_json
-from .common.loading import load_image_processor
+from .common.loading import load_image_processor, vision_config_of
 from .common.scores import check_scores
 from .common.tables import format_table
-from .common.views import vision_config_of
 from .configuration.configuration_base import pair
 from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer

@@ -30,7 +30,7 @@ from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from ..modeling.swap import first_layer, matching_processor, swap_vision_tower
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, check, run_as_program
 from .augmentation import CAPTION, BootstrapView, EvalView, random_seed
-from .cards import without_place, write_card
+from .cards import without_place
 from .data import as_images
 from .trainer import ImageTrainer, run_command, start
 
@@ -311,6 +311,14 @@ class AlignLlavaTrainer(ImageTrainer):
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
+        # A PaliGemma's processor ends the line itself.
+        token = self.processor.image_token
+        place = token if self.prompt.endswith("\n") else f"{token}\n"
+        prompt = self.prompt.removesuffix("\n").format(image=place, question=args.questions[0])
+        # Its parameters are counted, without LoRA's.
+        with torch.device("meta"):
+            plain = type(self.llava)(self.llava.config)
+        self.card = {"model": plain, "use": USE.format(prompt=prompt)}
 
     def take_images(self, images):
         is_table = isinstance(images, datasets.Dataset) and "turns" in images.features
@@ -393,16 +401,6 @@ class AlignLlavaTrainer(ImageTrainer):
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.model.merged_state() if self.args.should_save else {}
-
-    def write_card(self, folder: Path):
-        # A PaliGemma's processor ends the line itself.
-        token = self.processor.image_token
-        place = token if self.prompt.endswith("\n") else f"{token}\n"
-        prompt = self.prompt.removesuffix("\n").format(image=place, question=self.args.questions[0])
-        # Its parameters are counted, without LoRA's.
-        with torch.device("meta"):
-            plain = type(self.llava)(self.llava.config)
-        write_card(folder, self, plain, use=USE.format(prompt=prompt))
 
     def summary(self, metrics: dict[str, float]) -> str:
         rank = self.args.lora_rank

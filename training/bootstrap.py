@@ -253,7 +253,8 @@ class BootstrapTrainer(ImageTrainer):
         align = self.align
         reads_states = align.align_tokens or align.align_maps or align.forecasts
         with self.accelerator.autocast(), self.anatomy.watch() if reads_states else nullcontext() as states:
-            targets = {"embedding": self.embed(inputs)}
+            pixel_values = inputs.get("teacher_pixel_values", inputs["pixel_values"])
+            targets = {"embedding": self.anatomy.embed(pixel_values).float()}
             if align.forecasts:
                 targets["attention"] = attended_cells(self.anatomy, states)
             if align.align_tokens:
@@ -261,10 +262,6 @@ class BootstrapTrainer(ImageTrainer):
             if align.align_maps:
                 targets["maps"] = [each.float() for each in align.align_maps.of_teacher(states)]
         return targets
-
-    def embed(self, inputs: dict) -> torch.Tensor:
-        """Return the teacher's embeddings of a batch."""
-        return self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"])).float()
 
     def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
         return dict.fromkeys(self.tuned, self.args.inherited_lr_factor)
@@ -289,7 +286,7 @@ class BootstrapTrainer(ImageTrainer):
         embeddings = []
         labels = inputs.get("labels")
         with self.accelerator.autocast():
-            target = self.embed(inputs)
+            target = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"])).float()
             for count in self.student.config.trained_token_counts:
                 outputs = model(inputs["pixel_values"], num_tokens=count, **self.align.embedding_options)
                 embeddings.append(self.align.project(outputs.pooler_output).float())

@@ -125,18 +125,15 @@ def license_of(model: str | None) -> str | None:
         return None
 
 
-def is_place(name: str) -> bool:
-    return name.startswith(("/", "~", "./", "../")) or os.path.exists(name)
-
-
 def is_hub_id(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_place(name)
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not os.path.exists(name)
 
 
 def without_place(name: str) -> str:
     """Shorten the path in a name to its last part, also after a colon (`open_clip:local-dir:FOLDER`)."""
     head, colon, path = name.rpartition(":")
-    return f"{head}{colon}{Path(path).name}" if is_place(path) else name
+    is_place = path.startswith(("/", "~", "./", "../")) or os.path.exists(path)
+    return f"{head}{colon}{Path(path).name}" if is_place else name
 
 
 def portable_command(command: str, data_sets: Iterable[str]) -> str:
@@ -144,7 +141,7 @@ def portable_command(command: str, data_sets: Iterable[str]) -> str:
 
     def portable(text: str) -> str:
         option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
-        own = value in data_sets and is_place(value)
+        own = value in data_sets and value != without_place(value)
         return f"{option}{equals}{'path/to/images' if own else without_place(value)}"
 
     return shlex.join(map(portable, shlex.split(command)))

@@ -89,7 +89,9 @@ def build_student(
         "elastic_token_counts": counts if len(counts) > 1 else None,
         **teacher_format.config_fields(),
     }
-    fields |= recipe | parse_overrides(student_class.config_class.model_type, options.config_overrides)
+    fields |= recipe
+    if options.config_overrides:
+        fields |= parse_overrides(student_class.config_class.model_type, options.config_overrides)
     return student_class.from_teacher(teacher, counts[-1] if counts else None, **fields)
 
 

@@ -87,6 +87,8 @@ class ImageTrainer(Trainer):
         # For the card: names of the images, and the command.
         self.data = None
         self.command = None
+        # Arguments of `write_card`, where the task's do not fit.
+        self.card = {}
         # Step and time of the first step, for the speed in the logs.
         self.begun = None
         # Images to measure the model on that was chosen on others.
@@ -159,10 +161,15 @@ class ImageTrainer(Trainer):
     def train(self, *args, **kwargs):
         """As in Transformers; an error leaves no signal handler and no open progress bar behind."""
         self.begun = None
+        handler = signal.getsignal(signal.SIGINT)
+        handles = self.args.world_size == 1 and threading.current_thread() is threading.main_thread()
         try:
+            if handles:
+                signal.signal(signal.SIGINT, self.interruption.note)
             return super().train(*args, **kwargs)
         finally:
-            self.interruption.restore()
+            if handles:
+                signal.signal(signal.SIGINT, handler)
             for each in self.callback_handler.callbacks:
                 if bar := getattr(each, "training_bar", None):
                     bar.close()
@@ -185,7 +192,7 @@ class ImageTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
             # First, as a model writes a card where there is none.
-            self.write_card(folder)
+            write_card(folder, self, **self.card)
             self.trained.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
@@ -199,9 +206,6 @@ class ImageTrainer(Trainer):
 
     def create_model_card(self, *args, **kwargs):
         """Nothing: `save_model` writes the card."""
-
-    def write_card(self, folder: Path):
-        write_card(folder, self)
 
     def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
         """Train, from the last checkpoint on if there is one, measure the best model, on `test_dataset` if given, and
@@ -243,22 +247,12 @@ class SaveWhenInterrupted(TrainerCallback):
     first where there are several processes."""
 
     received = False
-    before = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.received = False
-        if args.world_size == 1 and threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGINT, self.note)
 
     def note(self, number: int, _):
+        """Handle the first Ctrl-C."""
         self.received = True
-        self.restore()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         print("\nThe step under way is finished and saved first. Once more ends it at once.", file=sys.stderr)
-
-    def restore(self):
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
-            self.before = None
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save |= self.received
@@ -270,6 +264,7 @@ class SaveWhenInterrupted(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if self.received:
             print(f"Stopped at step {state.global_step}; the same command goes on from there.", file=sys.stderr)
+            self.received = False
             raise KeyboardInterrupt
 
 

@@ -20,8 +20,8 @@ from transformers.utils import ModelOutput
 
 from ..configuration.configuration_base import pair
 from .files import write_json
+from .loading import vision_config_of
 from .tables import first_line
-from .views import vision_config_of
 
 
 MANIFEST = "export.json"

@@ -26,7 +26,6 @@ from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
 from .choices import OPEN_CLIP
 from .files import IN_A_CLONE, checkpoint_path, shipped_checkpoints
 from .tables import shortened
-from .views import vision_config_of
 
 
 # Transformers' model type for timm's models.
@@ -47,6 +46,12 @@ def choose_device(name: str | None = None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"The device {name!r} cannot be used here ({shorten(str(error), 300)}).") from error
     return device
+
+
+def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the vision configuration of a CLIP or a LLaVA; other configurations as they are."""
+    vision = getattr(config, "vision_config", None)
+    return vision if isinstance(vision, PreTrainedConfig) else config
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:

@@ -4,19 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from PIL import Image
-from transformers import PreTrainedConfig
 
 from ..modeling.image_format import ImageFormat, normalization_of
 
 
 # Longest side of a strip, in multiples of its shorter side, where only the middle is kept.
 LONGEST = 32
-
-
-def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the vision configuration of a CLIP or a LLaVA; other configurations as they are."""
-    vision = getattr(config, "vision_config", None)
-    return vision if isinstance(vision, PreTrainedConfig) else config
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
