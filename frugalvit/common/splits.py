@@ -134,8 +134,8 @@ def check_same_classes(names: list[str] | None, images):
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """Return the parts, and the classifier's number of each class, `None` where these are the labels, or without labels
-    or a classifier. Labels that it does not know, and the training does not need, are left out."""
+    """Return the parts, and the classifier's number of each class: `None` where the labels are these numbers, or
+    without labels or a classifier. Labels that it does not know, and the training does not need, are left out."""
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names in (None, list(id2label.values())):
         return *parts, None
