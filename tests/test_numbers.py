@@ -4,9 +4,12 @@ import itertools
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from frugalvit.training import bootstrap, joint, train
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,14 +168,29 @@ def test_numbers_beside_ours_are_the_papers():
     assert len(quotes) > 20 and [quote for quote in quotes if not is_quoted(*quote)] == []
 
 
+def find(content, name: str) -> list:
+    """All values of this name in a results file."""
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []
+    own = [content[name]] if isinstance(content, dict) and name in content else []
+    return own + [found for value in values for found in find(value, name)]
+
+
+def test_commands_of_cards_parse_or_say_of_which_commit_they_are():
+    trainings = {"bootstrap": bootstrap, "joint": joint, "train": train}
+    found = 0
+    for card, text in CARDS.items():
+        dated = re.search(r"at the commit that `(results/[\w-]+\.json)` names", text)
+        for name, options in re.findall(rf"^frugalvit ({'|'.join(trainings)}) (.*)$", text, re.MULTILINE):
+            found += 1
+            if dated:
+                assert find(json.loads((ROOT / dated[1]).read_text(encoding="utf-8")), "commit"), card
+            else:
+                trainings[name].make_parser().parse(shlex.split(options))
+    assert found > 9
+
+
 def test_results_say_by_what_they_were_measured():
     """Results name the commit and the machine. Older ones say that these were not noted yet."""
-
-    def find(content, name: str) -> list:
-        values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []
-        own = [content[name]] if isinstance(content, dict) and name in content else []
-        return own + [found for value in values for found in find(value, name)]
-
     for file in (ROOT / "results").glob("*.json"):
         content = json.loads(file.read_text(encoding="utf-8"))
         assert all(find(content, name) for name in ("commit", "machine")), file
