@@ -4,6 +4,7 @@
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
     python benchmarks/caltech101.py table
     python benchmarks/caltech101.py compare --test TEST --tome CHECKOUT --diffrate CHECKOUT
+    python benchmarks/caltech101.py picture --results-dir results
     python benchmarks/caltech101.py tome --train TRAIN --test TEST --tome CHECKOUT --merged 40
     python benchmarks/caltech101.py diffrate --train TRAIN --test TEST --diffrate CHECKOUT
     python benchmarks/caltech101.py features --model FOLDER --train TRAIN --test TEST
@@ -14,10 +15,10 @@ labels; the elastic one is also asked with few tokens first and with more where 
 run counts, so that test images choose nothing. Runs are kept under --runs-dir and found again; `table` puts all that
 are there into caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png. `compare` is `frugalvit
 compare` with ToMe (github.com/facebookresearch/ToMe) off the shelf and what `diffrate` made (compare_caltech101.json
-and .png; other data is named by --title). `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune the peers on such
-views and by the loss of the students, DiffRate after a search with labels. `features` bootstraps from the pretrained
-ViT itself without the images of 20 classes, and judges embeddings by these (caltech101_features.json); of other data,
-without the classes of the images, and judges by all.
+and .png; other data is named by --title); `picture` draws it again with the ToMe that `tome` tuned. `tome` and
+`diffrate` (github.com/OpenGVLab/DiffRate) tune the peers on such views and by the loss of the students, DiffRate after
+a search with labels. `features` bootstraps from the pretrained ViT itself without the images of 20 classes, and judges
+embeddings by these (caltech101_features.json); of other data, without the classes of the images, and judges by all.
 """
 
 import functools
@@ -42,7 +43,7 @@ from frugalvit.common.files import whole_file, write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.precision import choose_mixed_precision
-from frugalvit.compare import compare, describe_score, embed_all
+from frugalvit.compare import compare, describe_score, draw_comparison, embed_all
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
@@ -424,6 +425,25 @@ def learns(
     return {name: torch.stack(draws).double().mean(0) for name, draws in right.items()}
 
 
+def draw_picture(arguments):
+    """Draw what `compare` wrote, with tuned ToMe in the place of ToMe off the shelf where `tome` measured it."""
+    name = f"compare_{file_name(arguments)}"
+    rows, tuned = (
+        json.loads((arguments.results_dir / file).read_text(encoding="utf-8"))["rows"]
+        for file in (f"{name}.json", f"{file_name(arguments)}_tome.json")
+    )
+    tuned = {f"ToMe, {row['merged']} a block": row["accuracy"] for row in tuned if row["seed"] is not None}
+    methods = {
+        "ToMe, not tuned": "ToMe, tuned at the least cost",
+        METHODS["paper"]: f"{METHODS['paper']}, 6,976 views (paper: 25 million)",
+    }
+    for row in rows:
+        row["method"] = methods.get(row["method"], row["method"])
+        if row["model"] in tuned:
+            row |= {"accuracy": tuned[row["model"]], "accuracy_error": None}
+    save_figure(draw_comparison(rows), arguments.results_dir / f"{name}.png")
+
+
 def make_table(arguments):
     """Write the means over the seeds of all runs that are there, for each count of tokens and for
     `classify_adaptively`, and draw one student for all counts beside those for one."""
@@ -511,6 +531,7 @@ COMMANDS = {
     "teacher": (train_teacher, ("model", "train", "test")),
     "students": (train_students, ("train", "test")),
     "table": (make_table, ()),
+    "picture": (draw_picture, ()),
     "compare": (compare_all, ("test",)),
     "tome": (measure_peers, ("train", "test", "tome")),
     "diffrate": (measure_peers, ("train", "test", "diffrate")),
