@@ -144,8 +144,11 @@ class PatchSparseFormerEmbeddings(nn.Module):
         """As `cut_grid`, of the cells that are chosen for each image, all `(batch, tokens, …)`."""
         device = pixel_values.device
         height, width = self.patch_size
-        levels = [resize(pixel_values, (rows * height, columns * width)) for rows, columns in grids]
-        levels.insert(0, merge_in_four(levels[0], grids[0], self.patch_size))
+        base, finest = (resize(pixel_values, (grid[0] * height, grid[1] * width)) for grid in (grids[0], grids[-1]))
+        levels = [finest]
+        for _ in grids[1:-1]:
+            levels.insert(0, merge_in_four(levels[0]))
+        levels = [merge_in_four(base, grids[0], self.patch_size), base, *levels]
         cells, forecast = self.placement(levels, grids[0])
         positions = [self.positions_of(grid) for grid in grids]
         table = positions[0].mT.unflatten(1, grids[0])

@@ -88,7 +88,10 @@ def merge_in_four(
     values: torch.Tensor, grid: tuple[int, int] = EVEN, patch_size: tuple[int, int] = (1, 1)
 ) -> torch.Tensor:
     """Average values of cells, see `without_middle`, for blocks of four with as many values each as a cell."""
-    return F.avg_pool2d(without_middle(values, grid, patch_size), 2)
+    values = without_middle(values, grid, patch_size)
+    # A third of the time of average pooling.
+    rows = values[..., ::2, :] + values[..., 1::2, :]
+    return (rows[..., ::2] + rows[..., 1::2]) / 4
 
 
 def split_in_four(values: torch.Tensor, grid: tuple[int, int] = EVEN, fill: float = 0.0) -> torch.Tensor:
