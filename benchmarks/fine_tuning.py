@@ -1,0 +1,139 @@
+"""Fine-tuning: a student of 64, 36 and 16 tokens beside its teacher, by Transformers' `Trainer` with its defaults.
+
+    python benchmarks/fine_tuning.py --clothing clothing-train.parquet clothing-test.parquet \\
+        --caltech caltech101-train.parquet caltech101-test.parquet --results-dir results
+
+One student is bootstrapped from photographs of Caltech-101 without those of `NEW_CLASSES` of its classes. Both models
+then get a new classifier, for the ten classes of clothing and for those that bootstrapping never saw, and learn all
+weights, LoRA matrices of rank 8 (`peft`) on queries and values, or the classifier alone. Each row is written when it
+is measured; the command skips rows that its file has.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+
+import datasets
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from frugalvit import bootstrap
+from frugalvit.common.data import load_images, sample
+from shared import add_results_argument, make_parser, print_rows, write_table
+
+
+NEW_CLASSES = 20
+METHODS = ("all weights", "LoRA", "head")
+# What tells rows apart.
+KEYS = ("data", "images", "learning_rate", "method", "model")
+
+
+def main(argv: list[str] | None = None):
+    parser = make_parser(__doc__)
+    parser.add_argument("--clothing", nargs=2, metavar=("TRAIN", "TEST"), required=True, help="parquet files")
+    parser.add_argument("--caltech", nargs=2, metavar=("TRAIN", "TEST"), required=True, help="parquet files")
+    parser.add_argument("--teacher", default="checkpoints/caltech101-vit", help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 36, 16], help="default: 64 36 16")
+    parser.add_argument("--images", type=int, nargs="+", default=[100], help="to fine-tune with (default: 100)")
+    parser.add_argument("--test-images", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--bootstrap-images", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=5e-5, help="default: Trainer's, %(default)s")
+    parser.add_argument("--runs-dir", default="runs/fine_tuning", help="default: %(default)s")
+    add_results_argument(parser)
+    arguments = parser.parse_args(argv)
+    path = arguments.results_dir / "fine_tuning.json"
+    rows = json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []
+    measured = {tuple(row[key] for key in KEYS) for row in rows}
+    settings = {"test_images": arguments.test_images, "bootstrap_images": arguments.bootstrap_images, "seed": 42}
+    for count, data, method, tokens in itertools.product(
+        arguments.images, ("clothing", "caltech"), METHODS, (None, *arguments.tokens)
+    ):
+        model = "teacher" if tokens is None else f"student, {tokens} tokens"
+        row = dict(zip(KEYS, (data, count, arguments.learning_rate, method, model), strict=True))
+        if tuple(row.values()) not in measured:
+            rows.append(row | fine_tune(arguments, data, count, method, tokens))
+            write_table(path, settings, rows)
+    print_rows(rows)
+
+
+def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str, tokens: int | None) -> dict:
+    """Fine-tune the teacher, or the student with a number of tokens, and return its accuracy and its seconds."""
+    train, test = (read(arguments, data, part) for part in range(2))
+    train, test = sample(train, count, seed=0), sample(test, arguments.test_images, seed=0)
+    folder = arguments.teacher if tokens is None else student_folder(arguments)
+    names = train.features["label"].names
+    torch.manual_seed(42)
+    model = AutoModelForImageClassification.from_pretrained(
+        folder, num_labels=len(names), ignore_mismatched_sizes=True, dtype=torch.float32
+    )
+    if tokens is not None:
+        model.set_num_tokens(tokens)
+    args = TrainingArguments(
+        arguments.runs_dir,
+        learning_rate=arguments.learning_rate,
+        remove_unused_columns=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    processor = AutoImageProcessor.from_pretrained(folder)
+    train, test = (each.with_transform(functools.partial(prepare, processor)) for each in (train, test))
+    trainer = Trainer(learners(model, method), args, train_dataset=train)
+    seconds = trainer.train().metrics["train_runtime"]
+    prediction = trainer.predict(test)
+    accuracy = (prediction.predictions.argmax(-1) == prediction.label_ids).mean().item()
+    return {"accuracy": accuracy, "error": (accuracy * (1 - accuracy) / len(test)) ** 0.5, "seconds": seconds}
+
+
+def learners(model: PreTrainedModel, method: str) -> torch.nn.Module:
+    """Freeze what a method does not train."""
+    if method == "LoRA":
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
+    if method == "head":
+        model.requires_grad_(False)
+        model.classifier.requires_grad_(True)
+    return model
+
+
+def student_folder(arguments: argparse.Namespace) -> str:
+    """Return the folder of the student, bootstrapped now or before."""
+    folder = f"{arguments.runs_dir}/student"
+    seen = sample(by_class(arguments.caltech[0])[0], arguments.bootstrap_images, seed=0)
+    bootstrap(arguments.teacher, seen.remove_columns("label"), sorted(arguments.tokens), folder, num_train_epochs=1)
+    return folder
+
+
+def read(arguments: argparse.Namespace, data: str, part: int) -> datasets.Dataset:
+    """Return the photographs to train (0) or to test (1)."""
+    return load_images(arguments.clothing[part]) if data == "clothing" else by_class(arguments.caltech[part])[1]
+
+
+def by_class(file: str) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Split photographs into those of the classes that the student sees and those of the last `NEW_CLASSES`."""
+    images = load_images(file)
+    names = images.features["label"].names
+    old, new = names[:-NEW_CLASSES], names[-NEW_CLASSES:]
+    labels = images["label"]
+    seen = images.select([index for index, label in enumerate(labels) if label < len(old)])
+    unseen = images.select([index for index, label in enumerate(labels) if label >= len(old)])
+    numbers = [label - len(old) for label in unseen["label"]]
+    features = unseen.features | {"label": datasets.ClassLabel(names=new)}
+    return seen, unseen.remove_columns("label").add_column("label", numbers).cast(datasets.Features(features))
+
+
+def prepare(processor, batch: dict) -> dict:
+    """Turn a batch of photographs into a model's inputs."""
+    images = [datasets.Image().decode_example(record).convert("RGB") for record in batch["image"]]
+    return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": batch["label"]}
+
+
+if __name__ == "__main__":
+    main()
