@@ -42,12 +42,12 @@ class LocalFeedForward(nn.Module):
         )
         self.broadcast = nn.Identity()
         if config.context_broadcast:
-            self.broadcast = ContextBroadcast(config.context_broadcast, data_format="channels_first")
+            self.broadcast = ContextBroadcast(config.context_broadcast)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         class_token, patches = tokens[:, :1], tokens[:, 1:]
-        branch = self.broadcast(self.convolutions(patches.mT.unflatten(2, self.grid)))
-        return torch.cat([torch.zeros_like(class_token), branch.flatten(2).mT], dim=1)
+        branch = self.convolutions(patches.mT.unflatten(2, self.grid)).flatten(2).mT
+        return torch.cat([torch.zeros_like(class_token), self.broadcast(branch)], dim=1)
 
 
 class LocalViTForImageClassification(ViTContextBroadcastForImageClassification):

@@ -32,9 +32,6 @@ class ContextBroadcast(nn.Module):
     Args:
         kind (`str`, *optional*, defaults to `"cb"`): `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`.
         hidden_size (`int`, *optional*): Channels, for `"cb_s"`.
-        data_format (`str`, *optional*, defaults to `"channels_last"`):
-            `"channels_last"`, tokens `(batch, tokens, channels)` and maps `(batch, height, width, channels)`, or
-            `"channels_first"`, maps `(batch, channels, height, width)`.
         scale_init (`float`, *optional*, defaults to 0.0):
             Start of s. The paper prints none; 0 leaves a trained model unchanged at first.
         blend (`bool`, *optional*, defaults to `False`):
@@ -45,7 +42,6 @@ class ContextBroadcast(nn.Module):
         self,
         kind: str = "cb",
         hidden_size: int | None = None,
-        data_format: str = "channels_last",
         scale_init: float = 0.0,
         blend: bool = False,
     ):
@@ -57,7 +53,6 @@ class ContextBroadcast(nn.Module):
                 "`kind='cb_s'` with `blend=True` and `scale_init=0` never learns; set another `scale_init`."
             )
         self.kind = kind
-        self.data_format = data_format
         self.scale_init = scale_init
         self.scale = nn.Parameter(torch.full((hidden_size,), float(scale_init))) if kind == "cb_s" else None
         self.blend = nn.Parameter(torch.zeros(1)) if blend else None
@@ -69,15 +64,13 @@ class ContextBroadcast(nn.Module):
             init.zeros_(self.blend)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        channels_first = self.data_format == "channels_first"
-        token_axes = (2, 3) if channels_first else tuple(range(1, hidden_states.ndim - 1))
+        """Tokens `(batch, tokens, channels)`, or maps `(batch, height, width, channels)`, to the same shape."""
         if self.kind == "cb_gate":
             broadcast = torch.addcmul(hidden_states, hidden_states, hidden_states[:, :1])
         else:
-            mean = hidden_states.mean(token_axes, keepdim=True)
+            mean = hidden_states.mean(tuple(range(1, hidden_states.ndim - 1)), keepdim=True)
             if self.kind == "cb_s":
-                scale = self.scale.to(hidden_states.dtype)
-                broadcast = torch.addcmul(hidden_states, mean, scale[:, None, None] if channels_first else scale)
+                broadcast = torch.addcmul(hidden_states, mean, self.scale.to(hidden_states.dtype))
             else:
                 broadcast = torch.lerp(hidden_states, mean, 0.5)
             if self.kind == "cb_hybrid":

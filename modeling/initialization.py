@@ -235,7 +235,7 @@ def impulse_init_(
     if solver == "pinv":
         solve = functools.partial(solve_pinv, generator=generator)
     report = InitializationReport()
-    solved = []
+    solved_inputs = None
     bar = tqdm(vit.layers, desc="Algorithm 1, layers", leave=False, disable=None if iterates else True)
     for index, layer in enumerate(bar):
         normalized = _normalize(layer.norm, inputs[first_and_later[min(index, 1)]])
@@ -243,6 +243,10 @@ def impulse_init_(
         first_of_kind = index < 2 and (index == 0 or first_and_later[0] != first_and_later[1])
         if per_layer or first_of_kind:
             targets = [impulse_matrix(*vit.grid, offset).to(normalized) for offset in offsets]
+            # Layers often have the same inputs.
+            if solved_inputs is None or not torch.equal(solved_inputs, normalized):
+                solved_inputs = normalized
+                solved = {}
             if iterates:
                 queries, keys = solve_adam(
                     normalized,
@@ -254,10 +258,11 @@ def impulse_init_(
                 )
                 heads = list(zip(queries, keys, strict=True))
             else:
-                heads = [
-                    rotate_head(*_solve_once(solve, normalized, target, offset, layer.head_dim, solved), generator)
-                    for offset, target in zip(offsets, targets, strict=True)
-                ]
+                heads = []
+                for offset, target in zip(offsets, targets, strict=True):
+                    if offset not in solved:
+                        solved[offset] = solve(normalized, target, layer.head_dim)
+                    heads.append(rotate_head(*solved[offset], generator))
         for head, (query, key) in enumerate(heads):
             layer.head(layer.query, head).copy_(query.T)
             layer.head(layer.key, head).copy_(key.T)
@@ -378,17 +383,6 @@ def check_offsets(offsets: torch.Tensor, num_heads: int) -> list[tuple[int, int]
 def _check(name: str, value, known):
     if value not in known:
         raise ValueError(f"`{name}` is {value!r}, expected one of {', '.join(map(repr, known))}.")
-
-
-def _solve_once(solve, inputs: torch.Tensor, target: torch.Tensor, offset, head_dim: int, solved: list):
-    """Query and key, `(hidden_size, head_dim)`, of a head; layers often have the same inputs."""
-    known = next((known for seen, known in solved if torch.equal(seen, inputs)), None)
-    if known is None:
-        known = {}
-        solved.append((inputs, known))
-    if (offset, head_dim) not in known:
-        known[offset, head_dim] = solve(inputs, target, head_dim)
-    return known[offset, head_dim]
 
 
 def _set_positions(vit: TransformerParts, positions: str):

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, CLIPImageProcessor, ViTImageProcessor
 
 from ..configuration.configuration_base import pair
+from .hosts.anatomy import activation_name
 from .image_format import ImageFormat
 from .modeling_sparseformer import SparseFormerVisionModel, SparseFormerVisionModelWithProjection
 from .modeling_sparseformer_clip import (
@@ -24,26 +25,19 @@ from .modeling_sparseformer_clip import (
 
 # open_clip's names of PIL's resampling filters.
 RESAMPLE = {"bilinear": 2, "bicubic": 3, "random": 3}
-# Names of open_clip's text transformers and, without "text_model.", of Transformers'.
-OUTER_NAMES = {
-    "token_embedding.weight": "embeddings.token_embedding.weight",
+# Parts of names of open_clip's text transformers, where queries, keys and values are one tensor, and, without
+# "text_model.", of Transformers'.
+TEXT_NAMES = {
+    "transformer.resblocks.": "encoder.layers.",
+    "token_embedding.": "embeddings.token_embedding.",
     "positional_embedding": "embeddings.position_embedding.weight",
-    "ln_final.weight": "final_layer_norm.weight",
-    "ln_final.bias": "final_layer_norm.bias",
-}
-BLOCK_NAMES = {
-    "attn.in_proj_weight": "self_attn.qkv_proj.weight",
-    "attn.in_proj_bias": "self_attn.qkv_proj.bias",
-    "attn.out_proj.weight": "self_attn.out_proj.weight",
-    "attn.out_proj.bias": "self_attn.out_proj.bias",
-    "ln_1.weight": "layer_norm1.weight",
-    "ln_1.bias": "layer_norm1.bias",
-    "ln_2.weight": "layer_norm2.weight",
-    "ln_2.bias": "layer_norm2.bias",
-    "mlp.c_fc.weight": "mlp.fc1.weight",
-    "mlp.c_fc.bias": "mlp.fc1.bias",
-    "mlp.c_proj.weight": "mlp.fc2.weight",
-    "mlp.c_proj.bias": "mlp.fc2.bias",
+    "ln_final.": "final_layer_norm.",
+    "ln_1.": "layer_norm1.",
+    "ln_2.": "layer_norm2.",
+    "attn.in_proj_": "self_attn.qkv_proj.",
+    "attn.out_proj.": "self_attn.out_proj.",
+    "mlp.c_fc.": "mlp.fc1.",
+    "mlp.c_proj.": "mlp.fc2.",
 }
 
 
@@ -157,7 +151,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     }
     weights = {}
     state_dict = text.state_dict()
-    for theirs, ours in text_names(len(text.transformer.resblocks)).items():
+    for theirs, ours in text_names(text).items():
         if "qkv" in ours:
             for letter, part in zip("qkv", state_dict[theirs].chunk(3), strict=True):
                 weights[ours.replace("qkv", letter)] = part
@@ -204,20 +198,15 @@ def reads_texts_alike(model: SparseFormerCLIPModel | SparseFormerSiglipModel, cl
     return (given - expected).abs().max() < 0.01 * expected.abs().max()
 
 
-def activation_name(activation: nn.Module) -> str:
-    """Return Transformers' name of an activation of open_clip."""
-    if type(activation).__name__ == "QuickGELU":
-        return "quick_gelu"
-    return "gelu_pytorch_tanh" if activation.approximate == "tanh" else "gelu"
-
-
-def text_names(num_layers: int) -> dict[str, str]:
+def text_names(text: nn.Module) -> dict[str, str]:
     """Return a dict from open_clip's names of a text side's weights to Transformers', with `qkv` for three
     projections in one; without the projection of the embedding."""
-    names = dict(OUTER_NAMES)
-    for index in range(num_layers):
-        for theirs, ours in BLOCK_NAMES.items():
-            names[f"transformer.resblocks.{index}.{theirs}"] = f"encoder.layers.{index}.{ours}"
+    names = {}
+    for theirs in text.state_dict():
+        if theirs.startswith(("transformer.", "token_embedding.", "positional_embedding", "ln_final.")):
+            names[theirs] = theirs
+            for part, ours in TEXT_NAMES.items():
+                names[theirs] = names[theirs].replace(part, ours)
     return names
 
 
@@ -255,7 +244,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
     )
     weights = {}
     state_dict = model.text_model.state_dict()
-    for theirs, ours in text_names(config.num_hidden_layers).items():
+    for theirs, ours in text_names(clip.text if is_siglip else clip).items():
         if "qkv" in ours:
             weights[theirs] = torch.cat([state_dict[ours.replace("qkv", letter)] for letter in "qkv"])
         else:
