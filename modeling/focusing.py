@@ -56,12 +56,9 @@ MAX_LOG_SCALE = 8.0
 
 
 def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-    """Move and scale RoIs by normalized deltas (equations 2 and 3 of the bootstrapping paper), in float32.
-
-    Args:
-        rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom.
-        deltas (`torch.Tensor`): `(batch, tokens, 4)`: shift in units of width and height, log scale of both.
-    """
+    """Move and scale RoIs, `(batch, tokens, 4)` as left, top, right, bottom, by normalized deltas of the same shape,
+    shift in units of width and height and log scale of both (equations 2 and 3 of the bootstrapping paper), in
+    float32."""
     left_top, right_bottom = in_float32(rois).chunk(2, dim=-1)
     shift, log_scale = in_float32(deltas).chunk(2, dim=-1)
     size = (right_bottom - left_top).abs()
@@ -71,17 +68,11 @@ def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
 
 
 def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Place sampling points in RoIs, in float32.
+    """Place sampling points in RoIs, `(batch, tokens, 4)`, by offsets as x, y, `(batch, tokens, points, 2)`: the same
+    shape, 0 to 1 across the image, in float32.
 
     Offsets are standardized over the points of a token and divided by 3, so that nearly all points lie within half the
     RoI's (signed) size of its center.
-
-    Args:
-        rois (`torch.Tensor`): `(batch, tokens, 4)`.
-        offsets (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y.
-
-    Returns:
-        `torch.Tensor`: `(batch, tokens, points, 2)`, 0 to 1 across the image.
     """
     left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
     offsets = in_float32(offsets)
@@ -93,17 +84,9 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
 
 
 def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: str) -> torch.Tensor:
-    """Bilinear interpolation of a feature map, in float32.
-
-    Args:
-        features (`torch.Tensor`): `(batch, channels, height, width)`.
-        points (`torch.Tensor`): `(batch, tokens, points, 2)` as x, y, 0 to 1 across the image; or a batch of 1 for
-            all images.
-        padding_mode (`str`): Values that points outside the image read, "border" or "zeros".
-
-    Returns:
-        `torch.Tensor`: `(batch, tokens, points, channels)`; NaN at points that are NaN.
-    """
+    """Interpolate a feature map, `(batch, channels, height, width)`, bilinearly, in float32, at points as x, y, 0 to 1
+    across the image, `(batch, tokens, points, 2)` or a batch of 1 for all images. Points outside the image read
+    `padding_mode`, "border" or "zeros". Return `(batch, tokens, points, channels)`, NaN at points that are NaN."""
     # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
     points = points.to(torch.promote_types(in_float32(points).dtype, features.dtype)).clamp(-2, 3)
     # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
@@ -361,13 +344,8 @@ class SparseFormerRoIDeltas(nn.Module):
 
 
 class SparseFormerFocusingLayer(GradientCheckpointingLayer):
-    """A layer of the bootstrapping paper, executed several times: it samples, encodes positions, attends and adjusts
-    RoIs.
-
-    Args:
-        config (`SparseFormerConfig`): The configuration.
-        drop_path_rates (sequence of `float`): One for each execution of the layer.
-    """
+    """A layer of the bootstrapping paper, executed several times, each with a drop path rate of its own: it samples,
+    encodes positions, attends and adjusts RoIs."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float]):
         super().__init__()
@@ -417,14 +395,8 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
 
 
 class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
-    """A layer of the first paper: it attends, adjusts RoIs, then samples. The one at full width is the encoder's first
-    block.
-
-    Args:
-        config (`SparseFormerConfig`): The configuration.
-        drop_path_rates (sequence of `float`): One for each execution of the layer.
-        full_width (`bool`, *optional*, defaults to `False`): Whether it has the width of the encoder.
-    """
+    """A layer of the first paper: it attends, adjusts RoIs, then samples. The one with the encoder's full width is its
+    first block."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float], full_width: bool = False):
         super().__init__()

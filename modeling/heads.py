@@ -12,13 +12,9 @@ def swap_backbone(model: PreTrainedModel, backbone: BackboneMixin) -> PreTrained
 
     Args:
         model (`PreTrainedModel`):
-            With a backbone of Transformers, for example `UperNetForSemanticSegmentation`, `DPTForDepthEstimation`,
-            `Mask2FormerForUniversalSegmentation` or `RTDetrV2ForObjectDetection`. Its head keeps its weights: one that
-            was trained on a teacher reads the maps of the teacher's student.
+            With a backbone of Transformers, for example `UperNetForSemanticSegmentation` or `DPTForDepthEstimation`.
+            Its head keeps its weights: one that was trained on a teacher reads the maps of the teacher's student.
         backbone (`SparseFormerBackbone`): Becomes part of the model, in its precision and place; it is not copied.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: if there is no backbone in the model, or its head reads other maps than the new one gives.

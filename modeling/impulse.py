@@ -186,9 +186,8 @@ def solve_adam(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
 
-    Heads are solved at once and independently, for targets `(heads, positions, positions)`, into two tensors
-    `(heads, hidden_size, head_dim)`. The algorithm leaves the start open ("Parameters"); here it is that of PyTorch's
-    linear layers, uniform in +-1 / sqrt(hidden_size).
+    Heads are solved at once, for targets `(heads, positions, positions)`, into two tensors `(heads, hidden_size,
+    head_dim)`. The algorithm leaves the start open; here it is uniform in +-1 / sqrt(hidden_size), as PyTorch's.
 
     As printed, the algorithm does not stop before the softmax is saturated. The authors' code averages the error over
     heads and bounds the weights every 100 steps (`renormalize_every`): each column of Q and each row of K gets the

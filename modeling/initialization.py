@@ -31,7 +31,7 @@ VALUE_INITS = ("default", "mimetic")
 
 @dataclass
 class HeadReport:
-    """A head's attention on its layer's pseudo input, after initialization."""
+    """A head's attention on its layer's pseudo input, after initialization: how well it shows its target."""
 
     layer: int
     head: int
@@ -195,9 +195,6 @@ def impulse_init_(
         offsets (`torch.Tensor` or `Callable`, *optional*):
             Rows and columns from a patch to the one that each head attends to, `(heads, 2)`, the same in all layers or
             by a function of a layer's index. Drawn from the kernel by default.
-
-    Returns:
-        `InitializationReport`: The attention of every head.
 
     Raises:
         ValueError: if the model is no such transformer, or an argument is invalid; the model is then unchanged.

@@ -124,17 +124,10 @@ class SelfAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Args:
-            hidden_states (`torch.Tensor`): `(batch, tokens, hidden_size)`, which are attended to.
-            queries (`torch.Tensor`, *optional*): The first tokens, which attend; all of them by default.
-            position_embeddings (pair of `torch.Tensor`, *optional*): Cosines and sines, `(batch, rotated tokens,
-                head_dim / 2)`, of the last tokens.
-            attention_mask (`torch.Tensor`, *optional*): Added to the scores, `(batch, 1, 1, tokens)`.
-
-        Returns:
-            The output for each query, and the attention weights if the implementation has them.
-        """
+        """Return the output for each of the first tokens, `queries`, by default all, which attend to all, `(batch,
+        tokens, hidden_size)`, and the attention weights if the implementation has them. `position_embeddings` are the
+        cosines and sines, `(batch, rotated tokens, head_dim / 2)`, of the last tokens; `attention_mask`, `(batch, 1,
+        1, tokens)`, is added to the scores."""
         queries = hidden_states if queries is None else queries
         heads = (-1, self.head_dim)
         query = self.q_proj(queries).unflatten(-1, heads).transpose(1, 2)

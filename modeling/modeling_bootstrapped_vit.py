@@ -92,13 +92,9 @@ class SharedMLP(nn.Module):
 
 
 def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
-    """Mean squared difference of a transformer's and an agent's normalized features. The agent's map gets no gradient.
-    If the two have different lengths, the longer one is averaged along its tokens.
-
-    Args:
-        tokens (`torch.Tensor`): `(batch, patches, hidden_size)`.
-        feature_map (`torch.Tensor`): `(batch, hidden_size, rows, columns)`.
-    """
+    """Mean squared difference of a transformer's and an agent's normalized features, `(batch, patches, hidden_size)`
+    and `(batch, hidden_size, rows, columns)`, which get no gradient. If the two have different lengths, the longer one
+    is averaged along its tokens."""
     ours = in_float32(tokens).mT
     theirs = in_float32(feature_map.detach()).flatten(2)
     length = min(ours.shape[-1], theirs.shape[-1])

@@ -21,14 +21,8 @@ def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     standard deviations: -1/2 in the middle of an edge, -4.5 one RoI further out.
 
     The paper says "in the Gaussian-like form w.r.t. token RoIs"; the deviations are our choice. They are at least one
-    cell of the map, so that a token whose RoI has shrunk to a point still speaks for the cell it lies in.
-
-    Args:
-        rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom, 0 to 1 across the image.
-        height, width (`int`): Size of the map in cells.
-
-    Returns:
-        `torch.Tensor`: `(batch, tokens, height, width)` float32, at most 0.
+    cell of the map, so that a token whose RoI has shrunk to a point still speaks for the cell it lies in. RoIs are
+    `(batch, tokens, 4)`, 0 to 1 across the image; the result is `(batch, tokens, height, width)` float32, at most 0.
     """
     left, top, right, bottom = in_float32(rois).unsqueeze(-1).unbind(-2)
 
@@ -87,16 +81,9 @@ class SegmentationHead(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Args:
-            tokens (`torch.Tensor`): `(batch, tokens, hidden_size)`, without [CLS].
-            rois (`torch.Tensor`): `(batch, tokens, 4)`.
-            features (`torch.Tensor`): `(batch, stem_channels, height, width)`, the stem's map.
-
-        Returns:
-            Logits `(batch, num_labels, height, width)`, and the share of each token in each cell, `(batch, tokens,
-            height, width)`, which sums to 1 over the tokens.
-        """
+        """Tokens `(batch, tokens, hidden_size)`, without [CLS], their RoIs and the stem's map, `(batch, stem_channels,
+        height, width)`, to logits `(batch, num_labels, height, width)` and the share of each token in each cell,
+        `(batch, tokens, height, width)`, which sums to 1 over the tokens."""
         tokens = self.reduction(tokens)
         for block in self.blocks:
             tokens = block(tokens, **kwargs)

@@ -213,10 +213,9 @@ def match_channels_(
     and nothing is added to the model. Ours, not part of a paper.
 
     Args:
-        model (`SparseFormerLlavaForConditionalGeneration` or `SparseFormerPaliGemmaForConditionalGeneration`):
-            The result of `swap_vision_tower`; changed in place. It may share its projector with `original`.
-        original (`LlavaForConditionalGeneration` or `PaliGemmaForConditionalGeneration`):
-            The model before the swap; not changed.
+        model, original (`PreTrainedModel`):
+            The result of `swap_vision_tower` of a LLaVA 1.5 or PaliGemma, changed in place, and the model before the
+            swap, which is not changed and may share its projector.
         batches (iterable of pairs of `torch.Tensor`): Pixel values of the same images, `(batch, 3, height, width)`, as
             `model` and as `original` want them.
 
