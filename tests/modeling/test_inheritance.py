@@ -93,7 +93,7 @@ def test_images_have_the_teachers_channels(channels):
         normalization = dict.fromkeys(("image_mean", "image_std"), [0.5] * channels)
         student = PatchSparseFormerForImageClassification.from_teacher(teacher, 64, **normalization)
         expected = teacher(images)
-        torch.testing.assert_close(student(images).logits, getattr(expected, "logits", expected))
+        torch.testing.assert_close(student(images).logits, getattr(expected, "logits", expected), atol=1e-4, rtol=0)
         student = SparseFormerForImageClassification.from_teacher(teacher, 4, **normalization)
         assert student.config.num_channels == channels and student(images).logits.isfinite().all()
 
