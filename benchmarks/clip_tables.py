@@ -98,7 +98,6 @@ STUDENTS_INHERITED = {
 # Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
 ALIGNED = {
     "own answers": (list(STUDENTS)[:3], []),
-    "own answers, LoRA": (["SparseFormer, 16 readable tokens"], ["--lora_rank", "8"]),
     "conversations": (["SparseFormer, 16 readable tokens"], ["--dataset"]),
 }
 

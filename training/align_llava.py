@@ -6,7 +6,7 @@
 The tower takes the place of that of a LLaVA or a PaliGemma, as in `frugalvit swap`; tower and language model are
 frozen. Without text, the original model is the teacher: it answers a question about each image, and the new one learns
 the distribution of each token of the answer, and the mean of the projected tokens. With LLaVA's files of conversations
-(`--dataset FILE.json`), it learns their answers. `--lora_rank` tunes the language model, too (Hu et al. 2022).
+(`--dataset FILE.json`), it learns their answers.
 """
 
 import copy
@@ -41,8 +41,6 @@ PROMPT = "USER: {image}{question} ASSISTANT:"
 PALIGEMMA_PROMPT = "{image}{question}\n"
 # The label of tokens outside of answers, as in Transformers.
 NO_ANSWER = -100
-# Share of the learning rate: LLaVA 1.5 takes 2e-4 for its language model and 1e-3 for the projector.
-LORA_RATE = 0.2
 # Code in the model card.
 USE = """
 
@@ -74,11 +72,10 @@ class AlignLlavaArguments(ImageTrainingArguments):
     num_train_epochs: float = argument(1.0, "Epochs.")
     per_device_train_batch_size: int = argument(32, "Images of a step on a device.")
     per_device_eval_batch_size: int = argument(32, "Images of an evaluation step on a device.")
-    learning_rate: float = argument(1e-3, "Highest learning rate, that of the projector; LoRA's is a fifth.")
+    learning_rate: float = argument(1e-3, "Highest learning rate.")
     warmup_steps: float = argument(0.03, "Steps of warm-up, or a share of all.")
     lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
     num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
-    lora_rank: int = argument(0, "Rank of LoRA in the language model; 0 leaves it as it is.")
     questions: list[str] = argument(
         ["What is in the image?", "Describe the image.", "What is this?"], "Questions, one for each view of an image."
     )
@@ -91,7 +88,7 @@ class AlignLlavaArguments(ImageTrainingArguments):
         check(self, lambda value: not value, "0, as answers have no smoothed labels", "label_smoothing_factor")
         is_prompt = lambda text: "{image}" in text and "{question}" in text  # noqa: E731
         check(self, is_prompt, "a text with {image} and {question}", "prompt")
-        check(self, lambda value: value >= 0, "0 or more", "lora_rank", "feature_loss_weight")
+        check(self, lambda value: value >= 0, "0 or more", "feature_loss_weight")
         check(self, lambda value: value >= 1, "1 or more", "num_tokens", "answer_tokens")
 
 
@@ -201,15 +198,13 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
 
 
 class Learner(nn.Module):
-    """A LLaVA, which may share its language model with another one. Its projector, a copy in float32, and LoRA of
-    `lora_rank` in its language model learn. The state has the parameters that learn and no others."""
+    """A LLaVA, which may share its language model with another one. Its projector, a copy in float32, learns; the
+    state has its parameters and no others."""
 
-    def __init__(self, llava: PreTrainedModel, lora_rank: int = 0):
+    def __init__(self, llava: PreTrainedModel):
         super().__init__()
         self.llava = llava.requires_grad_(False)
         llava.model.multi_modal_projector = copy.deepcopy(llava.model.multi_modal_projector).float().requires_grad_()
-        if lora_rank:
-            self.add_lora(lora_rank)
         self.register_state_dict_post_hook(drop_frozen)
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
@@ -219,39 +214,6 @@ class Learner(nn.Module):
 
     def forward(self, **inputs):
         return self.llava(**inputs)
-
-    def add_lora(self, rank: int):
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError:
-            raise ValueError("lora_rank is peft's: pip install 'frugalvit[finetune]'.") from None
-        language_model = self.llava.model.language_model
-        linear = {name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=linear), language_model)
-        for parameter in language_model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-
-    @property
-    def lora_layers(self) -> dict[str, nn.Module]:
-        """Layers with LoRA, by name."""
-        return {name: module for name, module in self.llava.named_modules() if hasattr(module, "lora_A")}
-
-    def enable_lora(self, enabled: bool):
-        for layer in self.lora_layers.values():
-            layer.enable_adapters(enabled)
-
-    def merged_state(self) -> dict[str, torch.Tensor]:
-        """Return the LLaVA's weights by name, with LoRA added, in the precision that they had."""
-        state = {}
-        layers = self.lora_layers
-        for name, value in self.llava.state_dict().items():
-            owner, _, rest = name.replace(".base_layer.", ".").rpartition(".")
-            if owner in layers and rest == "weight":
-                value = (value.float() + layers[owner].get_delta_weight("default")).to(value.dtype)
-            if ".lora_" not in name:
-                state[f"{owner}.{rest}"] = value.to(self.llava.dtype) if "multi_modal_projector." in name else value
-        return state
 
 
 def drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
@@ -263,7 +225,7 @@ def drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
 
 class AlignLlavaTrainer(ImageTrainer):
     """Transformers' `Trainer` of a LLaVA or a PaliGemma, `original`, that learns to read a SparseFormer, `tower`: its
-    projector and, with `args.lora_rank`, its language model.
+    projector.
 
     `train_dataset` and `eval_dataset` are images, see `BootstrapTrainer`, about which `original` is asked, or
     conversations of `read_conversations`; `processing_class` is its processor.
@@ -299,7 +261,7 @@ class AlignLlavaTrainer(ImageTrainer):
         teacher_format = ImageFormat.from_processor(processing_class.image_processor) if self.has_teacher else None
         eval_view = EvalView(student_format, teacher_format)
         super().__init__(
-            Learner(self.llava, args.lora_rank),
+            Learner(self.llava),
             args,
             train,
             eval_dataset,
@@ -315,17 +277,11 @@ class AlignLlavaTrainer(ImageTrainer):
         token = self.processor.image_token
         place = token if self.prompt.endswith("\n") else f"{token}\n"
         prompt = self.prompt.removesuffix("\n").format(image=place, question=args.questions[0])
-        # Its parameters are counted, without LoRA's.
-        with torch.device("meta"):
-            plain = type(self.llava)(self.llava.config)
-        self.card = {"model": plain, "use": USE.format(prompt=prompt)}
+        self.card = {"use": USE.format(prompt=prompt)}
 
     def take_images(self, images):
         is_table = isinstance(images, datasets.Dataset) and "turns" in images.features
         return images.cast_column("image", datasets.Image(decode=False)) if is_table else as_images(images)
-
-    def learning_rate_factors(self, model) -> dict[nn.Parameter, float]:
-        return dict.fromkeys(self.llava.model.language_model.parameters(), LORA_RATE)
 
     def ask(self, batch: dict, images) -> tuple:
         """Return the token ids and labels of a text about each image of a batch: a conversation in `images`, or the
@@ -342,12 +298,10 @@ class AlignLlavaTrainer(ImageTrainer):
         seeds = [random_seed(args.seed, *key, CAPTION) for key in zip(epochs, indices, strict=True)]
         questions = [args.questions[seed % len(args.questions)] for seed in seeds]
         pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
-        self.model.enable_lora(False)
         with self.accelerator.autocast():
             answers, *targets = answer(
                 self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens
             )
-        self.model.enable_lora(True)
         asked = [encoded([(question, None)]) for question in questions]
         rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers, strict=True)]
         return rows, targets
@@ -400,15 +354,16 @@ class AlignLlavaTrainer(ImageTrainer):
         return self.llava
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self.model.merged_state() if self.args.should_save else {}
+        weights = self.llava.state_dict()
+        # In the precision that they had.
+        projector = {name: value.to(self.llava.dtype) for name, value in weights.items() if "projector." in name}
+        return weights | projector
 
     def summary(self, metrics: dict[str, float]) -> str:
-        rank = self.args.lora_rank
-        language_model = f" and the language model (LoRA of rank {rank})" if rank else ""
         source = "answers of the LLaVA as it was" if self.has_teacher else "conversations"
         text = (
             f"{without_place(self.base_model)} with {self.llava.config.image_seq_length} tokens an image, those of "
-            f"{without_place(self.tower_name)}; the projector{language_model} learned from {source}"
+            f"{without_place(self.tower_name)}; the projector learned from {source}"
         )
         if "agreement" not in metrics:
             return f"{text}, not evaluated."

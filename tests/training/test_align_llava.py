@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from frugalvit.training.align_llava import (
     NO_ANSWER,
     PALIGEMMA_PROMPT,
-    Learner,
     answer,
     encode,
     pad,
@@ -99,19 +98,19 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
 
 
 def test_a_run_that_was_stopped_goes_on(options, tmp_path):
-    check_resumes("align_llava", tmp_path, 5, **options, lora_rank=2)
+    check_resumes("align_llava", tmp_path, 5, **options)
 
 
 def test_learns_from_conversations(options, tmp_path):
-    """The color of an image, asked for twice."""
+    """The color of an image."""
     records = []
     for number in range(20):
         color, name = [((250, 10, 10), "cat"), ((10, 10, 250), "ship")][number % 2]
         Image.new("RGB", (32, 32), color).save(tmp_path / f"{number}.png")
-        turns = said("<image>\nwhat is this ?", name, "what ?", "dog")
+        turns = said("<image>\nwhat is this ?", name)
         records.append({"image": f"{number}.png", "conversations": turns})
-    data = {"dataset": write(tmp_path, records), "train_split": None, "eval_split": None, "lora_rank": 8}
-    data |= {"num_train_epochs": 8, "per_device_train_batch_size": 3, "learning_rate": 1e-2}
+    data = {"dataset": write(tmp_path, records), "train_split": None, "eval_split": None}
+    data |= {"num_train_epochs": 8, "per_device_train_batch_size": 3, "learning_rate": 1e-1}
     own = run_command("align_llava", tmp_path / "out", **options | data)
     assert own.metrics["agreement"] == 1.0 and len(own.eval_dataset) == 2
     assert "learned from conversations" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
@@ -177,22 +176,3 @@ def test_a_paligemma_is_asked_as_its_processor_does():
     prompts = processor(images=pictures, text=["<image>what is this ?"] * 2, return_tensors="pt")
     prompts.pop("labels")
     assert paligemma.generate(**prompts, max_new_tokens=3, do_sample=False)[:, -3:].tolist() == answers
-
-
-@torch.no_grad()
-def test_what_was_learned_of_the_language_model_is_added_to_it():
-    llava = make_llava()
-    inputs = PROCESSOR(images=Image.new("RGB", (32, 32), "red"), text="<image> what ?", return_tensors="pt")
-    before = llava(**inputs).logits
-    learner = Learner(llava)
-    learner.add_lora(4)
-    for layer in learner.lora_layers.values():
-        layer.lora_B["default"].weight.normal_(std=0.3)
-    learned = llava(**inputs).logits
-    assert (learned - before).abs().max() > 0.1
-    learner.enable_lora(False)
-    assert torch.equal(llava(**inputs).logits, before)
-    learner.enable_lora(True)
-    plain = make_llava()
-    plain.load_state_dict(learner.merged_state())
-    torch.testing.assert_close(plain(**inputs).logits, learned, rtol=1e-4, atol=1e-4)
