@@ -5,11 +5,13 @@
     python benchmarks/attention.py maps RUN OTHER --images image.png --average-heads
     python benchmarks/attention.py entropy RUN OTHER
     python benchmarks/attention.py features RUN OTHER --images image.png another.png
+    python benchmarks/attention.py ranks cifar10-convmixer
 
 `maps` draws attention averaged over images, and prints entropy, stable rank and the neighbor that heads attend to most
 (figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.): of models, of the first model's architecture with
 attention newly drawn, and of runs of `frugalvit train` and `frugalvit joint` at their start. `entropy` draws a dot for
 each head (section 3 of Hyeon-Woo et al.), `features` the length of feature vectors (tables 5 and 6 of Zhang et al.).
+`ranks` measures the stable rank of what each layer is given, and of the last one's output (remark 1 of Zheng et al.).
 """
 
 import copy
@@ -26,7 +28,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
-from frugalvit.attention import LayerStatistics, measure_attention, patch_grid
+from frugalvit.attention import LayerStatistics, measure_attention, patch_grid, stable_rank
 from frugalvit.common.choices import INITIALIZATIONS, SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
@@ -36,7 +38,7 @@ from frugalvit.modeling.initialization import initialize_attention_
 from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train
 from frugalvit.training.models import build_model
-from shared import make_parser
+from shared import add_results_argument, make_parser, write_table
 
 
 # Queries and keys of the upper left corner that is enlarged, as in the paper's figures.
@@ -46,7 +48,7 @@ STYLE = {"dpi": 200, "facecolor": "white", "layout": "constrained"}
 
 def main(argv: list[str] | None = None):
     parser = make_parser(__doc__)
-    parser.add_argument("what", choices=["maps", "entropy", "features"])
+    parser.add_argument("what", choices=["maps", "entropy", "features", "ranks"])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folders or hub ids of classifiers")
     parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
     parser.add_argument(
@@ -58,6 +60,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--average-heads", action="store_true", help="draw the average of all heads instead")
     parser.add_argument("--images", nargs="+", metavar="FILE", help=f"default: 64 of {SUBSET}")
     parser.add_argument("--picture", help="default: maps.png, entropy.png or features.png")
+    add_results_argument(parser)
     arguments = parser.parse_args(argv)
     names = arguments.names or [Path(model).name for model in arguments.models]
     if len(names) != len(arguments.models):
@@ -67,6 +70,11 @@ def main(argv: list[str] | None = None):
     else:
         images = [decode_image(record["image"], n) for n, record in enumerate(load_images(SUBSET, "train[:64]"))]
 
+    if arguments.what == "ranks":
+        found = {name: stable_ranks(model, processor, images) for name, model, processor in models(arguments, names)}
+        write_table(arguments.results_dir / "stable_rank.json", {"images": len(images)}, [found])
+        print(format_table([found]))
+        return
     measure = feature_maps if arguments.what == "features" else measure_attention
     measured = {}
     for name, model, image_processor in models(arguments, names):
@@ -83,6 +91,14 @@ def main(argv: list[str] | None = None):
         head = None if arguments.average_heads else arguments.head
         figure = draw_entropy(measured) if arguments.what == "entropy" else draw_maps(measured, layers, head)
     save_figure(figure, arguments.picture or f"{arguments.what}.png")
+
+
+@torch.no_grad()
+def stable_ranks(model: PreTrainedModel, image_processor, images: Sequence[Image.Image]) -> list[float]:
+    """Stable rank of positions by channels before each layer and after the last, the mean over images."""
+    pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+    states = model.eval()(pixel_values, output_hidden_states=True).hidden_states
+    return [stable_rank(each.flatten(2) if each.ndim == 4 else each).mean().item() for each in states]
 
 
 def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, object]]:
