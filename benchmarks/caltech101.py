@@ -227,10 +227,10 @@ def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.T
 
 @functools.lru_cache(len(VIEWS))
 def test_images(
-    test: str, image_format: ImageFormat, view: str, backgrounds: str | None = None
+    test: str, image_format: ImageFormat, view: str, backgrounds: str | None = None, limit: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All test images as one of `VIEWS`, `(images, 3, height, width)` uint8, and their labels."""
-    records, pixels = load_images([test], "train"), []
+    """Test images as one of `VIEWS`, `(images, 3, height, width)` uint8, and their labels."""
+    records, pixels = sample(load_images([test], "train"), limit, seed=0), []
     others = load_images([backgrounds], "train") if view == VIEWS[2] else None
     for index in tqdm(range(len(records)), desc=view, leave=False):
         image = decode_image(records[index]["image"], index)
@@ -249,7 +249,8 @@ def outputs_for(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a function of normalized images for all test images, float32 on the CPU; return their labels, too."""
     backgrounds = getattr(arguments, "backgrounds", None)
-    pixels, labels = test_images(arguments.test, image_format, view, backgrounds)
+    limit = getattr(arguments, "test_images", None)
+    pixels, labels = test_images(arguments.test, image_format, view, backgrounds, limit)
     device, found = choose_device(), []
     for batch in tqdm(pixels.split(32), desc=view, leave=False):
         with torch.autocast(device.type, torch.bfloat16, enabled=arguments.mixed_precision == "bf16"):

@@ -1,42 +1,37 @@
-"""Tokens where images have detail: students whose tokens are cells of trees beside students with grids.
+"""Placement of tokens by content: students whose cells are chosen for each image beside students with grids.
 
     python benchmarks/content_placement.py teacher --model VIT --train TRAIN --test TEST       # Clothing's, 224 pixels
     python benchmarks/content_placement.py untrained --teacher TEACHER --test TEST --backgrounds IMAGES --tome CHECKOUT
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
-    python benchmarks/content_placement.py larger --teacher TEACHER --student RUN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
-    python benchmarks/content_placement.py picture --test TEST
+    python benchmarks/content_placement.py picture --student STUDENT --test TEST
 
 `students` bootstraps a student of each of --placements for six counts of tokens, all on the same views, half of them
-zoomed out, half of those onto other training images. Each is asked about test photographs, the same as small objects
-(on a canvas whose sides are 2.5 times theirs), and the same on other photographs. `untrained` asks the teacher,
-students before training, which are the teacher at lower resolution and with trees, and the teacher with random patches
-and ToMe (github.com/facebookresearch/ToMe) as it is off the shelf. Runs are kept under --runs-dir and found
-again; `table` puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py.
-`larger` shows a student images of 448 pixels, for which it was not trained (content_placement_larger.json). `speed`
-times grids and trees (content_placement_speed.json). `picture` draws what tokens of a grid see and those of trees, of
-the student that ships (content_placement.webp).
+zoomed out. Each is asked about test photographs, the same as small objects (on a canvas whose sides are 2.5 times
+theirs), and the same on other photographs. `untrained` asks the teacher, students before training, which are the
+teacher at lower resolution, and the teacher with random patches and ToMe (github.com/facebookresearch/ToMe) as it is
+off the shelf. Runs are kept under --runs-dir and found again; `table` puts all that are there into
+content_students_NAME.json. Caltech-101's teacher is that of caltech101.py. `speed` times both placements
+(content_placement_speed.json). `picture` draws what tokens of a grid see and those that a student places
+(content_placement.webp).
 """
 
 import functools
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from caltech101 import CANVAS, VIEWS, accuracy_of, outputs_for, print_accuracy, put_on_canvas, run_command
 from matplotlib.figure import Figure
 
-import frugalvit
-from frugalvit.baselines import WithTokens, load_teacher
+from frugalvit.baselines import load_teacher
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import count_macs
 from frugalvit.common.speed import images_per_second
 from frugalvit.configuration.configuration_base import pair
 from frugalvit.modeling.image_format import ImageFormat
@@ -61,9 +56,6 @@ PLACEMENTS = ("grid", "content")
 TOKENS = [9, 16, 25, 36, 49, 64]
 # What students are trained on besides photographs.
 ZOOM_OUT = 3.0
-STUDENT = "caltech101-sparseformer"
-# Pixels at which a teacher of 224 sees twice as much.
-LARGER = 448
 # Of the picture.
 PICTURE_TOKENS, PICTURES = 25, 6
 
@@ -81,7 +73,8 @@ def main():
     parser.add_argument("--name", default="caltech101", help="of the data (default: %(default)s)")
     parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=PLACEMENTS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
-    parser.add_argument("--epochs", type=int, default=6, help="of students (default: %(default)s)")
+    parser.add_argument("--test-images", type=int, help="drawn at random (default: all)")
+    parser.add_argument("--steps", type=int, default=180, help="of students (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=192, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
     parser.add_argument("--inherited-learning-rate", type=float, default=0.04, help="default: %(default)s")
@@ -112,7 +105,7 @@ def measure(arguments, model, processor, placement: str) -> list[dict]:
     model.to(choose_device()).eval()
     image_format = ImageFormat.from_processor(processor)
     return [
-        {"placement": placement, "tokens": model.config.round_tokens(count)}
+        {"placement": placement, "tokens": count}
         | accuracies(arguments, functools.partial(logits_of, model, count), image_format)
         for count in arguments.tokens
     ]
@@ -159,32 +152,6 @@ def logits_of_baseline(baseline, pixel_values: torch.Tensor) -> torch.Tensor:
     return baseline.classifier(baseline.embed(pixel_values))
 
 
-def measure_larger(arguments):
-    """A student with images of its teacher's size and of `LARGER` pixels, beside its teacher, all test images."""
-    student, processor = load_image_classifier(arguments.student, str(choose_device()))
-    student = student.float().eval()
-    own = ImageFormat.from_processor(processor)
-    anatomy, _ = load_teacher(arguments.teacher, str(choose_device()))
-    larger = replace(own, size=(LARGER, LARGER), resize=round(own.resize * LARGER / own.size[0]))
-    cases = [("teacher", own, anatomy.num_patches, anatomy.source, anatomy.run_classifier)]
-    for image_format in (own, larger):
-        for count in map(student.config.round_tokens, arguments.tokens):
-            classify = functools.partial(logits_of, student, count)
-            cases.append(("student", image_format, count, WithTokens(student, count), classify))
-    rows = []
-    for name, image_format, tokens, model, classify in cases:
-        row = {
-            "model": name,
-            "pixels": image_format.size[0],
-            "tokens": tokens,
-            "macs": count_macs(model, image_format.size).macs_with_attention,
-        }
-        rows.append(row | accuracies(arguments, classify, image_format))
-        print_rows(rows[-1:])
-    settings = {"canvas": CANVAS, "precision": arguments.mixed_precision}
-    write_table(arguments.results_dir / "content_placement_larger.json", settings, rows)
-
-
 def train_students(arguments):
     for seed in arguments.seeds:
         for placement in arguments.placements:
@@ -194,7 +161,7 @@ def train_students(arguments):
 def train_student(arguments, placement: str, seed: int) -> list[dict]:
     """Train and measure a student, now or before; return a row for each count of tokens."""
     rate = arguments.learning_rate * arguments.inherited_learning_rate
-    budget = f"{arguments.epochs}epochs-{rate:g}"
+    budget = f"{arguments.steps}x{arguments.batch_size}-{rate:g}"
     folder = arguments.runs_dir / f"{arguments.name}-{placement}-{budget}-seed{seed}"
     measured_file = folder / "measured.json"
     if measured_file.is_file():
@@ -203,14 +170,18 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval_split", "none", "--seed", str(seed)),
         *("--num_tokens", *map(str, TOKENS), "--placement", placement),
         *("--zoom_out", str(ZOOM_OUT)),
-        *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", str(arguments.batch_size)),
+        *("--max_steps", str(arguments.steps), "--per_device_train_batch_size", str(arguments.batch_size)),
         *("--learning_rate", str(arguments.learning_rate)),
         *("--inherited_lr_factor", str(arguments.inherited_learning_rate), *precision_arguments(arguments)),
     ]
     run_training(bootstrap, folder, argv)
     model, processor = load_image_classifier(folder, "cpu")
-    about = {"seed": seed, "epochs": arguments.epochs, "inherited_rate": rate, "batch_size": arguments.batch_size}
-    rows = [row | about for row in measure(arguments, model, processor, placement)]
+    about = {"seed": seed, "steps": arguments.steps, "batch_size": arguments.batch_size, "inherited_rate": rate}
+    rows = measure(arguments, model, processor, placement)
+    if placement == "content":
+        model.set_placement("grid")
+        rows += measure(arguments, model, processor, "content, asked by grid")
+    rows = [row | about for row in rows]
     write_json(measured_file, rows)
     return rows
 
@@ -230,7 +201,7 @@ def make_table(arguments):
             row |= {name: statistics.mean(values), f"{name}: spread": spread(values)}
         rows.append(row)
     print_rows(rows)
-    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT}
+    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT, "test_images": arguments.test_images}
     write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
 
 
@@ -241,24 +212,21 @@ def measure_speed(arguments):
     for count in arguments.tokens:
         calls = {name: functools.partial(model, num_tokens=count) for name, model in models.items()}
         speeds = images_per_second(calls, pixel_values, rounds=20)
-        rows += [
-            {"placement": name, "tokens": models[name].config.round_tokens(count), "images_per_second": speed}
-            for name, speed in speeds.items()
-        ]
+        rows += [{"placement": name, "tokens": count, "images_per_second": speed} for name, speed in speeds.items()]
     print_rows(rows)
     settings = {"batch_size": 32, "precision": "float32"}
     write_table(arguments.results_dir / "content_placement_speed.json", settings, rows)
 
 
 def draw_picture(arguments):
-    """Draw photographs as small objects, as a grid's and as a tree's tokens see them, with the labels of both."""
+    """Draw photographs as small objects, as tokens of a grid see them and those that a student places, with labels."""
     records = load_images([arguments.test], "train")
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
-    grid, processor = load_image_classifier(frugalvit.checkpoint_path(STUDENT), "cpu")
-    tree, _ = load_image_classifier(frugalvit.checkpoint_path(STUDENT), "cpu")
-    tree.set_placement("content")
-    # It was not trained with trees.
-    tree.config.elastic_token_counts = None
+    models = {}
+    for placement in PLACEMENTS:
+        models[placement], processor = load_image_classifier(arguments.student, "cpu")
+        if placement == "grid":
+            models[placement].set_placement(placement)
     image_format = ImageFormat.from_processor(processor)
     view, images = EvalView(image_format), []
     for number, index in enumerate(chosen):
@@ -270,16 +238,15 @@ def draw_picture(arguments):
     axes = figure.subplots(3, PICTURES)
     for column in range(PICTURES):
         axes[0, column].imshow(pixels[column].permute(1, 2, 0))
-    for row, (name, model) in enumerate({"a grid's": grid, "a tree's": tree}.items(), 1):
-        count = model.config.round_tokens(PICTURE_TOKENS)
+    for row, (name, model) in enumerate(models.items(), 1):
         with torch.inference_mode():
-            outputs = model(pixel_values, num_tokens=count, output_rois=True)
+            outputs = model(pixel_values, num_tokens=PICTURE_TOKENS, output_rois=True)
         for column in range(PICTURES):
             seen = seen_by(pixels[column], outputs.rois[-1][column], pair(model.config.patch_size))
             axes[row, column].imshow(seen.permute(1, 2, 0))
             label = model.config.id2label[int(outputs.logits[column].argmax())]
             axes[row, column].set_xlabel(label.replace("_", " "), fontsize=8)
-        axes[row, 0].set_ylabel(f"{name} {count} tokens", fontsize=9)
+        axes[row, 0].set_ylabel(f"{PICTURE_TOKENS} tokens, {name}", fontsize=9)
     axes[0, 0].set_ylabel("image", fontsize=9)
     for axis in axes.flat:
         axis.set_xticks([])
@@ -305,8 +272,7 @@ COMMANDS = {
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
     "speed": (measure_speed, ["teacher"]),
-    "larger": (measure_larger, ["teacher", "student", "test", "backgrounds"]),
-    "picture": (draw_picture, ["test"]),
+    "picture": (draw_picture, ["student", "test"]),
 }
 
 
