@@ -24,7 +24,7 @@ from .common.exported import (
     parts_of,
     program_file,
 )
-from .common.files import whole_folder, write_json
+from .common.files import check_apart, whole_folder, write_json
 from .common.loading import load_image_processor, vision_config_of
 from .common.scores import check_scores
 from .common.tables import format_table
@@ -76,6 +76,7 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
+    check_apart(arguments.output, arguments.model)
     if arguments.format == PLAIN:
         for name, given in (("--precision", arguments.precision != "float32"), ("--page", arguments.page)):
             if given:
@@ -86,8 +87,6 @@ def main(argv: list[str] | None = None) -> None:
     check_format(arguments.format, arguments.precision)
     if arguments.page:
         check_page(arguments.format)
-    if Path(arguments.output).resolve() == Path(arguments.model).resolve():
-        raise ValueError(f"--output {arguments.output} is the model's own folder; choose another.")
     report = export_model(arguments)
     if arguments.json:
         print(json.dumps(report, indent=2))

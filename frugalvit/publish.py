@@ -1,6 +1,8 @@
 """`frugalvit publish`: upload a model to the hub, in half the bytes, after trying it where frugalvit is missing."""
 
 import argparse
+import functools
+import json
 import os
 import re
 import shutil
@@ -21,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_model
 from .common.command_line import CommandParser
-from .common.files import COMPANIONS, forget_code, is_picture_of, read_text, whole_folder
+from .common.files import COMPANIONS, check_apart, forget_code, is_picture_of, read_text, whole_folder
 from .common.loading import load_image_processor, split_revision
 from .modeling.hub import HubModel
 from .modeling.model_card import auto_class, model_card
@@ -50,8 +52,8 @@ def make_parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
     arguments.model = split_revision(arguments.model)[0]
-    if arguments.output and Path(arguments.output).resolve() == Path(arguments.model).resolve():
-        raise ValueError(f"--output {arguments.output} is the model's own folder; choose another.")
+    if arguments.output:
+        check_apart(arguments.output, arguments.model)
     if arguments.repo_id:
         validate_repo_id(arguments.repo_id)
         if arguments.no_code:
@@ -64,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         save_compact(model, folder)
         copy_companions(Path(arguments.model), folder)
         write_card(arguments, model, folder)
+        check_texts(folder)
         check_outputs(folder)
         if arguments.no_code:
             for path in folder.glob("*.py"):
@@ -139,11 +142,29 @@ def write_card(arguments: argparse.Namespace, model: PreTrainedModel, folder: Pa
         card.save(file)
     if not card.data.license:
         raise ValueError("README.md names no license; give one by --license, for example apache-2.0.")
-    text = file.read_text(encoding="utf-8")
-    if ACCESS_TOKEN.search(text):
-        raise ValueError("README.md holds an access token of the hub; remove it there, and revoke it on the hub.")
     if arguments.repo_id:
+        text = file.read_text(encoding="utf-8")
         file.write_text(text.replace(UNNAMED, arguments.repo_id), encoding="utf-8")
+
+
+def check_texts(folder: Path):
+    """Raise a ValueError if a text holds an access token of the hub, or names code that is not in the folder."""
+    for path in sorted(folder.iterdir()):
+        text = "" if path.suffix in (".safetensors", ".png") else path.read_text(encoding="utf-8", errors="replace")
+        if ACCESS_TOKEN.search(text):
+            raise ValueError(f"{path.name} holds an access token of the hub; remove it, and revoke it on the hub.")
+        if path.suffix == ".json":
+            json.loads(text, object_hook=functools.partial(check_code, path))
+
+
+def check_code(path: Path, part: dict) -> dict:
+    """Return a part of a JSON file; raise a ValueError if its `auto_map` names code that is not beside the file."""
+    for names in dict(part.get("auto_map") or {}).values():
+        # A tokenizer has two classes, either of which may be None.
+        for name in filter(None, [names] if isinstance(names, str) else names):
+            if f"{name.partition('.')[0]}.py" not in os.listdir(path.parent):
+                raise ValueError(f"The auto_map of {path.name} names code that is not published, {name!r}; remove it.")
+    return part
 
 
 def check_outputs(folder: Path):

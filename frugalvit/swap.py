@@ -8,7 +8,7 @@ import torch
 from .common.choices import DTYPES, QUANTIZATIONS
 from .common.command_line import CommandParser, add_device_map_argument, add_skip_argument, positive
 from .common.data import load_images, sample
-from .common.files import whole_folder
+from .common.files import check_apart, whole_folder
 from .common.loading import load_llava, load_vision_model
 from .configuration.configuration_sparseformer_vlm import image_grid
 from .evaluation.images import image_batches
@@ -38,6 +38,7 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
+    check_apart(arguments.output, arguments.model, arguments.vision_model)
     dtype = getattr(torch, arguments.dtype)
     with whole_folder(arguments.output, arguments.overwrite) as folder:
         tower, _ = load_vision_model(arguments.vision_model, "cpu")

@@ -127,9 +127,22 @@ def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
         assert re.search(message, capsys.readouterr().err)
         assert not hub.created and not hub.commits and not (tmp_path / "out").exists()
 
-    spoil("README.md", "A card", f"hf_{'Ab3' * 11}")
-    refused("README.md holds an access token")
-    write_card(trained)
+    code = '"auto_map": {"AutoImageProcessor": ["someone/else--evil.X", null]}, "do_resize"'
+    for name, old, new, message in (
+        ("README.md", "A card", f"hf_{'Ab3' * 11}", "README.md holds an access token"),
+        ("config.json", '"dtype"', f'"note": "hf_{"Ab3" * 11}", "dtype"', "config.json holds an access token"),
+        ("preprocessor_config.json", '"do_resize"', code, "names code that is not published, 'someone/else--evil.X'"),
+    ):
+        text = (trained / name).read_text(encoding="utf-8")
+        spoil(name, old, new)
+        refused(message)
+        (trained / name).write_text(text, encoding="utf-8")
+    assert main(["publish", str(trained), "--output", str(trained), "--overwrite"]) == 1
+    assert "holds the model" in capsys.readouterr().err
+    (tmp_path / "secret.txt").write_text("mine")
+    (trained / "merges.txt").symlink_to(tmp_path / "secret.txt")
+    refused("merges.txt' is a link")
+    (trained / "merges.txt").unlink()
     weights = load_file(trained / "model.safetensors")
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, trained / "model.safetensors", {"format": "pt"})

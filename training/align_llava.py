@@ -387,7 +387,7 @@ def make_parser() -> ArgumentParser:
 
 def make_trainer(options: LlavaArguments, data: QuestionDataArguments, args: AlignLlavaArguments) -> AlignLlavaTrainer:
     """Return the trainer for the arguments of the command."""
-    start(args)
+    start(args, options.model, options.vision_model)
     train, evaluation, test = load_questions(data)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     original, processor = load_llava(options.model, args.device, dtype)

@@ -23,7 +23,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from ..common.choices import NO_EVALUATION, SUBSET
 from ..common.files import read_text
 from ..common.interruptions import end_on_sigterm
-from ..common.tables import printable
+from ..common.tables import first_line, printable
 
 
 # YAML files of arguments, one for each row of the papers' tables.
@@ -189,6 +189,8 @@ def reason(error: BaseException) -> str | None:
         message = str(error.__cause__)
     elif isinstance(error, StrictDataclassFieldValidationError):
         message = message.replace(f"{type(error.__cause__).__name__}: ", "", 1)
+    elif isinstance(error, UnicodeEncodeError):
+        message = first_line(error)
     if isinstance(error, RuntimeError) and "to be installed" in message:
         message += " TensorBoard comes with pip install 'frugalvit[track]'."
     elif isinstance(error, RuntimeError) and message.startswith("DataLoader worker (pid"):

@@ -410,7 +410,7 @@ def make_trainer(
 ) -> BootstrapTrainer:
     """Return the trainer for the arguments of the command. `teacher`, with its image processor, and `parts`, images to
     train and to evaluate on, take the place of those that are named."""
-    start(args)
+    start(args, options.teacher, options.student)
     if options.upsampler_hidden_size and not args.dense_loss_weight:
         raise ValueError("upsampler_hidden_size needs dense_loss_weight, for example 1.")
     train, evaluation, test = (*parts, None) if parts else load_splits(data, args.label_loss_weight > 0)

@@ -295,7 +295,7 @@ def make_trainer(
     options: SegmenterArguments, data: MaskedDataArguments, args: SegmentationArguments
 ) -> SegmentationTrainer:
     """Return the trainer for the arguments of the command."""
-    start(args)
+    start(args, options.model)
     train, evaluation, test = load_masked_splits(data)
     model, processor = build_model(options, data, args.reduce_labels)
     trainer = SegmentationTrainer(model, args, train, evaluation, processor, base_model=options.model)

@@ -232,7 +232,7 @@ def make_trainer(
     options: ModelArguments, data: DataArguments, args: ImageClassificationArguments
 ) -> ImageClassificationTrainer:
     """Return the trainer for the arguments of the command."""
-    start(args)
+    start(args, options.model, args.distill_from)
     train, evaluation, test = load_splits(data, learns_labels=True)
     model, processor = build_model(options, args, class_names(train))
     trainer = ImageClassificationTrainer(model, args, train, evaluation, processor, base_model=options.model)

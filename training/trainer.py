@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..common.data import class_names
-from ..common.files import permit_as_usual
+from ..common.files import check_apart, permit_as_usual
 from ..common.splits import check_same_classes
 from ..modeling.hosts.anatomy import is_timm
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
@@ -370,8 +370,10 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
     return 0
 
 
-def start(args: ImageTrainingArguments):
-    """Begin a command: check its output folder, and seed the draws of new weights."""
+def start(args: ImageTrainingArguments, *sources: str | None):
+    """Begin a command: check its output folder, apart from the models that it reads, and seed the draws of new
+    weights."""
+    check_apart(args.output_dir, *sources)
     started = int(os.environ.get("WORLD_SIZE") or 1)
     folder = Path(args.output_dir)
     if started > args.world_size and "RANK" in os.environ:

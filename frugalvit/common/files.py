@@ -19,7 +19,8 @@ IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json", "notebook.ipynb")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
-EXPORT_FILES = ("onnx", "openvino_*.*", "export.json", "report.json", "index.html", "ort*.*")
+EXPORT_FILES = ("onnx", "openvino_*model.xml", "openvino_*model.bin", "export.json", "report.json", "index.html")
+EXPORT_FILES += ("ort*.mjs", "ort*.wasm")
 
 
 def shipped_checkpoints() -> list[str]:
@@ -117,6 +118,13 @@ def forget_code(folder: Path):
         write_json(folder / name, configuration)
 
 
+def check_apart(output: str | Path, *sources: str | Path | None):
+    """Raise a ValueError if an output folder is, or holds, one of the models that are read."""
+    for source in sources:
+        if source and os.path.exists(source) and Path(source).resolve().is_relative_to(Path(output).resolve()):
+            raise ValueError(f"The output folder {str(output)!r} holds the model {str(source)!r}; choose another one.")
+
+
 @contextmanager
 def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new folder beside `output` that takes its name if the block succeeds. `output` must be new or empty, or,
@@ -167,7 +175,11 @@ def unexpected_files(folder: Path) -> list[str]:
 
     def belongs(path: Path) -> bool:
         matches = any(fnmatch(path.name, pattern) for pattern in known) or is_picture_of(card, path)
-        programs = path.name == "onnx" and path.is_dir() and all(file.suffix == ".onnx" for file in path.iterdir())
+        programs = (
+            path.name == "onnx"
+            and path.is_dir()
+            and all(fnmatch(file.name, "*model*.onnx") for file in path.iterdir())
+        )
         return matches and (programs or path.is_file()) and not path.is_symlink()
 
     return sorted(path.name for path in folder.iterdir() if not belongs(path))

@@ -21,6 +21,8 @@ def printable(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """An error in one line: the first line of its message, or its type's name."""
+    if isinstance(error, UnicodeEncodeError):
+        return f"the name {printable(error.object)} is not UTF-8; rename it, for example by convmv"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

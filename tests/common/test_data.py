@@ -114,10 +114,12 @@ def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     save(tmp_path / "western" / "a.png")
     (tmp_path / "western" / "metadata.jsonl").write_bytes('{"file_name": "a.png", "label": "café"}'.encode("latin-1"))
+    save(tmp_path / "latin" / "caf\udce9.png")
     for source, options, message in (
         ("nobody/nothing", {}, "expected a hub id, a folder of images"),
         (str(tmp_path / "empty"), {}, "Cannot load .*empty.*: it has no images, and 0 zip files"),
         (str(tmp_path / "western"), {}, "western/metadata.jsonl' is not UTF-8"),
+        (str(tmp_path / "latin"), {}, r"caf\\udce9.png is not UTF-8; rename it"),
         (str(tmp_path / "broken.parquet"), {}, "Cannot load .*: Parquet magic bytes not found"),
         (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image-column\); it has image, label"),
     ):
