@@ -19,13 +19,8 @@ for config_class in (SparseFormerConfig, PatchSparseFormerConfig):
 class SparseFormerCLIPConfig(FrugalViTConfig):
     r"""
     Configuration of a CLIP with a SparseFormer in the place of its vision transformer (Gao et al., *Bootstrapping
-    SparseFormers from Vision Foundation Models*, section 4.2).
-
-    Args:
-        text_config (`CLIPTextConfig` or `dict`, *optional*): The text side, CLIP's own.
-        vision_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The image side.
-        projection_dim (`int`, *optional*, defaults to 512): Width of the space that both sides are projected to.
-        logit_scale_init_value (`float`, *optional*, defaults to 2.6592): Initial logarithm of the logits' scale.
+    SparseFormers from Vision Foundation Models*, section 4.2): `CLIPConfig` whose `vision_config` is a
+    `SparseFormerConfig` or a `PatchSparseFormerConfig`.
     """
 
     model_type = "sparseformer_clip"
@@ -43,16 +38,10 @@ class SparseFormerCLIPConfig(FrugalViTConfig):
 @strict
 class SparseFormerSiglipConfig(FrugalViTConfig):
     r"""
-    Configuration of a SigLIP with a SparseFormer in the place of its vision transformer. Its text side ends in a
-    linear layer to the width of the image side, which is not projected.
-
-    Args:
-        text_config (`SiglipTextConfig` or `dict`, *optional*): The text side, that of SigLIP or SigLIP 2.
-        vision_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The image side.
-        logit_scale_init_value (`float`, *optional*, defaults to log 10): Initial logarithm of the logits' scale.
-        logit_bias_init_value (`float`, *optional*, defaults to -10.0):
-            Initial bias of the logits; both as in section 3.2 of Zhai et al., *Sigmoid Loss for Language Image
-            Pre-Training*.
+    Configuration of a SigLIP with a SparseFormer in the place of its vision transformer: `SiglipConfig` whose
+    `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. Its text side, also that of a SigLIP 2,
+    ends in a linear layer to the width of the image side, which is not projected. Initial logits are scaled and biased
+    as in section 3.2 of Zhai et al., *Sigmoid Loss for Language Image Pre-Training*.
     """
 
     # Transformers' pipeline takes sigmoids, and pads texts, where "siglip" is part of the name.

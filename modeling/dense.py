@@ -20,13 +20,8 @@ def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tenso
 
     A token has one vote, spread evenly over its RoI. Cells that no RoI covers belong to those nearest, as in the
     segmentation head of the paper (`geometric_bias`). No gradient flows into the RoIs.
-
-    Args:
-        rois (`torch.Tensor`): `(batch, tokens, 4)` as left, top, right, bottom, 0 to 1 across the image.
-        height, width (`int`): Size of the map in cells.
-
-    Returns:
-        `torch.Tensor`: `(batch, tokens, height, width)` in float32, sums to 1 over the tokens.
+    RoIs are `(batch, tokens, 4)` as left, top, right, bottom, 0 to 1 across the image; the result, of a map's height
+    and width in cells, is `(batch, tokens, height, width)` in float32 and sums to 1 over the tokens.
     """
     rois = in_float32(rois).detach()
     left, top, right, bottom = rois.unsqueeze(-1).unbind(-2)

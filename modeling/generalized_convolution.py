@@ -25,15 +25,8 @@ def generalized_conv2d(
     """Generalized convolution of a feature map (eq. 1): an output position is a sum over the first positions of the
     window around it, row by row, each through its own matrix. Outside of the map there are zeros.
 
-    Rows of the window that hold no position are left out, so that 6 positions cost two thirds of 9.
-
-    Args:
-        feature_map (`torch.Tensor`): `(batch, in_channels, height, width)`.
-        weight (`torch.Tensor`): `(out_channels, in_channels, positions)`.
-        bias (`torch.Tensor`, *optional*): `(out_channels,)`.
-
-    Returns:
-        `torch.Tensor`: `(batch, out_channels, height, width)`.
+    Rows of the window that hold no position are left out, so that 6 positions cost two thirds of 9. Maps are `(batch,
+    channels, height, width)`, weights `(out_channels, in_channels, positions)`, biases `(out_channels,)`.
     """
     num_positions = weight.shape[-1]
     side = window_size(num_positions)
@@ -45,13 +38,7 @@ def generalized_conv2d(
 
 
 class GeneralizedConv2d(nn.Module):
-    """A layer of generalized convolution, see `generalized_conv2d`.
-
-    Args:
-        in_channels, out_channels (`int`): Channels.
-        num_positions (`int`): Receptive field, from 1; 9 is a 3 x 3 convolution.
-        bias (`bool`, *optional*, defaults to `True`): Add a learned vector.
-    """
+    """A layer of generalized convolution, see `generalized_conv2d`; with `num_positions=9` a 3 x 3 convolution."""
 
     def __init__(self, in_channels: int, out_channels: int, num_positions: int, bias: bool = True):
         super().__init__()

@@ -87,12 +87,8 @@ def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 class SelfAttention(nn.Module):
     """Multi-head attention through Transformers' attention interface, of tokens to themselves or of other queries.
-
-    Args:
-        config: Read for the attention implementation only.
-        head_norm (`Callable`, *optional*): Makes the norm of each head's queries and keys, given their width.
-        output_norm (`Callable`, *optional*): Makes the norm before the output projection.
-    """
+    `head_norm` makes the norms of each head's queries and keys, `output_norm` that before the output projection, given
+    their width."""
 
     def __init__(
         self,
@@ -151,12 +147,8 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between. With a gate, the activated gate multiplies the first layer.
-
-    Args:
-        gated (`bool`): With a gate (Shazeer 2020, arXiv 2002.05202), SwiGLU for `hidden_act="silu"`.
-        norm (`Callable`, *optional*): Makes the norm before the second layer, given its width.
-    """
+    """Two linear layers with an activation between, and a norm before the second, which `norm` makes, given its width.
+    With a gate (Shazeer 2020, arXiv 2002.05202, SwiGLU for "silu"), the activated gate multiplies the first layer."""
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     cells of all grids."""
     rois = [grid_rois(grid) for grid in grids]
     blocks = without_middle(rois[0].mT.unflatten(1, grids[0]), grids[0])
-    first, last = blocks[:2, ::2, ::2], blocks[2:, 1::2, 1::2]
+    first = blocks[:2, ::2, ::2]
+    last = blocks[2:, 1::2, 1::2]
     rois.insert(0, torch.cat([first, last]).flatten(1).mT)
     areas = [each.new_full((len(each),), 4.0**-level) for level, each in enumerate(rois, start=-1)]
     return torch.cat(rois), torch.cat(areas)

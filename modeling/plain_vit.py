@@ -40,7 +40,8 @@ def to_plain_vit(
     student: PreTrainedModel, num_tokens: int | None, like: PreTrainedConfig | str | os.PathLike | None
 ) -> PreTrainedModel:
     """`to_plain_vit` of a PatchSparseFormer's class, which documents it."""
-    config, name = student.config, type(student).__name__
+    config = student.config
+    name = type(student).__name__
     if config.placement == "content":
         raise ValueError("The student's tokens are cells of trees, which no plain ViT has; expected placement='grid'.")
     if not name.endswith(("ForImageClassification", "Model", "WithProjection")):
@@ -128,7 +129,8 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
 def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, int]):
     """Write a student's weights into the modules of a host, which was built for images of this grid."""
     base = student.base_model
-    embeddings, patches = base.embeddings, anatomy.patch_embedding
+    embeddings = base.embeddings
+    patches = anatomy.patch_embedding
     positions = embeddings.positions_of([grid])
     patches.weight.copy_(embeddings.projection.weight.view(patches.weight.shape))
     if patches.bias is None:
