@@ -83,33 +83,21 @@ def test_options_have_one_spelling_and_others_are_refused(command, capsys):
     assert stop.value.code == 2 and error.startswith(f"frugalvit {command[0]}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"), [("quikstart", "did you mean quickstart?"), ("xyz", "did you mean quickstart, predict, ")]
-)
-def test_unknown_command(word, hint, capsys):
-    assert cli.main([word]) == 2
+def test_unknown_command(capsys):
+    assert cli.main(["quikstart"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"frugalvit: error: there is no command {word!r}; ")
-    assert hint in error
+    assert error.startswith("frugalvit: error: there is no command 'quikstart'; did you mean quickstart?")
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("expected this,\n  got that"), "expected this, got that"),
-        (FileNotFoundError(2, "No such file or directory", "a.png"), "[Errno 2] No such file or directory: 'a.png'"),
-        (OSError(), "OSError"),
-    ],
-)
-def test_user_errors_are_one_line(command, error, line, capsys):
+def test_user_errors_are_one_line(command, capsys):
     def fail(argv):
-        raise error
+        raise ValueError("expected this,\n  got that")
 
     command(fail)
     assert cli.main(["fake"]) == 1
-    assert capsys.readouterr() == ("", f"frugalvit fake: error: {line}\n")
-    with pytest.raises(type(error)):
+    assert capsys.readouterr() == ("", "frugalvit fake: error: expected this, got that\n")
+    with pytest.raises(ValueError):
         cli.main(["--debug", "fake"])
 
 

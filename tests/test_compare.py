@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import ViTForImageClassification
 from vision_transformers import KINDS
 
+from drawn import draw_classes
 from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.baselines import LOWER_RESOLUTION, as_teacher, at_lower_resolution
 from frugalvit.compare import describe_score
@@ -103,22 +104,9 @@ def test_errors_are_paired():
     assert found["accuracy_difference_error"] == pytest.approx((right - teacher).numpy().std(ddof=1) / 8**0.5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([VIT, "--output", "full"], "exists and is no empty folder"),
-        ([VIT, "--output", "out", "--dataset", "animals"], "The model does not know the classes"),
-    ],
-)
-def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
+def test_bad_input(tmp_path, capsys):
     """One line, and nothing is written."""
-    monkeypatch.chdir(tmp_path)
-    for label in ("owl", "fox"):
-        (tmp_path / "animals" / label).mkdir(parents=True)
-        Image.new("RGB", (32, 32), "red").save(tmp_path / "animals" / label / "0.png")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    before = sorted(os.listdir(tmp_path))
-    assert run(*arguments) == 1
-    assert message in capsys.readouterr().err.splitlines()[-1]
-    assert sorted(os.listdir(tmp_path)) == before
+    draw_classes(tmp_path / "animals", 1, ("owl", "fox"))
+    assert run(VIT, "--output", tmp_path / "out", "--dataset", tmp_path / "animals") == 1
+    assert "The model does not know the classes" in capsys.readouterr().err.splitlines()[-1]
+    assert os.listdir(tmp_path) == ["animals"]

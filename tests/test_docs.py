@@ -191,9 +191,3 @@ def test_pages_run_from_top_to_bottom(name, teacher, models, hub, imported_once,
         elif not any(step.startswith(start) for start in NOT_HERE):
             run(step, monkeypatch)
     transformers.logging.enable_progress_bar()
-
-
-def test_what_is_not_run_is_there():
-    """A reason whose command is gone goes, too."""
-    lines = [step for page in PAGES.values() for language, step in steps(page) if language == "bash"]
-    assert all(any(line.startswith(start) for line in lines) for start in NOT_HERE)

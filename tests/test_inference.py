@@ -96,7 +96,6 @@ def test_each_image_has_its_own_error(images, tmp_path):
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ("photograph.jpg", {}, "Got a str, expected an iterable of images; of one image, a list"),
         ([Image.new("RGB", (32, 32))], {"num_tokens": 17}, "`num_tokens` is 17, expected 1 to 15"),
         ([], {"model": elastic}, "needs its image processor"),
     ],

@@ -27,19 +27,3 @@ def test_sure_images_take_few_tokens(capsys):
     for index, image in enumerate(found):
         expected = by_count[image["num_tokens"]][index]["labels"][0]
         assert image["labels"][0] == {"label": expected["label"], "score": pytest.approx(expected["score"], rel=1e-4)}
-
-
-@pytest.mark.parametrize(
-    ("model", "arguments", "message"),
-    [
-        (MODEL, ["--num-tokens", "65"], "`num_tokens` is 65, expected 1 to 64"),
-        ("cifar10-vit", ["--num-tokens", "4"], "--num-tokens is for SparseFormers"),
-    ],
-)
-def test_what_cannot_be_chosen(model, arguments, message, capsys):
-    try:
-        code = main(["predict", IMAGES, "--model", model, *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    captured = capsys.readouterr()
-    assert code in (1, 2) and message in captured.err and "Traceback" not in captured.err

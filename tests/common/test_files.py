@@ -5,8 +5,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from frugalvit.common.files import whole_file, whole_folder, write_text
 
@@ -51,22 +49,6 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
         write_text(tmp_path / "link.json", content)
         assert path.read_text() == content and (tmp_path / "link.json").is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["link.json", "results.json"]
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_files_are_shared_as_the_user_wants(mask, tmp_path):
-    """Weights, too: safetensors leaves its files to their owner alone."""
-    before = os.umask(mask)
-    try:
-        with whole_folder(tmp_path / "model") as folder, whole_file(tmp_path / "x.safetensors") as file:
-            save_file({"x": torch.ones(1)}, folder / "model.safetensors")
-            save_file({"x": torch.ones(1)}, file)
-            (folder / "config.json").touch()
-    finally:
-        os.umask(before)
-    modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
-    files = ("model/model.safetensors", "model/config.json", "x.safetensors")
-    assert modes == {"model": 0o777 & ~mask} | dict.fromkeys(files, 0o666 & ~mask)
 
 
 def test_what_no_model_consists_of_is_not_overwritten(tmp_path):

@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -13,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
 
+from drawn import noise
 from frugalvit.common.loading import load_image_classifier, load_vision_model
 from frugalvit.common.views import restore_images
 from frugalvit.info import describe
@@ -116,12 +116,8 @@ def test_timms_folders(num_classes, tmp_path):
 
 
 def photograph(width: int, height: int) -> Image.Image:
-    """Edges, smooth colors and noise."""
-    y, x = np.mgrid[0:height, 0:width]
-    waves = [128 + 60 * np.sin(x / 17 + y / 31), 128 + 80 * np.cos(x / 23 - y / 13), 120 + 70 * np.sin((x + y) / 9)]
-    tiles = ((x // 14 + y // 11) % 2) * 40
-    noise = np.random.default_rng(0).normal(0, 8, (height, width, 3))
-    return Image.fromarray((np.stack(waves, axis=2) + tiles[..., None] + noise).clip(0, 255).astype(np.uint8))
+    """Smooth colors and edges."""
+    return noise((width // 8, height // 8)).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def square(side: int) -> dict[str, int]:
@@ -137,14 +133,11 @@ def timm_processor(**settings) -> transformers.TimmWrapperImageProcessor:
 C_RADIO = {"do_center_crop": False, "do_normalize": False}
 PROCESSORS = {
     "cropped": (transformers.BitImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
-    "DeiT, its own size": (transformers.DeiTImageProcessor(size=square(64), crop_size=square(64)), 0),
     "C-RADIO, with a size": (transformers.CLIPImageProcessor(size=square(64), **C_RADIO), 0),
     # Resize by PIL, which rounds otherwise than torchvision.
     "timm": (timm_processor(interpolation="bicubic", crop_pct=64 / 72), 1),
-    "timm, squashed": (timm_processor(interpolation="bicubic", crop_pct=1.0, crop_mode="squash"), 1),
     "factor": (transformers.ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
     "no factor": (transformers.ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
-    "neither": (transformers.ViTImageProcessor(size=square(64), do_normalize=False, do_rescale=False), 0),
     "padded": (transformers.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
     # Shapes that only squares have.
     "DeiT": (transformers.DeiTImageProcessor(size=square(72), crop_size=square(64)), 0),

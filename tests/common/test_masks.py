@@ -16,7 +16,7 @@ from frugalvit.common.masks import MaskReader, load_masked_images, load_masked_s
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import segment
 from frugalvit.training.augmentation import seeded
-from frugalvit.training.segment import MaskedDataArguments, SegmentationEvalView, SegmentationView
+from frugalvit.training.segment import MaskedDataArguments, SegmentationView
 
 
 def draw(path, size=(8, 6)):
@@ -129,16 +129,3 @@ class TestViews:
         assert counts.any()
         assert torch.equal(pixels[0][counts], 60 * labels[counts])
         assert not pixels[:, ~counts].any()  # what pads is of the mean color
-
-    @given(
-        size=st.tuples(st.integers(9, 60), st.integers(9, 60)),
-        have=st.tuples(st.integers(20, 120), st.integers(20, 120)),
-        axis=st.integers(0, 1),
-    )
-    def test_masks_are_centered_as_smooth_images_are(self, size, have, axis):
-        """Image and mask are ramps here. The difference of their means is the shift, in pixels of the original."""
-        ramp = np.indices(have)[axis].astype(np.uint8) * 2
-        view = SegmentationEvalView(ImageFormat(size, resample=2), MaskReader(255))
-        sample = view(Image.fromarray(np.repeat(ramp[..., None], 3, axis=2)), torch.from_numpy(ramp))
-        shift = (sample["pixel_values"][0].float() - sample["labels"].float()).mean().item() / 2
-        assert abs(shift) <= 0.75

@@ -21,14 +21,6 @@ def test_accuracy_against_brute_force(k):
     assert metric.compute() == {name: right / 60}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_scores_that_are_not_finite_are_no_scores(value):
-    scores = np.zeros((4, 3), dtype=np.float32)
-    scores[1, 2] = scores[3] = value
-    with pytest.raises(ValueError, match="2 in a batch of 4 are not finite"):
-        TopKAccuracy(1).add_batch(predictions=scores, references=np.zeros(4, dtype=np.int64))
-
-
 @given(seed=st.integers(0, 2**31), num_labels=st.integers(2, 6), batches=st.integers(1, 3))
 def test_segmentation_against_brute_force(seed, num_labels, batches):
     generator = np.random.default_rng(seed)

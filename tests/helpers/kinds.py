@@ -9,21 +9,14 @@ import frugalvit
 
 @dataclass(frozen=True)
 class Kind:
-    """A family, or a generation of one.
-
-    Args:
-        config_class (`type`): Its configuration.
-        variant (`str`, *optional*): A variant of the papers.
-        fields (`dict`): What makes it small.
-        classes (`tuple[type, ...]`): Its models: the base model, the classifier, others.
-        any_size (`bool`): Whether the models take images of any size.
-        one_program (`bool`): Whether one exported program does.
-    """
+    """A family, or a generation of one: its configuration, a variant of the papers and what makes it small, and its
+    models: the base model, the classifier, others."""
 
     config_class: type[PreTrainedConfig]
     variant: str | None
     fields: dict
     classes: tuple[type[PreTrainedModel], ...]
+    # Whether the models, and one exported program, take images of any size.
     any_size: bool = True
     one_program: bool = True
 

@@ -18,32 +18,16 @@ from safetensors.torch import load_file, save_file
 SCRIPT = Path(__file__).with_name("without_frugalvit.py")
 
 
-def run_without_frugalvit(directory: Path, *arguments, own_cache: bool = False):
-    """Run without_frugalvit.py, without a network.
-
-    Args:
-        directory (`Path`): Where it runs.
-        arguments: Its own.
-        own_cache (`bool`, *optional*, defaults to `False`): Whether `directory` has the hub's caches, for which it
-            takes a process of its own.
-    """
-    arguments = [str(argument) for argument in arguments]
-    if own_cache:
-        command = [sys.executable, str(SCRIPT), *arguments]
-        options = {"cwd": directory, "env": environment(directory), "capture_output": True, "text": True}
-        process = subprocess.run(command, **options, check=False, timeout=280)
-        assert process.returncode == 0, process.stderr[-4000:]
-        return
-    error = ask_server(directory, arguments)
+def run_without_frugalvit(directory: Path, *arguments):
+    """Run without_frugalvit.py in a directory, without a network."""
+    error = ask_server(directory, [str(argument) for argument in arguments])
     assert error is None, error[-4000:]
 
 
-def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict, **options) -> list:
+def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
     """Logits of a saved model, loaded, and saved and loaded again; it ships the same code each time."""
     save_file(inputs, directory / "inputs")
-    run_without_frugalvit(
-        *(directory, "compute", folder, loader, directory / "inputs", directory / "outputs"), **options
-    )
+    run_without_frugalvit(directory, "compute", folder, loader, directory / "inputs", directory / "outputs")
     if isinstance(folder, Path):
         code, *again = (
             {path.name: path.read_bytes() for path in saved.glob("*.py")}

@@ -2,10 +2,12 @@
 
 import importlib
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from frugalvit.common.data import load_images
 from tiny import SMALL
 
 
@@ -47,6 +49,14 @@ def run_command(command: str, output_dir, **options):
 def logged(trainer, name: str) -> list[float]:
     """The values of a number in a trainer's log."""
     return [record[name] for record in trainer.state.log_history if name in record]
+
+
+@torch.inference_mode()
+def measured(model, processor) -> float:
+    """The accuracy of a classifier on the first test images."""
+    images = load_images("cifar10-subset", "test[:32]").cast_column("image", datasets.Image())
+    logits = model(**processor(images["image"][:], return_tensors="pt")).logits
+    return (logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]):

@@ -105,15 +105,10 @@ def conv_stem() -> Callable[..., nn.Module]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of vision transformer.
+    """A kind of vision transformer: its row in docs/models.md, and what builds a small one.
 
-    Args:
-        row (`str`): Its row in docs/models.md.
-        build (`Callable`): Builds a small one.
-        impulses (`bool`): Whether attention can be initialized.
-        class_token (`bool`): Whether Context Broadcasting may gate by a class token.
-        patches (`bool`): Whether its patches are embedded by one linear map.
-        resizes (`bool`): Whether its own library takes images of another size.
+    Unless it says otherwise, attention can be initialized (`impulses`), Context Broadcasting may gate by a class
+    token, patches are embedded by one linear map, and its own library takes images of another size (`resizes`).
     """
 
     row: str

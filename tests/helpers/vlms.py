@@ -27,23 +27,15 @@ PINPOINTS = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
 
 @dataclass(frozen=True)
 class VLM:
-    """A kind of model that reads images and texts.
-
-    Args:
-        name (`str`): Of Transformers' classes, without `ForConditionalGeneration`.
-        text (`PreTrainedConfig`): The language model's configuration.
-        fields (`dict`): Fields of its configuration.
-        processor (`dict`): Arguments of its processor's class.
-        pixels (`dict`): Arguments of its image processor's class.
-        prompt (`str`): What stands for an image in a prompt.
-        cells (`int`): Rows, and columns, of cells that become one token.
-    """
+    """A kind of model that reads images and texts: its name in Transformers, its language model, and the fields of its
+    configuration, its processor and its image processor."""
 
     name: str
     text: transformers.PreTrainedConfig
     fields: dict
     processor: dict
     pixels: dict
+    # What stands for an image, and the rows, and columns, of cells that become one token.
     prompt: str = "<image>"
     cells: int = 1
 

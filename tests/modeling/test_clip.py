@@ -216,14 +216,3 @@ def test_converts_to_transformers_and_back(case, make_towers):
     ):
         torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
     assert logits.std() > 0.1
-
-
-def test_parts_that_do_not_fit_are_refused(make_towers):
-    clip, siglip = make_towers("clip"), make_towers("siglip")
-    unlike = open_clip_model("clip", open_clip.CustomTextCLIP, pool_type="last")
-    for convert, wrong, message in (
-        (SparseFormerCLIPModel.from_clip, (siglip.teacher, siglip.vision_model), "expected a CLIPModel and a "),
-        (from_open_clip, (swapped(unlike, clip.vision_model),), "text side of this CustomTextCLIP is not like"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            convert(*wrong)

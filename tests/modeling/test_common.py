@@ -176,32 +176,23 @@ class BootstrappedCommonTest(FamilyTests, unittest.TestCase):
     kind = "bootstrapped"
 
 
-@pytest.mark.nightly
-class EveryBootstrappedCommonTest(BootstrappedCommonTest):
-    every_class = True
-
-    # The paper's segmentation head has a width of its own.
-    test_model_is_small = None
-
-
-@pytest.mark.nightly
-class V1CommonTest(EveryBootstrappedCommonTest):
-    # More heads than flash and flex attention can do, as in the published models.
-    kind = "v1"
-
-
 class PatchesCommonTest(FamilyTests, unittest.TestCase):
     kind = "patches"
 
 
 @pytest.mark.nightly
-class EveryPatchesCommonTest(PatchesCommonTest):
+class V1CommonTest(FamilyTests, unittest.TestCase):
+    # More heads than flash and flex attention can do, as in the published models.
+    kind = "v1"
     every_class = True
+    # The paper's segmentation head has a width of its own.
+    test_model_is_small = None
 
 
 @pytest.mark.nightly
-class ContentCommonTest(EveryPatchesCommonTest):
+class ContentCommonTest(FamilyTests, unittest.TestCase):
     kind = "content"
+    every_class = True
 
 
 class BackboneCommonTest(backbone_common.BackboneTesterMixin, unittest.TestCase):

@@ -9,10 +9,9 @@ import timm
 import torch
 import torch.nn.functional as F
 import transformers
-from timm.models.cait import Cait
 from timm.models.eva import Eva
 from torch import nn
-from vision_transformers import KINDS, of_timm, of_transformers, randomize
+from vision_transformers import KINDS, of_timm, randomize
 
 import frugalvit
 from frugalvit import impulse_init_, insert_context_broadcast, mimetic_init_
@@ -233,14 +232,10 @@ SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 24, "depths": [1], "num_
 
 REFUSED = {
     "swin": (lambda: transformers.SwinModel(transformers.SwinConfig(**SWIN)), "its model type 'swin' is not known"),
-    "timm swin": (partial(timm.create_model, "swin_tiny_patch4_window7_224", embed_dim=24), "it is hierarchical"),
-    "talking heads": (of_timm(Cait, img_size=32, patch_size=4), "its blocks are LayerScaleBlocks"),
     "relative position biases": (
         partial(timm.create_model, "beit_base_patch16_224", img_size=32, embed_dim=48, depth=2, num_heads=4),
         "attn.relative_position_bias_table",
     ),
-    "a backbone": (of_transformers("Dinov2", "Backbone", mlp_ratio=2), "it is a backbone, which returns maps"),
-    "mixed rotary positions": (of_timm(Eva, use_rot_pos_emb=True, rope_type="mixed"), "its rotary positions"),
     "shared keys and values": (
         of_timm(Eva, attn_type="rope", qkv_fused=False, num_kv_heads=2),
         "shares keys and values among heads",

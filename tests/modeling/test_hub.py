@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -27,7 +26,6 @@ TASKS = {
 # Beside the code.
 OTHER_FILES = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
 OTHER_FILES |= {"modules.json", "sentence_bert_config.json"}
-COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 @torch.no_grad()
@@ -83,21 +81,17 @@ def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, t
     return root, outputs
 
 
-def check_without_frugalvit(cases, home: Path, saved, pixel_values, cached: bool):
-    """Load folders in a process that cannot import frugalvit, from the disk or a cache of the hub."""
+def check_without_frugalvit(cases, home: Path, saved, pixel_values):
+    """Load folders in a process that cannot import frugalvit."""
     root, expected = saved
     save_file({"pixel_values": pixel_values}, home / "inputs.safetensors")
     jobs = {}
     for kind, model_class, loader in cases:
         name = folder_name(kind, model_class)
-        if cached and not (repository := home / "hub" / f"models--tests--{name}").exists():
-            (repository / "refs").mkdir(parents=True)
-            (repository / "refs" / "main").write_text(COMMIT)
-            shutil.copytree(root / name, repository / "snapshots" / COMMIT)
-        source = f"tests/{name}" if cached else str(root / name)
-        jobs[f"{name}/{loader}"] = {"source": source, "loader": loader, "inputs": str(home / "inputs.safetensors")}
+        inputs = {"source": str(root / name), "inputs": str(home / "inputs.safetensors")}
+        jobs[f"{name}/{loader}"] = inputs | {"loader": loader}
     (home / "jobs.json").write_text(json.dumps(jobs))
-    run_without_frugalvit(home, "load", home / "jobs.json", home / "results", own_cache=cached)
+    run_without_frugalvit(home, "load", home / "jobs.json", home / "results")
     report = json.loads((home / "results" / "report.json").read_text())
     outputs = load_file(home / "results" / "outputs.safetensors")
     for kind, model_class, loader in cases:
@@ -113,13 +107,12 @@ def check_without_frugalvit(cases, home: Path, saved, pixel_values, cached: bool
 
 
 def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tmp_path):
-    check_without_frugalvit(FEW, tmp_path, saved, pixel_values, cached=False)
+    check_without_frugalvit(FEW, tmp_path, saved, pixel_values)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("cached", [False, True], ids=["disk", "cache"])
-def test_all_ways_of_loading_without_the_package(cached, saved, pixel_values, tmp_path):
-    check_without_frugalvit(ALL, tmp_path, saved, pixel_values, cached)
+def test_all_ways_of_loading_without_the_package(saved, pixel_values, tmp_path):
+    check_without_frugalvit(ALL, tmp_path, saved, pixel_values)
 
 
 def check_fine_tuning(kinds, home: Path, saved):

@@ -131,18 +131,3 @@ def test_the_tower_of_the_original_code_base(feature, tmp_path):
     arguments.mm_vision_select_feature = "cls"
     with pytest.raises(ValueError, match="mm_vision_select_feature is 'cls', expected"):
         SparseFormerVisionTower(str(tmp_path), arguments)
-
-
-@pytest.mark.parametrize("size", [{"shortest_edge": 40}, {"height": 48, "width": 40}])
-def test_the_processor_prepares_images_as_the_old_one_and_pads_on_the_left(size):
-    llava = make_llava()
-    old = make_processor(llava)
-    old.image_processor.image_mean = [0.1, 0.2, 0.3]
-    old.image_processor.size = size
-    old.tokenizer.padding_side = "right"
-    new = matching_processor(old, swap_vision_tower(llava, make_tower(llava)))
-    prompt = {"images": noise((75, 40)), "text": "<image>", "return_tensors": "pt"}
-    assert torch.equal(new(**prompt)["pixel_values"], old(**prompt)["pixel_values"])
-    assert (old.tokenizer.padding_side, new.tokenizer.padding_side) == ("right", "left")
-    smaller = swap_vision_tower(llava, make_tower(llava, image_size=16))
-    assert matching_processor(old, smaller)(**prompt)["pixel_values"].shape == (1, 3, 16, 16)

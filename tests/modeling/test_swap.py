@@ -94,25 +94,3 @@ def test_channels_are_matched(make):
     torch.testing.assert_close(new(ours).mean(0), old(theirs).mean(0), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="There are no images to match"):
         match_channels_(model, original, [])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", [make_llava, make_paligemma])
-@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")  # for large ones
-def test_a_model_that_is_shared_out_is_swapped_as_one_that_is_not(make, tmp_path):
-    # A PaliGemma's head has the weights of the embeddings.
-    device_map = {"model.language_model": "disk", "lm_head": "disk"}
-    device_map |= {"model.vision_tower": "cpu", "model.multi_modal_projector": "cpu"}
-    original = make()
-    tower = make_tower(original)
-    original.save_pretrained(tmp_path / "whole")
-    shared_out = type(original).from_pretrained(
-        tmp_path / "whole", device_map=device_map, offload_folder=tmp_path / "offload"
-    )
-    model, expected = (swap_vision_tower(each.eval(), tower) for each in (shared_out, original))
-    text = torch.tensor([[IMAGE] * model.config.image_seq_length + [2, 3, 4]])
-    inputs = {"input_ids": text, "attention_mask": torch.ones_like(text), "pixel_values": torch.randn(1, 3, 32, 32)}
-    assert torch.equal(model(**inputs).logits, expected(**inputs).logits)
-    model.save_pretrained(tmp_path / "out")
-    again, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values()) and torch.equal(again(**inputs).logits, expected(**inputs).logits)

@@ -6,7 +6,7 @@ import datasets
 import pytest
 import torch
 import torch.nn.functional as F
-from trainings import TINY_VIT, logged, run_command
+from trainings import TINY_VIT, logged, measured, run_command
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -39,15 +39,6 @@ SWIN = {
 RESNET = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
 
 
-def measured(folder) -> float:
-    """The accuracy on the first test images, as a user of the folder measures it."""
-    model, processor = (each.from_pretrained(folder) for each in (AutoModelForImageClassification, AutoImageProcessor))
-    images = load_images("cifar10-subset", "test[:32]").cast_column("image", datasets.Image())
-    with torch.inference_mode():
-        logits = model(**processor(images["image"][:], return_tensors="pt")).logits
-    return (logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
-
-
 def test_learns_and_saves_a_complete_repository(class_names, tmp_path):
     options = PLAIN | {"train_split": "train[:256]", "num_train_epochs": 6, "learning_rate": 3e-3, "logging_steps": 16}
     own, out = run(tmp_path / "out", **VIT, **options, image_mean=[0.4, 0.5, 0.6]), tmp_path / "out"
@@ -57,7 +48,7 @@ def test_learns_and_saves_a_complete_repository(class_names, tmp_path):
     model, processor = AutoModelForImageClassification.from_pretrained(out), AutoImageProcessor.from_pretrained(out)
     assert model.config.id2label == dict(enumerate(class_names)) and model.config.label2id["truck"] == 9
     assert list(processor.image_mean) == [0.4, 0.5, 0.6] and dict(processor.size) == {"height": 32, "width": 32}
-    assert measured(out) == pytest.approx(own.metrics["accuracy"])
+    assert measured(model.eval(), processor) == pytest.approx(own.metrics["accuracy"])
     card = (out / "README.md").read_text(encoding="utf-8")
     assert f"accuracy {own.metrics['accuracy']:.2%}" in card and "frugalvit train --train_split" in card
     assert str(tmp_path) not in card

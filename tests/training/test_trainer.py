@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(step, factor, logging_steps, mak
     assert not (tmp_path / "out" / "checkpoint-8").exists()
 
 
-def test_folders_of_others_are_refused(make, tmp_path, monkeypatch):
+def test_folders_of_others_are_refused(make, tmp_path):
     def begin(name, **options):
         start(ImageTrainingArguments(str(tmp_path / name), use_cpu=True, **options))
 
@@ -162,11 +162,6 @@ def test_folders_of_others_are_refused(make, tmp_path, monkeypatch):
     for overwrite in (False, True):
         begin("run", overwrite_output_dir=overwrite)
         assert (tmp_path / "run" / "checkpoint-2").is_dir() != overwrite
-    args = ImageTrainingArguments(str(tmp_path / "new"), use_cpu=True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="2 processes were started, .* use_cpu"):
-        start(args)
 
 
 @pytest.mark.parametrize("best", [0, 1])
