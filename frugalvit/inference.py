@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
+from torchvision.transforms.v2.functional import to_pil_image
 
 from .common.decoding import CorruptImageError, read_record
 from .common.exported import is_exported, load_exported
@@ -32,6 +33,20 @@ def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | 
         raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {type(model).__name__}.")
     if confidence is not None and len(model.config.trained_token_counts) == 1:
         raise ValueError("A confidence needs a model for several numbers of tokens: bootstrap --num_tokens.")
+
+
+def as_record(image: object) -> Path | Mapping | Image.Image:
+    """Turn an image of any supported type into one that `read_record` reads; raise a ValueError for other types."""
+    if isinstance(image, str | os.PathLike):
+        return Path(image)
+    if isinstance(image, bytes):
+        return {"path": None, "bytes": image}
+    if isinstance(image, np.ndarray | torch.Tensor) and str(image.dtype).endswith("uint8"):
+        return to_pil_image(image)
+    if isinstance(image, Image.Image | Mapping):
+        return image
+    kind = f"{image.dtype} array" if hasattr(image, "dtype") else type(image).__name__
+    raise ValueError(f"a {kind}, expected a path, bytes, a PIL image or a uint8 array")
 
 
 class _Application:
@@ -83,9 +98,11 @@ class _Application:
         self.dtype = parameter.dtype
 
     def __call__(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
-        """Yield an array for each image, in order. Images are paths, `bytes`, `PIL.Image.Image`s or undecoded records
-        of `datasets`, also without end. Threads decode up to two batches ahead."""
-        if isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
+        """Yield an array for each image, in order. Images are paths, `bytes`, `PIL.Image.Image`s, uint8 arrays
+        `(height, width, channels)`, tensors `(channels, height, width)` or undecoded records of `datasets`, also
+        without end. Threads decode up to two batches ahead."""
+        is_array = isinstance(images, np.ndarray | torch.Tensor) and images.ndim < 4
+        if is_array or isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
         pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
@@ -101,17 +118,11 @@ class _Application:
 
     def _read(self, item: tuple[int, object]) -> torch.Tensor | CorruptImageError:
         index, image = item
-        if isinstance(image, str | os.PathLike):
-            image = Path(image)
-        elif isinstance(image, bytes):
-            image = {"path": None, "bytes": image}
-        elif not isinstance(image, Image.Image | Mapping):
-            raise ValueError(f"Image {index} is a {type(image).__name__}, expected a path, bytes or a PIL image.")
         try:
-            return prepare_images(self.prepare, [read_record(image)])[0]
+            return prepare_images(self.prepare, [read_record(as_record(image))])[0]
         # Decoders raise whatever a broken file leads them to.
         except Exception as error:
-            name = f" {str(image)!r}" if isinstance(image, Path) else ""
+            name = f" {str(image)!r}" if isinstance(image, str | os.PathLike) else ""
             return CorruptImageError(f"Image {index}{name} cannot be read ({first_line(error)}).")
 
     @torch.inference_mode()

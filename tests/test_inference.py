@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import AutoImageProcessor, ViTImageProcessor
 
 import frugalvit
@@ -54,7 +55,12 @@ def test_embeddings_are_those_of_the_model(images, tmp_path):
     expected = extract_features(model, AutoImageProcessor.from_pretrained(MODEL), images)
     images[0].save(tmp_path / "0.png")
     given = [str(tmp_path / "0.png"), Path(tmp_path / "0.png"), encoded(images[0]), images[0]]
-    given += [{"bytes": encoded(images[0]), "path": None}, *images[1:]]
+    given += [
+        {"bytes": encoded(images[0]), "path": None},
+        np.asarray(images[1]),
+        pil_to_tensor(images[2]),
+        *images[3:],
+    ]
     embed = frugalvit.Embedder("cifar10-sparseformer", batch_size=5, num_workers=2, device="cpu")
     found = list(embed(image for image in given))
     assert all(isinstance(each, np.ndarray) and each.dtype == np.float32 for each in found)
@@ -81,10 +87,19 @@ def test_scores_are_those_of_the_model(images):
 
 def test_each_image_has_its_own_error(images, tmp_path):
     (tmp_path / "broken.jpg").write_bytes(encoded(images[0])[:100])
-    given = [images[0], tmp_path / "broken.jpg", b"no image", images[1], tmp_path / "missing.png"]
+    given = [
+        images[0],
+        tmp_path / "broken.jpg",
+        b"no image",
+        images[1],
+        tmp_path / "missing.png",
+        5,
+        np.ones((8, 8, 3)),
+    ]
     embed = frugalvit.Embedder("cifar10-sparseformer", return_errors=True, device="cpu")
     found = list(embed(given))
-    assert [isinstance(each, CorruptImageError) for each in found] == [False, True, True, False, True]
+    assert [isinstance(each, CorruptImageError) for each in found] == [False, True, True, False, True, True, True]
+    assert "Image 5 cannot be read (a int, expected" in str(found[5]) and "a float64 array" in str(found[6])
     assert "Image 1 '" in str(found[1]) and "broken.jpg' cannot be read" in str(found[1])
     assert np.allclose([found[0], found[3]], list(embed(images[:2])), atol=1e-4)
     strict = frugalvit.Embedder("cifar10-sparseformer", batch_size=1, device="cpu")(given)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from datasets.utils.file_utils import is_local_path, xopen
 from PIL import Image, ImageOps
 
 from .tables import first_line
@@ -49,11 +48,13 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
     path, encoded = (record, None) if isinstance(record, Path) else (record.get("path"), record.get("bytes"))
     if encoded is None and path is None:
         raise ValueError("it has neither bytes nor a path")
-    if encoded is None and (isinstance(path, Path) or is_local_path(path)):
+    if encoded is None and (isinstance(path, Path) or "://" not in path):
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError("it is no file but a device, a pipe or a folder")
         return Image.open(path, formats=FORMATS)
     if encoded is None:
+        from datasets.utils.file_utils import xopen
+
         with xopen(path, "rb") as file:
             encoded = file.read()
     return Image.open(io.BytesIO(encoded), formats=FORMATS)
