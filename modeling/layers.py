@@ -285,8 +285,8 @@ def pool_tokens(
         class_tokens (sequence of `int`): The class tokens that are pooled.
         norm_last (`bool`): Whether means are taken before the norm.
         attend (`Callable`, *optional*): Attention pooling.
-        areas (`torch.Tensor`, *optional*): Weights of the other tokens, `(batch, other tokens)`, 1 on average; all
-            count alike by default.
+        areas (`torch.Tensor`, *optional*): Weights of the other tokens, `(batch, other tokens)`, 1 on average but for
+            those of weight 0; all count alike by default.
     """
     if pooling in ("cls", "class_mean"):
         tokens = torch.stack([tokens[:, index] for index in class_tokens], dim=1)
@@ -297,8 +297,9 @@ def pool_tokens(
         areas = F.pad(areas.to(tokens.dtype), (num_prefix_tokens, 0), value=1.0)
     if pooling == "cls_and_latent_mean":
         tokens = norm(tokens)
-        latent = tokens if areas is None else tokens * areas.unsqueeze(-1)
-        return torch.cat([tokens[:, 0], latent[:, num_prefix_tokens:].mean(dim=1)], dim=1)
+        latent = tokens[:, num_prefix_tokens:]
+        mean = latent.mean(dim=1) if areas is None else weighted_mean(latent, areas[:, num_prefix_tokens:])
+        return torch.cat([tokens[:, 0], mean], dim=1)
     if pooling in ("latent_mean", "latent_attention"):
         tokens = tokens[:, num_prefix_tokens:]
         areas = None if areas is None else areas[:, num_prefix_tokens:]
@@ -306,8 +307,13 @@ def pool_tokens(
     if pooling in ("attention", "latent_attention"):
         pooled = attend(tokens, areas)
     else:
-        pooled = (tokens if areas is None else tokens * areas.unsqueeze(-1)).mean(dim=1)
+        pooled = tokens.mean(dim=1) if areas is None else weighted_mean(tokens, areas)
     return norm(pooled) if norm_last else pooled
+
+
+def weighted_mean(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mean of tokens `(batch, tokens, hidden_size)` by weights `(batch, tokens)`."""
+    return (tokens * weights.unsqueeze(-1)).sum(dim=1) / weights.sum(dim=1, keepdim=True)
 
 
 def reads_class_tokens_alone(config, **kwargs) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput, ModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
@@ -110,10 +111,12 @@ class PatchSparseFormerEmbeddings(nn.Module):
             if tokens is not None:
                 init.normal_(tokens)
 
-    def forward(self, pixel_values: torch.Tensor, num_tokens: int | None) -> tuple:
+    def forward(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> tuple:
         """Return tokens, `(batch, prefix + tokens, hidden_size)`, and of those that are no prefix the cells, `(batch,
         tokens, 4)`, and their areas, `(batch, tokens)`, 1 on average, or None if they are equal; then the placement's
         forecast."""
+        if isinstance(num_tokens, torch.Tensor):
+            return self.embed_each(pixel_values, num_tokens)
         config = self.config
         count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
         pixel_values = in_float32(pixel_values)
@@ -130,6 +133,22 @@ class PatchSparseFormerEmbeddings(nn.Module):
         front = [each for each in (self.cls_token, self.register_tokens) if each is not None]
         tokens = torch.cat([*(each.expand(batch, -1, -1) for each in front), tokens], dim=1)
         return self.norm(tokens), rois.expand(batch, -1, -1), areas, forecast
+
+    def embed_each(self, pixel_values: torch.Tensor, num_tokens: torch.Tensor) -> tuple:
+        """As `forward`, with a count for each image, `(batch,)`; padding to the most tokens has an area of 0."""
+        chosen, parts = [], []
+        for count in num_tokens.unique().tolist():
+            chosen.append((num_tokens == count).nonzero()[:, 0])
+            tokens, rois, areas, _ = self(pixel_values[chosen[-1]], count)
+            areas = rois.new_ones(rois.shape[:2]) if areas is None else areas
+            parts.append((tokens, rois, areas.unsqueeze(-1)))
+        order = torch.cat(chosen).argsort()
+        tokens, rois, areas = (
+            torch.cat([F.pad(part, (0, 0, 0, each[-1].shape[1] - part.shape[1])) for part in each])[order]
+            # Counts are in ascending order.
+            for each in zip(*parts, strict=True)
+        )
+        return tokens, rois, areas.squeeze(-1), None
 
     def cut_grid(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> tuple:
         """Patches `(batch, tokens, pixels)`, positions `(tokens, hidden_size)` and RoIs `(tokens, 4)` of the cells of
@@ -320,7 +339,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
     def forward(
         self,
         pixel_values: torch.Tensor,
-        num_tokens: int | None = None,
+        num_tokens: int | torch.Tensor | None = None,
         output_rois: bool = False,
         output_attention_forecast: bool = False,
         output_tokens: bool = True,
@@ -330,9 +349,10 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size.
-            num_tokens (`int`, *optional*):
+            num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
                 Latent tokens to compute with, up to `config.num_latent_tokens`; `config.num_tokens`, else all, by
-                default. Best one of `config.elastic_token_counts`: another one warns, once.
+                default. Best one of `config.elastic_token_counts`: another one warns, once. With a count for each
+                image, the others' tokens are padded to the most and attended to by none.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
@@ -342,6 +362,11 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         hidden_states, rois, areas, forecast = self.embeddings(pixel_values, num_tokens)
         position_embeddings = rotary_embeddings(self.config, rois)
         skips = self.skips_unread_tokens and not output_tokens and reads_class_tokens_alone(self.config, **kwargs)
+        if isinstance(num_tokens, torch.Tensor):
+            mask = F.pad(areas > 0, (self.config.num_prefix_tokens, 0), value=True)
+            kwargs["attention_mask"] = create_bidirectional_mask(self.config, hidden_states, mask)
+            # Its mask is of as many queries as keys.
+            skips = False
         for layer in self.layers:
             num_queries = self.config.num_class_tokens if skips and layer is self.layers[-1] else None
             hidden_states = layer(

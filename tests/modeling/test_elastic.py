@@ -57,6 +57,33 @@ def test_a_count_is_the_model_that_was_cut_to_it(ending, elastic, pixel_values, 
     assert torch.equal(first(model(pixel_values)), found[largest])
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"placement": "content", "image_size": 48, "patch_size": 4},
+        {"pooling": "cls_and_latent_mean", "rope_theta": 100.0},
+        {"pooling": "mean", "num_register_tokens": 2},
+        {"pooling": "attention"},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_images_of_a_batch_have_counts_of_their_own(fields, attention, make_model):
+    """Each image's result is its own, whatever the others' counts are."""
+    fields = {"num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]} | fields
+    model = make_model("classifier", "patches", **fields)
+    model.set_attn_implementation(attention)
+    pixel_values = torch.randn(5, 3, 48, 48)
+    num_tokens = torch.tensor([9, 4, 16, 4, 9])
+    found = model(pixel_values, num_tokens=num_tokens, output_rois=True)
+    for index, count in enumerate(num_tokens.tolist()):
+        alone = model(pixel_values[index : index + 1], num_tokens=count, output_rois=True)
+        torch.testing.assert_close(found.logits[index], alone.logits[0], atol=1e-5, rtol=1e-5)
+        assert torch.equal(found.rois[0][index, :count], alone.rois[0][0])
+
+
 class TestPrefixes:
     """The first tokens of a model with the paper's focusing stage are those of a smaller model."""
 
@@ -84,6 +111,8 @@ class TestCounts:
             for choose in (lambda count: model(pixel_values, num_tokens=count), model.set_num_tokens):
                 with pytest.raises(ValueError, match=f"`num_tokens` is {count}, expected 1 to 9"):
                     choose(count)
+        with pytest.raises(ValueError, match=r"`num_tokens` is tensor\(\[4, 9\]\), expected 1 to 9"):
+            model(pixel_values, num_tokens=torch.tensor([4, 9]))
         with pytest.raises(ValueError, match="7 tokens make no grid"):
             make_model("classifier", "patches", num_latent_tokens=16)(pixel_values, num_tokens=7)
 
