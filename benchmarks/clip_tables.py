@@ -45,8 +45,7 @@ from frugalvit import (
     swap_vision_tower,
 )
 from frugalvit.common.data import class_names, load_images
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.files import whole_folder, write_json
+from frugalvit.common.files import whole_folder
 from frugalvit.common.loading import load_llava, load_vision_model
 from frugalvit.common.splits import default_split
 from frugalvit.evaluation.images import image_batches, take_first
@@ -98,7 +97,6 @@ STUDENTS_INHERITED = {
 # Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
 ALIGNED = {
     "own answers": (list(STUDENTS)[:3], []),
-    "conversations": (["SparseFormer, 16 readable tokens"], ["--dataset"]),
 }
 
 
@@ -385,31 +383,11 @@ def question_ids(tokenizer, question: str, image_tokens: int = 64) -> list[int]:
 
 def align(arguments, llava: Path, student: Path, name: str, extra: list[str], seed: int) -> Path:
     folder, data = arguments.runs_dir / folder_name(name, seed), shared_arguments(arguments, seed)
-    if extra == ["--dataset"]:
-        data = ["--dataset", str(write_conversations(arguments)), "--eval_split", "none", "--seed", str(seed)]
-        extra = []
     argv = ["--model", str(llava), "--vision_model", str(student), *data, *extra]
     argv += ["--prompt", "{image} {question}", "--questions", *QUESTIONS, "--answer_tokens", "1"]
     argv += ["--num_train_epochs", str(arguments.align_epochs), "--per_device_eval_batch_size", "128"]
     run_training(align_llava, folder, argv)
     return folder
-
-
-def write_conversations(arguments) -> Path:
-    """The training images, and for each one of the questions with its true answer, as LLaVA's files have them."""
-    folder = arguments.runs_dir / f"conversations-{arguments.images}"
-    if not folder.exists():
-        images = train_images(arguments)
-        names, questions, records = class_names(images), list(QUESTIONS.items()), []
-        with whole_folder(folder) as aside:
-            for index, record in enumerate(images):
-                decode_image(record["image"], index).save(aside / f"{index}.png")
-                question, answer = questions[index % len(questions)]
-                turns = [("human", f"<image>\n{question}"), ("gpt", answer(names[record["label"]]))]
-                said = [{"from": role, "value": text} for role, text in turns]
-                records.append({"id": str(index), "image": f"{index}.png", "conversations": said})
-            write_json(aside / "conversations.json", records)
-    return folder / "conversations.json"
 
 
 def swapped_accuracy(

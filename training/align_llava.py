@@ -1,29 +1,23 @@
-"""Let a LLaVA learn to read a SparseFormer: the projector alone, without labels or with conversations.
+"""Let a LLaVA learn to read a SparseFormer: the projector alone, without labels.
 
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
 
 The tower takes the place of that of a LLaVA or a PaliGemma, as in `frugalvit swap`; tower and language model are
-frozen. Without text, the original model is the teacher: it answers a question about each image, and the new one learns
-the distribution of each token of the answer, and the mean of the projected tokens. With LLaVA's files of conversations
-(`--dataset FILE.json`), it learns their answers.
+frozen. The original model is the teacher: it answers a question about each image, and the new one learns the
+distribution of each token of the answer, and the mean of the projected tokens.
 """
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import datasets
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PaliGemmaProcessor, PreTrainedModel
 
-from ..common.files import read_text
 from ..common.loading import load_llava, load_vision_model
-from ..common.splits import load_parts, load_splits
+from ..common.splits import load_splits
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
@@ -58,13 +52,6 @@ class LlavaArguments:
 
 
 @dataclass
-class QuestionDataArguments(DataArguments):
-    """Images to ask about, or LLaVA's conversations, to train and evaluate on, by their names."""
-
-    image_folder: str | None = argument(None, "Folder of the images of conversations. Default: that of the file.")
-
-
-@dataclass
 class AlignLlavaArguments(ImageTrainingArguments):
     """Questions about the images, and what learns. With `bf16` or `fp16`, frozen weights have that precision, too."""
 
@@ -92,81 +79,39 @@ class AlignLlavaArguments(ImageTrainingArguments):
         check(self, lambda value: value >= 1, "1 or more", "num_tokens", "answer_tokens")
 
 
-def read_conversations(file: str | Path, image_folder: str | Path | None = None) -> datasets.Dataset:
-    """Read conversations about an image each, in LLaVA's format: a JSON list of records with `image`, a path, and
-    `conversations`, whose `value`s are `from` "human" and "gpt" in turns. Records without an image are left out.
-
-    Returns a `datasets.Dataset` with the columns `image`, not decoded, and `turns`, pairs of question and answer.
-    Paths of images start from `image_folder`, by default the file's.
-    """
-    file = Path(file).expanduser()
-    folder = Path(image_folder or file.parent).expanduser()
-    columns = {"image": [], "turns": []}
-    try:
-        for record in json.loads(read_text(file)):
-            if record.get("image") is None:
-                continue
-            said = record["conversations"]
-            texts = [each["value"].replace("<image>", "").strip() for each in said]
-            speakers = [each["from"] for each in said]
-            if not texts or speakers != ["human", "gpt"] * (len(texts) // 2) or not all(texts[1::2]):
-                raise ValueError(f'{said}, expected texts from "human" and "gpt" in turns, and no empty answer')
-            columns["image"].append(str(folder / record["image"]))
-            columns["turns"].append([texts[start : start + 2] for start in range(0, len(texts), 2)])
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"Cannot read LLaVA's conversations from {str(file)!r}: {error!r}") from error
-    return datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image(decode=False))
-
-
-def encode(processor, image_tokens: int, turns: Sequence, prompt: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a conversation and its labels, which are `NO_ANSWER` outside of answers. `turns` are
-    pairs of question and answer, None for one that is still to be given, `prompt` the text around a question, and
-    `image_tokens` the number of the image's tokens, before the first question."""
+def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int]:
+    """Return the token ids of a question about an image, which is `image_tokens` long; `prompt` is the text around."""
     tokenizer = processor.tokenizer
-    # A PaliGemma's text starts after its image, and its answers on a line of their own.
-    starts_after_image = isinstance(processor, PaliGemmaProcessor)
-    behind, space = (tokenizer.bos_token or "", "") if starts_after_image else ("\n", " ")
-    front = [] if starts_after_image or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-
-    def tokens(text: str) -> list[int]:
-        return front + tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    text = ""
-    spans = []
-    for number, (question, answer) in enumerate(turns):
-        image = "" if number else f"{processor.image_token * image_tokens}{behind}"
-        text += prompt.format(image=image, question=question)
-        if answer is None:
-            break
-        asked = tokens(text)
-        text = f"{text}{space}{answer}{tokenizer.eos_token or ''}"
-        answered = tokens(text)
-        # A tokenizer may put the end of the question and the start of the answer into one token.
-        start = next((i for i, pair in enumerate(zip(asked, answered, strict=False)) if len({*pair}) == 2), len(asked))
-        spans.append((start, len(answered)))
-    ids = tokens(text)
-    labels = [NO_ANSWER] * len(ids)
-    for start, end in spans:
-        labels[start:end] = ids[start:end]
-    return ids, labels
+    if isinstance(processor, PaliGemmaProcessor):
+        # Its text starts after its image.
+        front = []
+        behind = tokenizer.bos_token or ""
+    else:
+        front = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        behind = "\n"
+    text = prompt.format(image=f"{processor.image_token * image_tokens}{behind}", question=question)
+    return front + tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def pad(rows: Sequence[tuple[list[int], list[int]]], processor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a model's inputs besides the images, and the labels, `(images, length)`, of the token ids and labels of
-    texts. Padding is at the left, so that all texts end together."""
-    length = max(len(ids) for ids, _ in rows)
+def pad(
+    questions: Sequence[list[int]], answers: Sequence[list[int]], processor
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return a model's inputs besides the images, and the labels, `(images, length)`, of questions and answers in token
+    ids. Padding is at the left, so that all texts end together."""
+    rows = [question + answer for question, answer in zip(questions, answers, strict=True)]
+    length = max(map(len, rows))
 
     def stack(lists, value: int) -> torch.Tensor:
         return torch.tensor([[value] * (length - len(each)) + each for each in lists])
 
-    labels = stack([labels for _, labels in rows], NO_ANSWER)
+    labels = stack(answers, NO_ANSWER)
     inputs = {
-        "input_ids": stack([ids for ids, _ in rows], processor.tokenizer.pad_token_id or 0),
-        "attention_mask": stack([[1] * len(ids) for ids, _ in rows], 0),
+        "input_ids": stack(rows, processor.tokenizer.pad_token_id or 0),
+        "attention_mask": stack([[1] * len(row) for row in rows], 0),
     }
     if isinstance(processor, PaliGemmaProcessor):
-        # 0 up to the first answer: these tokens attend to each other.
-        inputs["token_type_ids"] = ((labels != NO_ANSWER).cumsum(1) > 0).long()
+        # 0 up to the answer: these tokens attend to each other.
+        inputs["token_type_ids"] = (labels != NO_ANSWER).long()
     return inputs, labels
 
 
@@ -176,7 +121,8 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
     tokens. Return the token ids of each answer, the logits of all of them, `(answer tokens, vocabulary)`, and the mean
     projected token of each image, `(images, channels)`."""
     features = llava.get_image_features(pixel_values).pooler_output
-    inputs, _ = pad([encode(processor, len(features[0]), [(each, None)], prompt) for each in questions], processor)
+    asked = [encode(processor, len(features[0]), question, prompt) for question in questions]
+    inputs, _ = pad(asked, [[]] * len(asked), processor)
     given = llava.generate(
         **{name: value.to(pixel_values.device) for name, value in inputs.items()},
         pixel_values=pixel_values,
@@ -227,8 +173,8 @@ class AlignLlavaTrainer(ImageTrainer):
     """Transformers' `Trainer` of a LLaVA or a PaliGemma, `original`, that learns to read a SparseFormer, `tower`: its
     projector.
 
-    `train_dataset` and `eval_dataset` are images, see `BootstrapTrainer`, about which `original` is asked, or
-    conversations of `read_conversations`; `processing_class` is its processor.
+    `train_dataset` and `eval_dataset` are images, see `BootstrapTrainer`, about which `original` is asked;
+    `processing_class` is its processor.
     """
 
     def __init__(
@@ -255,19 +201,14 @@ class AlignLlavaTrainer(ImageTrainer):
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std
-        train = self.take_images(train_dataset)
-        self.has_teacher = "turns" not in train.features
-        student_format = ImageFormat.from_processor(processor.image_processor)
-        teacher_format = ImageFormat.from_processor(processing_class.image_processor) if self.has_teacher else None
-        eval_view = EvalView(student_format, teacher_format)
+        formats = [ImageFormat.from_processor(each.image_processor) for each in (processor, processing_class)]
         super().__init__(
             Learner(self.llava),
             args,
-            train,
+            as_images(train_dataset),
             eval_dataset,
-            # Conversations may be about what a crop leaves out.
-            BootstrapView(student_format, teacher_format) if self.has_teacher else eval_view,
-            eval_view,
+            BootstrapView(*formats),
+            EvalView(*formats),
             processing_class=processor,
             **{"base_model": original.config._name_or_path} | kwargs,
         )
@@ -279,37 +220,25 @@ class AlignLlavaTrainer(ImageTrainer):
         prompt = self.prompt.removesuffix("\n").format(image=place, question=args.questions[0])
         self.card = {"use": USE.format(prompt=prompt)}
 
-    def take_images(self, images):
-        is_table = isinstance(images, datasets.Dataset) and "turns" in images.features
-        return images.cast_column("image", datasets.Image(decode=False)) if is_table else as_images(images)
-
-    def ask(self, batch: dict, images) -> tuple:
-        """Return the token ids and labels of a text about each image of a batch: a conversation in `images`, or the
-        teacher's answer, with its logits and mean projected tokens."""
+    def ask(self, batch: dict) -> tuple:
+        """Return a question about each image of a batch, the token ids of the teacher's answers, their logits and the
+        images' mean projected tokens."""
         args = self.args
         indices = batch["index"].tolist()
-
-        def encoded(turns: list) -> tuple[list[int], list[int]]:
-            return encode(self.processing_class, self.llava.config.image_seq_length, turns, self.prompt)
-
-        if "turns" in images.features:
-            return [encoded(images[index]["turns"]) for index in indices], None
         epochs = batch["epoch"].tolist() if "epoch" in batch else [0] * len(indices)
         seeds = [random_seed(args.seed, *key, CAPTION) for key in zip(epochs, indices, strict=True)]
         questions = [args.questions[seed % len(args.questions)] for seed in seeds]
         pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
         with self.accelerator.autocast():
-            answers, *targets = answer(
-                self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens
-            )
-        asked = [encoded([(question, None)]) for question in questions]
-        rows = [(ids + given, labels + given) for (ids, labels), given in zip(asked, answers, strict=True)]
-        return rows, targets
+            given = answer(self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens)
+        return questions, *given
 
-    def read(self, model, batch: dict, rows: list) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
-        """Let the new LLaVA predict each token of the answers. Return its logits, `(answer tokens, vocabulary)`, the
-        tokens themselves, how many of them are about each image, and the mean projected token of each image."""
-        inputs, labels = pad(rows, self.processing_class)
+    def read(self, model, batch: dict, questions: list, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the new LLaVA predict each token of the answers. Return its logits, `(answer tokens, vocabulary)`, and
+        the mean projected token of each image."""
+        length = self.llava.config.image_seq_length
+        asked = [encode(self.processing_class, length, question, self.prompt) for question in questions]
+        inputs, labels = pad(asked, answers, self.processing_class)
         inputs = {name: value.to(self.args.device) for name, value in inputs.items()}
         # No logits of what stands before the answers, but of the last token before them.
         length = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
@@ -318,31 +247,24 @@ class AlignLlavaTrainer(ImageTrainer):
         answered = labels != NO_ANSWER
         features = torch.cat(list(outputs.image_outputs.pooler_output))
         seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
-        said = outputs.logits[:, :-1][answered.to(outputs.logits.device)].float()
-        return said, labels[answered].to(said.device), answered.sum(1).tolist(), seen
+        return outputs.logits[:, :-1][answered.to(outputs.logits.device)].float(), seen
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        rows, targets = self.ask(inputs, self.train_dataset.images)
-        said, tokens, _, seen = self.read(model, inputs, rows)
-        if targets is None:
-            return F.cross_entropy(said, tokens)
-        logits, expected = targets
+        questions, answers, logits, expected = self.ask(inputs)
+        said, seen = self.read(model, inputs, questions, answers)
         distance = (seen - expected).square().sum(1) / expected.square().sum(1)
         return divergence(said, logits, 1.0) + self.args.feature_loss_weight * distance.mean()
-
-    def evaluation_loop(self, dataloader, *args, **kwargs):
-        self.evaluated = dataloader.dataset.images
-        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
         """Return, for each image, the share of the answer's tokens that the model predicts."""
         inputs = self._prepare_inputs(inputs)
-        rows, _ = self.ask(inputs, self.evaluated)
+        questions, answers, *_ = self.ask(inputs)
         with self.accelerator.autocast():
-            said, tokens, lengths, _ = self.read(model, inputs, rows)
-        right = (said.argmax(-1) == tokens).float().split(lengths)
-        shares = torch.stack([values.mean() for values in right])
+            said, _ = self.read(model, inputs, questions, answers)
+        found = said.argmax(-1).split([len(given) for given in answers])
+        tokens = [torch.tensor(given, device=said.device) for given in answers]
+        shares = torch.stack([(a == b).float().mean() for a, b in zip(found, tokens, strict=True)])
         return None, shares, torch.zeros_like(shares)
 
     def measure(self, prediction) -> dict[str, float]:
@@ -360,35 +282,23 @@ class AlignLlavaTrainer(ImageTrainer):
         return weights | projector
 
     def summary(self, metrics: dict[str, float]) -> str:
-        source = "answers of the LLaVA as it was" if self.has_teacher else "conversations"
         text = (
             f"{without_place(self.base_model)} with {self.llava.config.image_seq_length} tokens an image, those of "
-            f"{without_place(self.tower_name)}; the projector learned from {source}"
+            f"{without_place(self.tower_name)}; the projector learned from answers of the LLaVA as it was"
         )
         if "agreement" not in metrics:
             return f"{text}, not evaluated."
         return f"{text}: {metrics['agreement']:.2%} of the answers' tokens are right."
 
 
-def load_questions(data: QuestionDataArguments) -> tuple:
-    """Load the images or conversations to train, to evaluate and to test on."""
-    if not data.dataset[0].endswith(".json"):
-        return load_splits(data)
-
-    def load(files: list[str], split: str, streaming: bool = False) -> datasets.Dataset:
-        return read_conversations(files[0], data.image_folder)
-
-    return load_parts(data, load, lambda _: ["train"])
-
-
 def make_parser() -> ArgumentParser:
-    return ArgumentParser([LlavaArguments, QuestionDataArguments, AlignLlavaArguments], PROG)
+    return ArgumentParser([LlavaArguments, DataArguments, AlignLlavaArguments], PROG)
 
 
-def make_trainer(options: LlavaArguments, data: QuestionDataArguments, args: AlignLlavaArguments) -> AlignLlavaTrainer:
+def make_trainer(options: LlavaArguments, data: DataArguments, args: AlignLlavaArguments) -> AlignLlavaTrainer:
     """Return the trainer for the arguments of the command."""
     start(args, options.model, options.vision_model)
-    train, evaluation, test = load_questions(data)
+    train, evaluation, test = load_splits(data)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     original, processor = load_llava(options.model, args.device, dtype)
     tower, _ = load_vision_model(options.vision_model, "cpu")

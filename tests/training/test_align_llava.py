@@ -1,6 +1,5 @@
-"""A LLaVA learns to read a SparseFormer, from its own answers or from conversations."""
+"""A LLaVA learns to read a SparseFormer from its own answers."""
 
-import json
 import re
 
 import pytest
@@ -60,15 +59,6 @@ def changed(model, original) -> set[str]:
     return {name for name, value in model.state_dict().items() if not torch.equal(value, old.get(name, value))}
 
 
-def said(*texts):
-    return [{"from": "gpt" if number % 2 else "human", "value": text} for number, text in enumerate(texts)]
-
-
-def write(folder, records):
-    (folder / "said.json").write_text(json.dumps(records), encoding="utf-8")
-    return folder / "said.json"
-
-
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
 def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_path, capsys):
     original = make()
@@ -101,43 +91,16 @@ def test_a_run_that_was_stopped_goes_on(options, tmp_path):
     check_resumes("align_llava", tmp_path, 5, **options)
 
 
-def test_learns_from_conversations(options, tmp_path):
-    """The color of an image."""
-    records = []
-    for number in range(20):
-        color, name = [((250, 10, 10), "cat"), ((10, 10, 250), "ship")][number % 2]
-        Image.new("RGB", (32, 32), color).save(tmp_path / f"{number}.png")
-        turns = said("<image>\nwhat is this ?", name)
-        records.append({"image": f"{number}.png", "conversations": turns})
-    data = {"dataset": write(tmp_path, records), "train_split": None, "eval_split": None}
-    data |= {"num_train_epochs": 8, "per_device_train_batch_size": 3, "learning_rate": 1e-1}
-    own = run_command("align_llava", tmp_path / "out", **options | data)
-    assert own.metrics["agreement"] == 1.0 and len(own.eval_dataset) == 2
-    assert "learned from conversations" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+def test_a_wrong_prompt_is_one_line(options, tmp_path, capsys):
+    wrong = options | {"prompt": "{question}"}
+    assert "prompt is '{question}', expected" in error_of("align_llava", tmp_path / "out", capsys, **wrong)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"prompt": "{question}"}, "prompt is '{question}', expected"),
-        ({"dataset": "nowhere.json"}, "Cannot read LLaVA's conversations from 'nowhere.json'"),
-    ],
-)
-def test_wrong_calls_are_one_line(wrong, message, options, tmp_path, capsys):
-    assert message in error_of("align_llava", tmp_path / "out", capsys, **options | wrong)
-
-
-def test_a_text_begins_once_and_answers_end_it():
+def test_a_text_begins_once():
     processor = make_processor(make_llava())
     special = {"extra_special_tokens": {"image_token": "<image>"}, "additional_special_tokens": ["[EOS]"]}
     processor.tokenizer = word_tokenizer([*WORDS, "[BOS]", "[EOS]"], **special)
-    begin, end = len(WORDS), len(WORDS) + 1
-    what, cat, dog = (WORDS.index(word) for word in ("what", "cat", "dog"))
-    ids, labels = encode(processor, 1, [("what", "cat"), ("what", "dog")], "{image}{question}")
-    assert ids == [begin, IMAGE, what, cat, end, what, dog, end]
-    assert labels == [NO_ANSWER] * 3 + [cat, end, NO_ANSWER, dog, end]
-    asked, nothing = encode(processor, 1, [("what", "cat"), ("what", None)], "{image}{question}")
-    assert asked == ids[:-2] and nothing == [NO_ANSWER] * 3 + [cat, end, NO_ANSWER]
+    assert encode(processor, 2, "what", "{image}{question}") == [len(WORDS), IMAGE, IMAGE, WORDS.index("what")]
 
 
 def test_answers_are_those_that_generate_gives():
@@ -163,8 +126,10 @@ def test_answers_are_those_that_generate_gives():
 def test_a_paligemma_is_asked_as_its_processor_does():
     """Tokens are those of its processor, and so are their types: those of a question attend to each other."""
     paligemma, processor = make_paligemma(), make_paligemma_processor()
-    turns = [[("what is this ?", "cat")], [("is this cat and dog ?", "ship")]]
-    inputs, labels = pad([encode(processor, 64, each, PALIGEMMA_PROMPT) for each in turns], processor)
+    questions = ["what is this ?", "is this cat and dog ?"]
+    end = processor.tokenizer.eos_token_id
+    answers = [[WORDS.index(word)] + ([] if end is None else [end]) for word in ("cat", "ship")]
+    inputs, labels = pad([encode(processor, 64, each, PALIGEMMA_PROMPT) for each in questions], answers, processor)
     pictures = [[Image.new("RGB", (32, 32), color)] for color in ("red", "blue")]
     texts = ["<image>what is this ?", "<image>is this cat and dog ?"]
     expected = processor(images=pictures, text=texts, suffix=["cat", "ship"], padding=True, return_tensors="pt")
