@@ -96,8 +96,8 @@ def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int
 def pad(
     questions: Sequence[list[int]], answers: Sequence[list[int]], processor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a model's inputs besides the images, and the labels, `(images, length)`, of questions and answers in token
-    ids. Padding is at the left, so that all texts end together."""
+    """Return a model's inputs besides the images, and the labels, `(images, length)`, of token ids of questions and
+    answers. Padding is at the left, so that all texts end together."""
     rows = [question + answer for question, answer in zip(questions, answers, strict=True)]
     length = max(map(len, rows))
 
