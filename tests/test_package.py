@@ -1,6 +1,7 @@
 """The installed package, and `import frugalvit`."""
 
 import ast
+import compileall
 import importlib.metadata
 import importlib.util
 import os
@@ -148,6 +149,26 @@ for name in {clone}:
         str(tmp_path / "frugalvit" / "__init__.py"),
         *(str(tmp_path / "frugalvit" / "checkpoints" / name) for name in clone if name.startswith("cifar10")),
     ], result.stderr
+
+
+@pytest.mark.nightly
+def test_bytecode_alone_answers(tmp_path):
+    """Applications are shipped so (PyInstaller, `compileall -b`); sources are for `save_pretrained`."""
+    for room in ("frugalvit", "configuration", "modeling", "training", "checkpoints/cifar10-sparseformer"):
+        place = tmp_path / "frugalvit" / ("" if room == "frugalvit" else room)
+        ignored = shutil.ignore_patterns("__pycache__", "*.parquet")
+        shutil.copytree(ROOT / room, place, dirs_exist_ok=True, ignore=ignored)
+    (tmp_path / "frugalvit" / "checkpoints" / "__init__.py").touch()
+    compileall.compile_dir(tmp_path, legacy=True, quiet=1)
+    for path in tmp_path.rglob("*.py"):
+        path.unlink()
+    code = """
+import frugalvit, torch
+model = frugalvit.SparseFormerForImageClassification.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer"))
+print(frugalvit.__file__, *model(torch.zeros(1, 3, 32, 32)).logits.shape)
+"""
+    result = python(code, cwd=tmp_path)
+    assert result.stdout == f"{tmp_path / 'frugalvit' / '__init__.pyc'} 1 10\n", result.stderr
 
 
 def test_a_clone_beside_does_not_hide_the_package(tmp_path):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from frugalvit_cli import COMMANDS
-from transformers import AutoConfig
+from PIL import Image
+from transformers import AutoConfig, AutoModel, AutoProcessor
 
 import frugalvit
 from frugalvit.common.command_line import CommandParser
@@ -37,6 +38,24 @@ COMMAND_LINES = [
     for line in block.replace("\\\n", " ").replace("&&", "\n").splitlines()
     if line.strip().startswith("frugalvit ")
 ]
+
+
+def test_the_lines_of_every_card_run(tmp_path, monkeypatch):
+    """Those of the models that ship, and of a CLIP as it is saved."""
+    clip = AutoModel.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
+    clip.save_pretrained(tmp_path / "clip")
+    AutoProcessor.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer-clip")).save_pretrained(
+        tmp_path / "clip"
+    )
+    monkeypatch.chdir(tmp_path)
+    image = Image.new("RGB", (48, 40), "red")
+    image.save("image.png")
+    for folder in (tmp_path / "clip", *map(frugalvit.checkpoint_path, shipped_checkpoints())):
+        lines = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        names = {"image": image}
+        for code in lines:
+            exec(code.replace("path/or/id", str(folder)), names)
+        assert lines and ("embeddings" in names) == ("SentenceTransformer" in names) == ("clip" in folder.name)
 
 
 class TakenError(Exception):

@@ -11,8 +11,6 @@ from torch import nn
 
 # Speedup from which on packing is worth a second copy of the weights.
 WORTHWHILE = 1.1
-# Entries of a weight that are looked at for changes.
-SAMPLED = 64
 
 
 class PackedLinear(nn.Linear):
@@ -28,8 +26,9 @@ class PackedLinear(nn.Linear):
         self.packed_from = self.state_of_weight()
 
     def state_of_weight(self) -> tuple[int, int, list[float]]:
-        """A value that changes with the weight; a sample shows changes by `.data` or NumPy, which have no version."""
-        sample = self.weight.detach().flatten()[:: max(self.weight.numel() // SAMPLED, 1)]
+        """A value that changes with the weight; a sample of every row shows changes by `.data` or NumPy, which have no
+        version."""
+        sample = self.weight.detach().flatten()[:: max(min(self.weight.shape) - 1, 1)]
         return self.weight.data_ptr(), self.weight._version, sample.tolist()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

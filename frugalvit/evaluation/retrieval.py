@@ -67,7 +67,7 @@ def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor
 ) -> dict[str, float]:
     """Recall at 1, 5 and 10, in percent: `text_to_image@k` and `image_to_text@k`, whether one of an image's captions
-    is among the k best. Ties count half: embeddings that are all alike find nothing.
+    is among the k best; of equal ones, by chance.
 
     Embeddings are `(images, width)` and `(captions, width)`, of norm 1, and `owners` `(captions,)`, the image of each
     caption; every image has one at least.
@@ -78,12 +78,15 @@ def retrieval_recall(
         ("image_to_text", image_embeddings, images, text_embeddings, owners),
         ("text_to_image", text_embeddings, owners, image_embeddings, images),
     ):
-        ranks = []
+        above, tied = [], []
         for embeddings, own_images in zip(queries.split(CHUNK), query_owners.split(CHUNK), strict=True):
             similarities = embeddings @ keys.mT
             own = own_images[:, None] == key_owners
             best = similarities.masked_fill(~own, -torch.inf).amax(1, keepdim=True)
             wrong = similarities.masked_fill(own, -torch.inf)
-            ranks.append((wrong > best).sum(1) + (wrong == best).sum(1) / 2)
-        recall |= {f"{direction}@{k}": 100 * (torch.cat(ranks) < k).float().mean().item() for k in (1, 5, 10)}
+            above.append((wrong > best).sum(1))
+            tied.append((wrong == best).sum(1))
+        for k in (1, 5, 10):
+            found = (k - torch.cat(above)) / (1 + torch.cat(tied))
+            recall[f"{direction}@{k}"] = 100 * found.clamp(0, 1).mean().item()
     return recall

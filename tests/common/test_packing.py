@@ -65,6 +65,10 @@ def add(packed: nn.Linear):
     packed.weight.data += 1
 
 
+def change_a_row(packed: nn.Linear):
+    packed.weight.detach().numpy()[7] = 1
+
+
 def load(packed: nn.Linear):
     packed.load_state_dict({"weight": torch.ones(40, 24), "bias": torch.ones(40)})
 
@@ -73,7 +77,7 @@ def pickled(packed: nn.Linear) -> nn.Linear:
     return pickle.loads(pickle.dumps(packed))
 
 
-@pytest.mark.parametrize("change", [scale, add, load, nn.Linear.double, copy.deepcopy, pickled])
+@pytest.mark.parametrize("change", [scale, add, change_a_row, load, nn.Linear.double, copy.deepcopy, pickled])
 @torch.no_grad()
 def test_what_changes_or_moves_computes_as_any_other_layer(change, linear, inputs, called):
     packed = PackedLinear(linear)

@@ -175,6 +175,13 @@ def test_recall_is_that_of_sorting_everything(num_images, captions, chunk, seed)
         assert retrieval.retrieval_recall(images, texts, owners) == pytest.approx(expected)
 
 
+def test_equal_embeddings_are_found_by_chance():
+    """Those of a collapsed model."""
+    embeddings = torch.ones(100, 8) / 8**0.5
+    expected = {f"{direction}@{k}": k for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+    assert retrieval.retrieval_recall(embeddings, embeddings, torch.arange(100)) == pytest.approx(expected)
+
+
 CAPTIONS = [["a cat .", "the cat"], ["a dog"], ["a bird .", "the bird", "a photo of a bird ."], ["the airplane"]]
 
 

@@ -8,6 +8,7 @@ from processes import compute_without_frugalvit, run_without_frugalvit
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+import frugalvit
 from drawn import noise
 from frugalvit import (
     SparseFormerLlavaForConditionalGeneration,
@@ -110,6 +111,20 @@ def test_each_image_of_a_prompt_has_tokens_of_its_own(strategy):
     assert "num_image_tokens" not in processor(**prompt, padding=True)
     with pytest.raises(ValueError, match="has 1 numbers, .* each of the 3 images"):
         processor(**prompt, num_image_tokens=[4])
+
+
+def test_the_model_that_ships_answers_prompts_of_two_lengths_in_a_batch():
+    folder = frugalvit.checkpoint_path("cifar10-sparseformer-llava")
+    model, processor = (each.from_pretrained(folder) for each in (AutoModelForImageTextToText, AutoProcessor))
+
+    def answers(images: list, prompts: list[str]) -> list[int]:
+        inputs = processor(images=images, text=prompts, padding=True, return_tensors="pt")
+        return model.generate(**inputs, max_new_tokens=1, do_sample=False)[:, -1].tolist()
+
+    images = [noise((4, 4), seed).resize((32, 32)) for seed in range(8)]
+    prompts = 4 * ["<image> what is this ?", "<image> what is this ? what is this ?"]
+    alone = [answers([image], [prompt]) for image, prompt in zip(images, prompts, strict=True)]
+    assert answers(images, prompts) == sum(alone, [])
 
 
 @pytest.mark.parametrize("feature", ["patch", "cls_patch"])

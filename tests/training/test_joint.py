@@ -126,6 +126,7 @@ def test_both_start_as_the_reference_has_it(variant):
     ("options", "message"),
     [
         ({"sam_rho": 0.1, "gradient_accumulation_steps": 2}, "sam_rho needs gradient_accumulation_steps 1"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, which this training has not"),
         ({"vit": "deep"}, "vit is 'deep', expected name=value pairs"),
     ],
 )
