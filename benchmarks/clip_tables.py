@@ -92,7 +92,7 @@ STUDENTS = {
 }
 STUDENTS_INHERITED = {
     "SparseFormer, 16 readable tokens of a grid": (16, READABLE),
-    "SparseFormer, 16 readable tokens of trees": (16, [*READABLE, "--placement", "content"]),
+    "SparseFormer, 16 readable tokens placed by content": (16, [*READABLE, "--placement", "content"]),
 }
 # Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
 ALIGNED = {

@@ -1,6 +1,6 @@
 """Feature maps of road scenes: a frozen SparseFormer backbone beside its teacher at several resolutions.
 
-    python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST --bootstrap trees grid \\
+    python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST --bootstrap content grid \\
         --tome CHECKOUT
 
 Each backbone's map of the last layer is frozen, and a linear layer learns which classes each cell shows (their shares
@@ -59,9 +59,7 @@ TOKENS = [432, 285, 192]
 MERGED = [40, 56, 80]
 # Thin things, which low resolution loses first.
 THIN = ("pole", "sign", "pedestrian", "cyclist")
-# Of a tree in such images: cells of 3 x 4 are halved to patches of 14 pixels.
-TREE = {"placement": "content", "placement_grid": [3, 4], "num_placement_levels": 4}
-STUDENTS = {"trees": TREE | {"placement_random_share": 0.25}, "grid": {}}
+STUDENTS = {"content": {"placement": "content"}, "grid": {}}
 UPSAMPLER = {"upsampler_hidden_size": 128}
 STUDENTS |= {f"{name}-upsampler": fields | UPSAMPLER for name, fields in STUDENTS.items()}
 # All but the upsampler stays as it was.
@@ -181,7 +179,7 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
             tokens -= min(merged, tokens // 2)
         yield Backbone(f"ToMe, {merged} a block, unmerged", tokens, SIZE, vit, maps)
     # Upsamplers add nothing before training.
-    for kind in dict.fromkeys(kind.partition("-")[0] for kind in arguments.bootstrap or ["trees"]):
+    for kind in dict.fromkeys(kind.partition("-")[0] for kind in arguments.bootstrap or ["content"]):
         student = new_student(whole, kind, image_format).to(device).eval()
         yield from students(f"{kind}, before training", [student], TOKENS)
     for kind in arguments.bootstrap:
