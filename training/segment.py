@@ -196,6 +196,8 @@ class SegmentationTrainer(ImageTrainer):
         image_format = ImageFormat.from_processor(processing_class)
         self.num_labels = model.config.num_labels
         read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
+        # Evaluation leaves them out, too.
+        model.config.ignored_labels = list(args.ignored_labels)
         super().__init__(
             model,
             args,

@@ -6,8 +6,11 @@ A package beside `frugalvit`, so that help comes before PyTorch is imported.
 import difflib
 import importlib
 import importlib.metadata
+import itertools
 import os
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 
 # Command -> module, which is imported only when the command runs; help line.
@@ -41,6 +44,26 @@ A model is named by its folder, its hub id (owner/name@revision, too) or, if it 
 `frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose."""
 
 
+# Options that name a model.
+MODEL_OPTIONS = ("--model", "--teacher", "--student", "--vision-model", "--vision_model")
+
+
+def wrong_name(command: str, words: list[str]) -> str | None:
+    """Return what is wrong with the names of models and images, as far as it shows before PyTorch is imported."""
+    place = Path(find_spec("frugalvit").origin).parent
+    shipped = [file.parent.name for each in (place, place.parent) for file in each.glob("checkpoints/*/config.json")]
+    for option, name in itertools.pairwise(words):
+        if option not in MODEL_OPTIONS or name in shipped or Path(name).expanduser().exists():
+            continue
+        if name.startswith((".", "/", "~")):
+            return f"there is no folder {name!r}."
+        if "/" not in name and (close := difflib.get_close_matches(name, shipped, n=1, cutoff=0.8)):
+            return f"there is no model {name!r}; did you mean {close[0]}?"
+    images = itertools.takewhile(lambda word: not word.startswith("-"), words) if command == "predict" else ()
+    missing = [name for name in images if not any(sign in name for sign in "*?[:") and not Path(name).exists()]
+    return f"there is no image {missing[0]!r}." if missing else None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Return 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -60,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
         close = ", ".join(difflib.get_close_matches(command, COMMANDS, n=1) or COMMANDS)
         print(f"frugalvit: error: there is no command {command!r}; did you mean {close}?", file=sys.stderr)
         return 2
+    if message := wrong_name(command, rest):
+        print(f"frugalvit {command}: error: {message}", file=sys.stderr)
+        return 1
     # Labels may have letters that a terminal has not.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -40,11 +40,12 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         class_names=list(model.config.id2label.values()),
     )
     reduce_labels = arguments.reduce_labels or getattr(image_processor, "do_reduce_labels", False)
+    ignored = arguments.ignored_labels or getattr(model.config, "ignored_labels", ())
     results = segmentation_scores(
         model,
         ImageFormat.from_processor(image_processor),
         take_first(images, arguments.limit),
-        MaskReader(model.config.num_labels, arguments.ignored_labels, reduce_labels),
+        MaskReader(model.config.num_labels, ignored, reduce_labels),
         batch_size=arguments.batch_size,
         window=arguments.window,
         skip_corrupt=arguments.skip_corrupt,

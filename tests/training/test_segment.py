@@ -91,7 +91,8 @@ def test_models_of_transformers_learn_from_scratch_and_go_on(options, tmp_path):
 
 def test_pairs_in_python(options, tmp_path):
     """Views of PIL images are those of the command."""
-    made = make(tmp_path / "out", **options)
+    made = make(tmp_path / "out", ignored_labels=3, **options)
+    assert made.model.config.ignored_labels == [3]
     pairs = [tuple(map(Image.fromarray, scene(seed))) for seed in range(12)]
     own = SegmentationTrainer(made.model, made.args, pairs, pairs[:5], made.processing_class)
     for name in ("pixel_values", "labels"):
