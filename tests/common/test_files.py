@@ -64,12 +64,11 @@ def test_what_no_model_consists_of_is_not_overwritten(tmp_path):
     # Of a program, too.
     (output / "report.json").touch()
     for name in ("onnx/detector.onnx", "openvino_notes.txt"):
-        save_as = output / name
-        save_as.parent.mkdir(exist_ok=True)
-        save_as.touch()
+        (output / name).parent.mkdir(exist_ok=True)
+        (output / name).touch()
         with pytest.raises(ValueError, match=f"more than a model in it .*{name.partition('/')[0]}"):
             write(output, "new")
-        save_as.unlink()
+        (output / name).unlink()
     (output / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="more than a model in it .*checkpoints"):
         write(output, "new")
