@@ -12,10 +12,9 @@ from transformers import ViTImageProcessor, pipeline
 
 from drawn import noise
 from frugalvit import Classifier
-from frugalvit.common.image_files import find_images
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.demo import look
-from frugalvit.predict import format_labels, format_prediction, predict
+from frugalvit.predict import find_images, format_labels, format_prediction, predict
 from kinds import KINDS
 from tiny import make_vit, randomize
 

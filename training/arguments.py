@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 from transformers import HfArgumentParser, TrainingArguments
 
 from ..common.choices import NO_EVALUATION, SUBSET
-from ..common.files import read_text
-from ..common.interruptions import end_on_sigterm
+from ..common.files import end_on_sigterm, read_text
 from ..common.tables import first_line, printable
 
 

@@ -72,10 +72,17 @@ def write_card(
             metric_value=round(metrics[metric], 4),
         )
         results = [result]
+    chosen = "not evaluated"
+    if trainer.eval_dataset is not None:
+        evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({len(trainer.eval_dataset):,} images)"
+        chosen = f"chosen and measured on {evaluated}"
+        if data and data.tested:
+            chosen = f"chosen on {evaluated}, measured on {data.tested}"
+    step = f"step {trainer.kept_step} of {trainer.state.max_steps}"
     parameters = sum(each.numel() for each in model.parameters())
     paragraphs = [
         summary or trainer.summary(metrics),
-        f"{parameters:,} parameters; {chosen(trainer)}; seed {args.seed}.",
+        f"{parameters:,} parameters; {step}, {chosen}; seed {args.seed}.",
         NEEDS_CONTEXT_BROADCAST if isinstance(getattr(model.config, "context_broadcast", None), dict) else "",
     ]
     for code in (loading_example(model) + (use or ""), embedding_example(model)):
@@ -95,18 +102,6 @@ def write_card(
         model_name=name,
         eval_results=results,
     ).save(folder / "README.md")
-
-
-def chosen(trainer) -> str:
-    """Describe the step that a run kept, and the images on which it was chosen and measured."""
-    data = trainer.data
-    step = f"step {trainer.kept_step} of {trainer.state.max_steps}"
-    if trainer.eval_dataset is None:
-        return f"{step}, not evaluated"
-    evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({len(trainer.eval_dataset):,} images)"
-    if data and data.tested:
-        return f"{step}, chosen on {evaluated}, measured on {data.tested}"
-    return f"{step}, chosen and measured on {evaluated}"
 
 
 def hub_ids(names: list[str] | None) -> list[str]:

@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        importlib.import_module("frugalvit.common.interruptions").end_on_sigterm()
+        importlib.import_module("frugalvit.common.files").end_on_sigterm()
         code = importlib.import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()
         return code or 0

@@ -5,6 +5,9 @@ import os
 import re
 import secrets
 import shutil
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -188,3 +191,9 @@ def unexpected_files(folder: Path) -> list[str]:
 def is_picture_of(card: str, path: Path) -> bool:
     """Whether a card's text names this picture."""
     return path.suffix == ".png" and re.search(rf"(?<![\w.-]){re.escape(path.name)}", card) is not None
+
+
+def end_on_sigterm():
+    """Let SIGTERM end this process by SystemExit, so that half-written files are removed."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
