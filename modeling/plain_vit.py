@@ -43,7 +43,7 @@ def to_plain_vit(
     config = student.config
     name = type(student).__name__
     if config.placement == "content":
-        raise ValueError("The student's tokens are cells of trees, which no plain ViT has; expected placement='grid'.")
+        raise ValueError("The student's tokens are cells of several sizes, which no plain ViT has; expected a grid.")
     if not name.endswith(("ForImageClassification", "Model", "WithProjection")):
         raise ValueError(f"Cannot make a plain ViT of a {name}; expected a classifier or a vision model.")
     count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
@@ -131,7 +131,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
     base = student.base_model
     embeddings = base.embeddings
     patches = anatomy.patch_embedding
-    positions = embeddings.positions_of([grid])
+    positions = embeddings.positions_of(grid)
     patches.weight.copy_(embeddings.projection.weight.view(patches.weight.shape))
     if patches.bias is None:
         positions = positions + embeddings.projection.bias

@@ -215,7 +215,7 @@ class TestPlainViTs:
             student.to_plain_vit(16, like=transformers.CLIPConfig())
 
     def test_what_no_class_computes_is_refused(self):
-        with pytest.raises(ValueError, match="cells of trees"):
+        with pytest.raises(ValueError, match="cells of several sizes"):
             inherit(read_anatomy(make("dinov2")), placement="content").to_plain_vit()
         with pytest.raises(ValueError, match="no aimv2_vision_model with a projection"):
             inherit(read_anatomy(make("aimv2-with-projection"))).to_plain_vit(16)
