@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import yaml
 from huggingface_hub.errors import (
@@ -79,13 +78,12 @@ class ImageTrainingArguments(TrainingArguments):
     sam_rho: float = argument(0.0, "Radius of sharpness-aware minimization around optim; 0 turns it off.")
     license: str | None = argument(None, "License of the trained model, for its card, for example apache-2.0.")
     overwrite_output_dir: bool = argument(False, "Start anew in an output_dir that is not empty.")
-    # Whether the loss reads `label_smoothing_factor`.
-    smooths_labels: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()
         check_choices(self)
-        if self.label_smoothing_factor and not self.smooths_labels:
+        # A training that reads it has a default of its own.
+        if self.label_smoothing_factor and not type(self).label_smoothing_factor:
             raise ValueError(f"label_smoothing_factor is {self.label_smoothing_factor}, which this training has not.")
         if self.sam_rho and (self.gradient_accumulation_steps > 1 or self.fp16):
             raise ValueError("sam_rho needs gradient_accumulation_steps 1, and no fp16.")

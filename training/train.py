@@ -7,7 +7,6 @@ package.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -108,8 +107,6 @@ class SmallDataView:
 @dataclass
 class ImageClassificationArguments(SmallDataArguments):
     """Training of a classifier: augmentation, distillation, and learning rates of head and layers."""
-
-    smooths_labels: ClassVar[bool] = True
 
     num_train_epochs: float = argument(100, "Epochs.")
     per_device_train_batch_size: int = argument(128, "Images of a step on a device.")
