@@ -103,7 +103,8 @@ def main(argv: list[str] | None = None) -> None:
             "batch_sizes": BATCH_SIZES,
         }
         about = ", ".join(f"{name}: {value}" for name, value in settings.items())
-        legend = f"± is a standard error; images/s by batch size. {about}."
+        errors = "accuracy ± half of a 68 % Wilson interval, differences ± standard error; "
+        legend = f"{errors if 'accuracy' in rows[0] else ''}images/s by batch size. {about}."
         # Print first: a full disk must not lose what was measured.
         print(f"{format_table(table_rows(rows))}\n\n{legend}")
         command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
@@ -192,13 +193,18 @@ def classifies(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tenso
 
 
 def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
-    """The mean of a score as `name` and its standard error as `…_error`, and of the difference from the teacher's on
-    the same images as `…_difference` and `…_difference_error`."""
-    described = {}
-    for key, values in ((name, right), (f"{name}_difference", None if teacher is None else right - teacher)):
-        described[key] = None if values is None else values.mean().item()
-        several = values is not None and len(values) > 1
-        described[f"{key}_error"] = values.std().item() / len(values) ** 0.5 if several else None
+    """The mean of a score as `name` and half of its Wilson interval for one standard deviation as `…_error`, and the
+    difference from the teacher's on the same images and its standard error as `…_difference` and
+    `…_difference_error`."""
+    count, share = len(right), right.mean().item()
+    # Of all right answers, the standard error would be zero.
+    half = (share * (1 - share) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
+    described = {name: share, f"{name}_error": half, f"{name}_difference": None, f"{name}_difference_error": None}
+    if teacher is not None:
+        difference = right - teacher
+        described[f"{name}_difference"] = difference.mean().item()
+        if count > 1:
+            described[f"{name}_difference_error"] = difference.std().item() / count**0.5
     return described
 
 
@@ -229,13 +235,15 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))
     batch_size = list(speeds)[-1]
     factor = 1 if score == "cosine" else 100
-    lines = {}
+    lines, notes = {}, []
     for index, row in enumerate(rows):
         if row.get(score) is not None:
             label = row["method"] if index else f"teacher, {row['model']}"
             error = factor * (row.get(f"{score}_error") or 0)
             point = (row["images_per_second"][precision][batch_size], factor * row[score], error)
             lines.setdefault(label, []).append(point)
+            if index and row.get("tokens"):
+                notes.append((str(row["tokens"]), point[:2]))
 
     figure = Figure(figsize=size, dpi=200, layout="constrained")
     axes = figure.subplots()
@@ -249,6 +257,8 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
             look = {"color": "#333333", "linestyle": "none", "marker": "*", "markersize": 11, "zorder": 3}
             axes.axhline(y[0], color="#c8c8c8", linewidth=0.8, linestyle="--")
         axes.errorbar(x, y, error, **look, elinewidth=0.8, label=label)
+    for number, place in notes:
+        axes.annotate(number, place, xytext=(4, 3), textcoords="offset points", fontsize=6)
     axes.set_xscale("log")
     axes.set_xlabel(f"images/s (batches of {batch_size}, {precision})", fontsize=8)
     axes.set_title(SCORES[score], loc="left", fontsize=9)

@@ -100,7 +100,10 @@ def test_errors_are_paired():
     right = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
     found = describe_score("accuracy", right, teacher)
     assert found["accuracy"] == 0.625 and found["accuracy_difference"] == -0.125
-    assert found["accuracy_error"] == pytest.approx(right.numpy().std(ddof=1) / 8**0.5)
+    # The ends of a Wilson interval are as far from the share as one standard deviation there.
+    end = (0.625 + 1 / 16) / (1 + 1 / 8) + found["accuracy_error"]
+    assert (end - 0.625) ** 2 == pytest.approx(end * (1 - end) / 8)
+    assert describe_score("accuracy", torch.ones(8), None)["accuracy_error"] > 0.05
     assert found["accuracy_difference_error"] == pytest.approx((right - teacher).numpy().std(ddof=1) / 8**0.5)
 
 
