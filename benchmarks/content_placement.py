@@ -1,7 +1,6 @@
 """Placement of tokens by content: students whose cells are chosen for each image beside students with grids.
 
     python benchmarks/content_placement.py teacher --model VIT --train TRAIN --test TEST       # Clothing's, 224 pixels
-    python benchmarks/content_placement.py untrained --teacher TEACHER --test TEST --backgrounds IMAGES --tome CHECKOUT
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
     python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
@@ -9,12 +8,10 @@
 
 `students` bootstraps a student of each of --placements for six counts of tokens, all on the same views, half of them
 zoomed out. Each is asked about test photographs, the same as small objects (on a canvas whose sides are 2.5 times
-theirs), and the same on other photographs. `untrained` asks the teacher, students before training, which are the
-teacher at lower resolution, and the teacher with random patches and ToMe (github.com/facebookresearch/ToMe) as it is
-off the shelf. Runs are kept under --runs-dir and found again; `table` puts all that are there into
-content_students_NAME.json. Caltech-101's teacher is that of caltech101.py. `speed` times both placements
-(content_placement_speed.json). `picture` draws what tokens of a grid see and those that a student places
-(content_placement.webp).
+theirs), and the same on other photographs; so is the teacher. Runs are kept under --runs-dir and found again; `table`
+puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py. `speed` times
+both placements (content_placement_speed.json). `picture` draws what tokens of a grid see and those that a student
+places (content_placement.webp).
 """
 
 import functools
@@ -49,7 +46,6 @@ from shared import (
     spread,
     write_table,
 )
-from token_merging import merging, with_random_patches
 
 
 PLACEMENTS = ("grid", "content")
@@ -66,7 +62,6 @@ def main():
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--teacher", help="folder of the teacher")
     parser.add_argument("--student", help="folder of a student")
-    parser.add_argument("--tome", help="checkout of ToMe")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
     parser.add_argument("--backgrounds", help="of other photographs")
@@ -131,31 +126,14 @@ def untrained(arguments, placement: str):
     return student, processor
 
 
-def measure_untrained(arguments):
-    """The teacher, students before training, and the teacher with fewer of its tokens: by chance, or merged."""
-    anatomy, processor = load_teacher(arguments.teacher, str(choose_device()))
-    image_format = ImageFormat.from_processor(processor)
-    found = accuracies(arguments, anatomy.run_classifier, image_format)
-    rows = [{"placement": "teacher", "tokens": anatomy.num_patches} | found]
-    for placement in arguments.placements:
-        rows += measure(arguments, *untrained(arguments, placement), f"{placement}, untrained")
-    peers = [with_random_patches(anatomy, processor, count, seed=0) for count in (16, 36, 64)]
-    peers += [merging(anatomy, processor, arguments.tome, merged) for merged in (20, 40)]
-    for peer in peers:
-        classify = functools.partial(logits_of_baseline, peer)
-        rows.append({"placement": peer.name, "tokens": peer.tokens} | accuracies(arguments, classify, image_format))
-    print_rows(rows)
-    write_json(arguments.runs_dir / f"{arguments.name}-untrained.json", rows)
-
-
-def logits_of_baseline(baseline, pixel_values: torch.Tensor) -> torch.Tensor:
-    return baseline.classifier(baseline.embed(pixel_values))
-
-
 def train_students(arguments):
     for seed in arguments.seeds:
         for placement in arguments.placements:
             print_rows(train_student(arguments, placement, seed))
+    anatomy, processor = load_teacher(arguments.teacher, str(choose_device()))
+    found = accuracies(arguments, anatomy.run_classifier, ImageFormat.from_processor(processor))
+    row = {"placement": "teacher", "tokens": anatomy.num_patches} | found
+    write_json(arguments.runs_dir / f"{arguments.name}-teacher.json", [row])
 
 
 def train_student(arguments, placement: str, seed: int) -> list[dict]:
@@ -187,7 +165,7 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
 
 
 def make_table(arguments):
-    file = arguments.runs_dir / f"{arguments.name}-untrained.json"
+    file = arguments.runs_dir / f"{arguments.name}-teacher.json"
     rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
     groups: dict[tuple, list[dict]] = {}
     for file in sorted(arguments.runs_dir.glob(f"{arguments.name}-[a-z]*/measured.json")):
@@ -268,7 +246,6 @@ def seen_by(image: torch.Tensor, rois: torch.Tensor, patch_size: tuple[int, int]
 
 COMMANDS = {
     "teacher": (train_teacher, ["model", "train", "test"]),
-    "untrained": (measure_untrained, ["teacher", "test", "backgrounds", "tome"]),
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
     "speed": (measure_speed, ["teacher"]),
