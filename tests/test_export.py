@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import onnx
 import pytest
 import torch
 import transformers
@@ -64,10 +62,7 @@ def folder(tmp_path_factory) -> Path:
         **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "num_labels": 10},
     )
     torch.manual_seed(0)
-    model = frugalvit.PatchSparseFormerForImageClassification(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
+    model = randomize(frugalvit.PatchSparseFormerForImageClassification(config), 0.2)
     model.config.id2label = dict(enumerate(class_names(load_images(SUBSET, "test"))))
     model.save_pretrained(folder := tmp_path_factory.mktemp("model") / "tiny")
     return folder
@@ -87,19 +82,11 @@ def write(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def photograph(tmp_path_factory) -> Path:
-    """One with colors that change, wider than high."""
-    rows, columns = np.mgrid[:48, :64]
-    pixels = np.stack([rows * 5, columns * 3, (rows + columns) * 2], axis=-1).astype(np.uint8)
-    Image.fromarray(pixels).save(path := tmp_path_factory.mktemp("photo") / "photo.png")
-    return path
-
-
-@pytest.fixture(scope="module")
 def student(tmp_path_factory) -> Path:
     """A classifier with an inherited start."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.ViTConfig(image_size=32, patch_size=4, num_labels=10, **sizes)
+    torch.manual_seed(0)
     teacher = randomize(transformers.ViTForImageClassification(config))
     square = {"height": 32, "width": 32}
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 36}, crop_size=square)
@@ -154,6 +141,8 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
             assert not torch.equal(computed, expected)
             assert torch.cosine_similarity(computed, expected).min() > 0.9
     if "onnx" in arguments:
+        import onnx
+
         [graph] = (onnx.load(file).graph for file in (output / "onnx").iterdir())
         assert {each.type.tensor_type.shape.dim[0].dim_param for each in [*graph.input, *graph.output]} == {"batch"}
     report = json.loads((output / "report.json").read_text())
@@ -166,16 +155,16 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
 
 
 @pytest.mark.parametrize("arguments", [ONNX, ("--format", "openvino")])
-def test_the_lines_of_the_card_need_only_the_runtime(arguments, write, photograph, tmp_path):
+def test_the_lines_of_the_card_need_only_the_runtime(arguments, write, tmp_path):
     output = write(*arguments)
     [lines] = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
-    script = BLOCKED + lines.replace("photo.jpg", str(photograph))
+    script = BLOCKED + lines.replace("photo.jpg", str(DOG))
     # The folder alone, elsewhere.
     copied = shutil.copytree(output, tmp_path / "elsewhere")
     process = subprocess.run([sys.executable, "-c", script], cwd=copied, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     model, image_processor = load_image_classifier(output)
-    [prediction] = predict(model, image_processor, [Image.open(photograph).convert("RGB")])
+    [prediction] = predict(model, image_processor, [Image.open(DOG).convert("RGB")])
     assert process.stdout.strip() == prediction.labels[0][0]
 
 
@@ -201,12 +190,12 @@ def test_transformers_js_labels_a_picture(arguments, write, transformers_js):
     assert found == pytest.approx(dict(prediction.labels), abs=0.02)
 
 
-def test_transformers_js_embeds_a_picture(folder, photograph, transformers_js, tmp_path):
+def test_transformers_js_embeds_a_picture(folder, transformers_js, tmp_path):
     model = frugalvit.PatchSparseFormerModel.from_pretrained(folder)
     model.save_pretrained(tmp_path / "tower")
     assert main(["export", "--model", str(tmp_path / "tower"), "--output", str(tmp_path / "out"), *FEW]) == 0
-    found = torch.tensor(transformers_js("image-feature-extraction", tmp_path / "out", photograph))
-    pixel_values = AutoImageProcessor.from_pretrained(folder)(Image.open(photograph), return_tensors="pt").pixel_values
+    found = torch.tensor(transformers_js("image-feature-extraction", tmp_path / "out", DOG))
+    pixel_values = AutoImageProcessor.from_pretrained(folder)(Image.open(DOG), return_tensors="pt").pixel_values
     with torch.no_grad():
         expected = model(pixel_values).pooler_output
     assert torch.cosine_similarity(found, expected).item() > 0.999
@@ -225,17 +214,17 @@ def test_the_gate(folder, tmp_path, capsys, monkeypatch):
     assert "**It does not reach what it should**: mean cosine" in (output / "README.md").read_text()
 
 
-def test_commands_take_exported_folders(write, photograph, tmp_path, capsys, folder):
+def test_commands_take_exported_folders(write, tmp_path, capsys, folder):
     output = str(write(*ONNX))
     capsys.readouterr()
-    assert main(["predict", str(photograph), "--model", output, "--rois", str(tmp_path / "rois.png")]) == 0
+    assert main(["predict", str(DOG), "--model", output, "--rois", str(tmp_path / "rois.png")]) == 0
     exported = capsys.readouterr().out
-    assert main(["predict", str(photograph), "--model", str(folder), "--device", "cpu"]) == 0
+    assert main(["predict", str(DOG), "--model", str(folder), "--device", "cpu"]) == 0
     assert capsys.readouterr().out == exported
     assert (tmp_path / "rois.png").stat().st_size > 10_000
     assert main(["evaluate", "classification", "--model", output, "--limit", "16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["images"] == 16
-    labels, rois = demo.look(*load_image_classifier(output), Image.open(photograph).convert("RGB"))
+    labels, rois = demo.look(*load_image_classifier(output), Image.open(DOG).convert("RGB"))
     assert len(labels) == 5
     assert rois is not None
 

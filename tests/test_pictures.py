@@ -1,7 +1,6 @@
 """Pictures: the right panels, boxes and points at the right pixels, files that are whole or absent."""
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -15,17 +14,6 @@ def make_rois(batch: int = 1, tokens: int = 4, steps: int = 4) -> list[torch.Ten
 
 def make_points(batch: int = 1) -> list[torch.Tensor]:
     return list(torch.rand(5, batch, 4, 9, 2, generator=torch.Generator().manual_seed(1)))
-
-
-@pytest.mark.parametrize(
-    "steps, all_steps, expected", [(0, False, []), (1, False, [1]), (5, False, [1, 3, 5]), (5, True, [1, 2, 3, 4, 5])]
-)
-def test_panels(steps, all_steps, expected):
-    options = {"all_steps": all_steps, "captions": ["a $label", "long " * 100]}
-    figure = draw_rois(torch.rand(2, 3, 32, 32), make_rois(2, steps=steps), make_points(2), **options)
-    expected = ["Input", *(f"Token RoIs, step {step}" for step in expected), "Last sampling points"]
-    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == expected
-    assert len(figure.axes) == 2 * len(expected)
 
 
 def test_boxes_and_points_are_in_pixels_of_the_image():

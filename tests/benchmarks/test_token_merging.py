@@ -51,20 +51,6 @@ def test_timm_copy_of_dinov2_gives_its_logits(size, checkout):
     assert frugalvit.count_macs(model, size) == frugalvit.count_macs(teacher, size)
 
 
-def test_a_token_counts_in_the_mean_as_often_as_it_stands_for_others():
-    vit = token_merging.as_timm(read_anatomy(tiny_dinov2(), (28, 28)))
-    tokens = torch.randn(2, 4, 32)
-    vit._tome_info = {"size": torch.tensor([1.0, 3.0, 1.0, 2.0]).view(1, 4, 1).expand(2, -1, -1)}
-    apart = tokens[:, [0, 1, 1, 1, 2, 3, 3]]
-    torch.testing.assert_close(vit.forward_head(tokens).embedding[:, 32:], apart[:, 1:].mean(1))
-    torch.testing.assert_close(vit.forward_head(tokens).embedding[:, :32], tokens[:, 0])
-    # While DiffRate searches, tokens that it would leave out are there, behind a mask.
-    vit._diffrate_info = vit.__dict__.pop("_tome_info") | {"mask": torch.tensor([[1.0, 1, 0, 1]]).expand(2, -1)}
-    vit.train()
-    apart = tokens[:, [0, 1, 1, 1, 3, 3]]
-    torch.testing.assert_close(vit.forward_head(tokens).embedding[:, 32:], apart[:, 1:].mean(1))
-
-
 def test_random_patches():
     """All patches, in any order, give the teacher's embedding. A few give another one each time."""
     anatomy = read_anatomy(KINDS["vit"].make())

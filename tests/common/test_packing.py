@@ -1,7 +1,6 @@
 """Packed linear layers: the same products, gradients and weights as before, and no others than those that gain."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -69,15 +68,7 @@ def change_a_row(packed: nn.Linear):
     packed.weight.detach().numpy()[7] = 1
 
 
-def load(packed: nn.Linear):
-    packed.load_state_dict({"weight": torch.ones(40, 24), "bias": torch.ones(40)})
-
-
-def pickled(packed: nn.Linear) -> nn.Linear:
-    return pickle.loads(pickle.dumps(packed))
-
-
-@pytest.mark.parametrize("change", [scale, add, change_a_row, load, nn.Linear.double, copy.deepcopy, pickled])
+@pytest.mark.parametrize("change", [scale, add, change_a_row, nn.Linear.double, copy.deepcopy])
 @torch.no_grad()
 def test_what_changes_or_moves_computes_as_any_other_layer(change, linear, inputs, called):
     packed = PackedLinear(linear)

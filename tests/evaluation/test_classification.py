@@ -32,15 +32,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def write_images(path, names=LABELS, broken=()):
-    """A data set as `datasets` writes them; the images at `broken` are cut short."""
+def write_images(path, names=LABELS):
+    """Write a data set as `datasets` does; returns its encoded images and their labels."""
     generator = np.random.default_rng(0)
     encoded = [encode(generator.integers(0, 256, (24, 40, 3), dtype=np.uint8)) for _ in range(COUNT)]
     labels = generator.integers(0, len(names), COUNT).tolist()
     features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-    stored = [{"bytes": data[:50] if i in broken else data, "path": None} for i, data in enumerate(encoded)]
+    stored = [{"bytes": data, "path": None} for data in encoded]
     datasets.Dataset.from_dict({"img": stored, "label": labels}, features=features).to_parquet(str(path))
-    return [encoded[i] for i in range(COUNT) if i not in broken], [labels[i] for i in range(COUNT) if i not in broken]
+    return encoded, labels
 
 
 def brute_force(folder, encoded, labels, change=lambda model, pixels, label: pixels) -> dict[str, float]:
@@ -125,20 +125,6 @@ def test_classes_are_matched_by_name(names, labels, expected):
         return
     with pytest.raises(ValueError, match=expected):
         match_labels(names, dict(enumerate(labels)))
-
-
-def test_corrupt_images(folder, tmp_path, capsys):
-    encoded, labels = write_images(tmp_path / "images.parquet", broken=(3, 4, 22))
-    arguments = ["--model", folder, "--dataset", tmp_path / "images.parquet", "--batch-size", 2]
-    arguments += ["--output", tmp_path / "results.json"]
-    assert "Image 3 of the data set cannot be read" in fails(*arguments, capsys=capsys)
-    assert not (tmp_path / "results.json").exists()
-    assert main(["evaluate", "classification", *map(str, arguments), "--skip-corrupt"]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    expected = brute_force(folder, encoded, labels) | {"images": COUNT - 3, "skipped": 3}
-    assert {name: results[name] for name in expected} == pytest.approx(expected)
-    write_images(tmp_path / "images.parquet", broken=range(COUNT))
-    assert "None of the 23 images" in fails(*arguments, "--skip-corrupt", capsys=capsys)
 
 
 def test_images_without_labels_are_refused(folder, tmp_path, capsys):

@@ -16,9 +16,8 @@ class Kind:
     variant: str | None
     fields: dict
     classes: tuple[type[PreTrainedModel], ...]
-    # Whether the models, and one exported program, take images of any size.
+    # Whether one exported program takes images of any size.
     any_size: bool = True
-    one_program: bool = True
 
     def config(self, model_class: type[PreTrainedModel] | None = None, **fields) -> PreTrainedConfig:
         """A tiny configuration, of a model class or the base model's, with these fields instead."""
@@ -81,7 +80,7 @@ KINDS = {
         None,
         PATCHES | {"num_latent_tokens": 9, "placement": "content"},
         (*PATCH_SPARSEFORMERS[:2], frugalvit.PatchSparseFormerBackbone),
-        one_program=False,
+        any_size=False,
     ),
     "v1": Kind(
         frugalvit.SparseFormerConfig,

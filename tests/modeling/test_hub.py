@@ -57,14 +57,6 @@ def auto_class(model_class) -> str:
 # One way to load a classifier of each kind, and the other classes of two.
 FEW = [(kind, KINDS[kind].classifier, "AutoModelForImageClassification") for kind in KINDS]
 FEW += [(kind, each, auto_class(each)) for kind in ("bootstrapped", "patches") for each in KINDS[kind].classes[3:]]
-# Ways to load what a class saved; `AutoModel` reads the base model out of every folder, but of a projection's.
-ALL = [
-    (kind, model_class, loader)
-    for kind in KINDS
-    for model_class in KINDS[kind].classes
-    for loader in {f"{model_class.family_class().__module__.rpartition('.')[2]}.{model_class.__name__}"}
-    | {auto_class(model_class), "AutoModel"}
-]
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +102,6 @@ def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tm
     check_without_frugalvit(FEW, tmp_path, saved, pixel_values)
 
 
-@pytest.mark.nightly
-def test_all_ways_of_loading_without_the_package(saved, pixel_values, tmp_path):
-    check_without_frugalvit(ALL, tmp_path, saved, pixel_values)
-
-
 def check_fine_tuning(kinds, home: Path, saved):
     """`Trainer` without frugalvit keeps the code, resumes exactly, and what it saved loads with the package, too."""
     run_without_frugalvit(home, "fine_tune", home, *(saved[0] / folder_name(kind) for kind in kinds))
@@ -139,18 +126,6 @@ def test_fine_tuned_remote_code(saved, tmp_path):
 @pytest.mark.nightly
 def test_fine_tuned_remote_code_of_every_kind(saved, tmp_path):
     check_fine_tuning(KINDS, tmp_path, saved)
-
-
-def test_shipped_models_load_in_float32(pixel_values, tmp_path):
-    families = {"vit", *(kind.config_class.model_type for kind in KINDS.values())}
-    shipped = [path.parent for path in Path(__file__).parents[2].glob("checkpoints/*/config.json")]
-    shipped = [each for each in shipped if json.loads((each / "config.json").read_text())["model_type"] in families]
-    assert len(shipped) > 3
-    for folder in shipped:
-        model, info = transformers.AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-        assert transformers.AutoImageProcessor.from_pretrained(folder) is not None
 
 
 @pytest.mark.parametrize(

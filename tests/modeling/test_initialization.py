@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from transformers import (
     DeiTConfig,
     DeiTForImageClassification,
-    SiglipVisionConfig,
-    SiglipVisionModel,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -192,9 +190,7 @@ def timm_vit(**arguments):
 HOSTS = {
     "vit": lambda: vit(num_attention_heads=4),
     "vit-rectangle": lambda: ViTModel(ViTConfig(image_size=[24, 32], patch_size=4, **SIZES | HEADS)).eval(),
-    "deit-two-prefix-tokens": lambda: vit(DeiTForImageClassification, DeiTConfig, num_attention_heads=4),
     "vit_impulse_init": lambda: own_vit(num_attention_heads=4),
-    "siglip": lambda: vit(SiglipVisionModel, SiglipVisionConfig, num_attention_heads=4),
     "timm": timm_vit,
     "timm-no-embed-class": lambda: timm_vit(reg_tokens=2, no_embed_class=True),
 }
@@ -213,8 +209,7 @@ def grid_attention(model, grid):
         module(torch.zeros(1, 3, 4 * grid[0], 4 * grid[1]))
         maps = found["maps"][0]
     else:
-        of_siglip = getattr(module.embeddings, "patch_embedding", None)
-        projection = of_siglip or module.embeddings.patch_embeddings.projection
+        projection = module.embeddings.patch_embeddings.projection
         projection.weight.data.zero_(), projection.bias.data.zero_()
         module.set_attn_implementation("eager")
         maps = module(torch.zeros(1, 3, 4 * grid[0], 4 * grid[1]), output_attentions=True).attentions[0][0]

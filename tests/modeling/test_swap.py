@@ -5,7 +5,6 @@ import torch
 from frugalvit_cli import main
 from transformers import (
     AutoModelForImageTextToText,
-    AutoProcessor,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     Qwen2_5_VLConfig,
@@ -13,30 +12,8 @@ from transformers import (
 
 from drawn import noise
 from frugalvit import SparseFormerVisionModel, matching_processor, swap_vision_tower
-from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.swap import first_layer, match_channels_, read_by_projector
-from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower, save_to_swap
-
-
-@torch.no_grad()
-def test_the_command_swaps_as_the_function_does(tmp_path, capsys):
-    llava = make_llava()
-    command = ["swap", *save_to_swap(tmp_path, llava), "--output", str(tmp_path / "out")]
-    assert main([*command, "--dtype", "bfloat16"]) == 0
-    assert "7 tokens an image instead of 64 patches, in bfloat16" in capsys.readouterr().out
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto")
-    assert model.dtype == torch.bfloat16 and model.model.vision_tower.latents.initial_rois.dtype == torch.float32
-    processor = AutoProcessor.from_pretrained(tmp_path / "out")
-    inputs = processor(images=noise(), text="<image> what is this ?", return_tensors="pt")
-    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    expected = swap_vision_tower(llava, load_vision_model(tmp_path / "tower")[0]).to(model.dtype)
-    # RoIs were rounded at another place.
-    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, atol=0.02, rtol=0.1)
-    # What it is bootstrapped from is found in there.
-    teacher, _ = load_vision_model(tmp_path / "llava")
-    pixel_values = torch.randn(1, 3, 32, 32)
-    states = make_llava().model.vision_tower(pixel_values).last_hidden_state
-    torch.testing.assert_close(teacher(pixel_values).last_hidden_state, states)
+from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower
 
 
 def test_what_does_not_fit_is_refused(tmp_path, capsys):

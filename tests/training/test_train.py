@@ -18,7 +18,6 @@ from transformers import (
 
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training import models
 from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
 from runs import check_resumes, error_of
@@ -121,16 +120,6 @@ def test_the_kind_of_problem_is_single_labels(tmp_path):
         ImageClassificationTrainer(load_image_classifier(folder)[0], own.args, images, processing_class=processor)
     with pytest.raises(ValueError, match="distill_from is for one label an image"):
         make(tmp_path / "out", distill_from=folder, **VIT)
-
-
-def test_context_broadcasting_is_inserted_learns_and_is_saved(tmp_path):
-    broadcast = {"context_broadcast": "cb_s", "context_broadcast_position": ["mlp_end", "attention_end"]}
-    own = run(tmp_path / "out", **broadcast, learning_rate=1e-2, num_train_epochs=1, **SWIN)
-    model, _ = load_image_classifier(tmp_path / "out", "cpu")
-    scales = [weight for name, weight in model.named_parameters() if "context_broadcast" in name]
-    assert has_context_broadcast(model) and len(scales) == 4 and all(scale.any() for scale in scales)
-    pixel_values = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model(pixel_values).logits, own.model.eval()(pixel_values).logits)
 
 
 @pytest.mark.parametrize(
