@@ -136,7 +136,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
 
     def embed_each(self, pixel_values: torch.Tensor, num_tokens: torch.Tensor) -> tuple:
         """As `forward`, with a count for each image, `(batch,)`; padding to the most tokens has an area of 0."""
-        chosen, parts = [], []
+        chosen = []
+        parts = []
         for count in num_tokens.unique().tolist():
             chosen.append((num_tokens == count).nonzero()[:, 0])
             tokens, rois, areas, _ = self(pixel_values[chosen[-1]], count)
