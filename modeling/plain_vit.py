@@ -10,6 +10,7 @@ import math
 import os
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -22,16 +23,15 @@ from transformers import (
 
 from ..configuration.configuration_base import pair
 from .hosts import Anatomy, read_anatomy
-from .hosts.anatomy import GridPositions, difference, evaluating
+from .hosts.anatomy import GridPositions, Projection, difference, evaluating
 from .hosts.transformers import read_block, read_head
 from .inheritance import TOLERANCE, load_block, load_linear, load_norm, load_pooling
 from .layers import check_num_tokens
 
 
-# Fields of hosts, of which families have different ones: those that a student has, too, and those of biases, of which
-# it has all.
-SHARED = ("hidden_act", "hidden_size", "intermediate_size", "layer_norm_eps", "num_attention_heads", "num_channels")
-SHARED += ("num_hidden_layers",)
+# Fields of hosts, of which families have different ones. A student has these, too, and all biases.
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_channels", "num_hidden_layers")
+SHARED = ("hidden_act", "layer_norm_eps", *SIZES)
 BIASES = ("attention_bias", "key_bias", "mlp_bias", "proj_bias", "qkv_bias", "query_bias", "value_bias")
 
 
@@ -41,11 +41,10 @@ def to_plain_vit(
 ) -> PreTrainedModel:
     """`to_plain_vit` of a PatchSparseFormer's class, which documents it."""
     config = student.config
-    name = type(student).__name__
     if config.placement == "content":
         raise ValueError("The student's tokens are cells of several sizes, which no plain ViT has; expected a grid.")
-    if not name.endswith(("ForImageClassification", "Model", "WithProjection")):
-        raise ValueError(f"Cannot make a plain ViT of a {name}; expected a classifier or a vision model.")
+    if not type(student).__name__.endswith(("ForImageClassification", "Model", "WithProjection")):
+        raise ValueError(f"Got a {type(student).__name__}, expected a classifier or a vision model.")
     count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
     grid = config.grid_of(count)
     template = template_config(student, like)
@@ -66,10 +65,7 @@ def template_config(student: PreTrainedModel, like) -> PreTrainedConfig:
     """Configuration of the teacher's tower for images, or of `like`'s."""
     fields = student.config.teacher_config
     if like is None and fields is None:
-        raise ValueError(
-            "The student does not know its teacher as a model of Transformers; give `like`, the configuration, folder "
-            "or hub id of a model of the same architecture."
-        )
+        raise ValueError("The student does not know its teacher's configuration in Transformers; give `like`.")
     if like is None:
         like = AutoConfig.for_model(**fields)
     elif not isinstance(like, PreTrainedConfig):
@@ -82,11 +78,10 @@ def resized_config(student: PreTrainedModel, config: PreTrainedConfig, grid: tup
     own = student.config
     sizes = {"patch_size": pair(own.patch_size)}
     sizes["image_size"] = tuple(count * pixels for count, pixels in zip(grid, sizes["patch_size"], strict=True))
-    has_head = student.base_model.pooling_head is not None
     fields = {
         **{name: getattr(own, name) for name in SHARED},
         **dict.fromkeys(BIASES, True),
-        **dict.fromkeys(("use_head", "vision_use_head"), has_head),
+        **dict.fromkeys(("use_head", "vision_use_head"), student.base_model.pooling_head is not None),
         # SigLIP 2 NaFlex, C-RADIO, whose normalization is in the student's weights, AIMv2 and ViTMAE.
         "num_patches": math.prod(grid),
         "max_img_size": max(sizes["image_size"]),
@@ -132,17 +127,16 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
     embeddings = base.embeddings
     patches = anatomy.patch_embedding
     positions = embeddings.positions_of(grid)
-    patches.weight.copy_(embeddings.projection.weight.view(patches.weight.shape))
+    projection = embeddings.projection
+    load_linear(patches, Projection(projection.weight.view(patches.weight.shape), projection.bias))
     if patches.bias is None:
-        positions = positions + embeddings.projection.bias
-    else:
-        patches.bias.copy_(embeddings.projection.bias)
+        positions = positions + projection.bias
     load_norm(anatomy.patch_norm, embeddings.patch_norm)
     load_norm(anatomy.pre_norm, embeddings.norm)
     if isinstance(anatomy.patch_positions, GridPositions):
         table = anatomy.patch_positions.table.flatten(0, -2)
-        table[: len(table) - len(positions)] = 0
-        table[len(table) - len(positions) :] = positions
+        # Those of tokens in front are in these tokens already.
+        table.copy_(F.pad(positions, (0, 0, len(table) - len(positions), 0)))
     front = [tokens for tokens in (embeddings.cls_token, embeddings.register_tokens) if tokens is not None]
     for part in anatomy.front:
         rows = part.view(-1, part.shape[-1])
@@ -171,6 +165,6 @@ def check_host(student: PreTrainedModel, anatomy: Anatomy, num_tokens: int):
     found = (anatomy.embed if anatomy.classifier is None else anatomy.run_classifier)(images)
     if not difference(found, expected) < TOLERANCE:
         raise ValueError(
-            f"A {anatomy.name} with the student's weights differs from the student (largest relative difference "
+            f"A {anatomy.name} with the student's weights differs from the student (relative difference "
             f"{difference(found, expected):.1e}): it has no place for all of them, such as positions or biases."
         )
