@@ -66,4 +66,4 @@ def test_every_section_is_measured(on_gpu, tmp_path, monkeypatch):
     assert {row["section"] for row in rows} == set(on_gpu.SECONDS)
     # Packages and kernels of GPUs alone.
     failed = {row["row"] for row in rows if "error" in row and "flash_attention_2" not in row["row"]}
-    assert not failed and len(rows) > 30
+    assert not failed and len(rows) > 25
