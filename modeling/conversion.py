@@ -72,7 +72,7 @@ def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
     path = Path(path)
     try:
         if not path.is_file():
-            raise FileNotFoundError("there is no such file")
+            raise FileNotFoundError("it is no file")
         if path.suffix == ".safetensors":
             state_dict = load_file(path)
         else:

@@ -287,6 +287,9 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
     has_weights = name.startswith(("hf-hub:", "local-dir:"))
     model_name, _, pretrained = (name, "", None) if has_weights else name.partition(":")
     device = choose_device(device and str(device))
+    for path in Path(name.removeprefix("local-dir:")).glob("*") if has_weights else ():
+        if path.is_fifo():
+            raise ValueError(f"{str(path)!r} is a pipe, which is not waited for; expected a file.")
     with one_error(f"{OPEN_CLIP}{name}", "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"):
         model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
     return model.float().eval(), open_clip_image_processor(model)

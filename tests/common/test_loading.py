@@ -1,6 +1,7 @@
 """Loading models, whole or not at all, and the images that they take."""
 
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,7 +81,10 @@ def test_weights_that_the_embedding_reads_must_be_there(tmp_path):
         load_vision_model(folder, "cpu")
 
 
-def test_adapters_and_models_of_other_images_are_refused(tmp_path):
+def test_adapters_pipes_and_models_of_other_images_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "open_clip_model.safetensors")
+    with pytest.raises(ValueError, match="open_clip_model.safetensors' is a pipe"):
+        load_vision_model(f"open_clip:local-dir:{tmp_path}", "cpu")
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(ValueError, match="is an adapter of peft; merge it first: merge_and_unload"):
         load_image_classifier(tmp_path)
