@@ -104,19 +104,6 @@ def test_cutting_a_grid_leaves_one_count(make_model):
     assert model.config.elastic_token_counts is None
 
 
-class TestCounts:
-    def test_counts_that_do_not_fit(self, make_model, pixel_values):
-        model = make_model("classifier", "bootstrapped", num_latent_tokens=9)
-        for count in (0, 10):
-            for choose in (lambda count: model(pixel_values, num_tokens=count), model.set_num_tokens):
-                with pytest.raises(ValueError, match=f"`num_tokens` is {count}, expected 1 to 9"):
-                    choose(count)
-        with pytest.raises(ValueError, match=r"`num_tokens` is tensor\(\[4, 9\]\), expected 1 to 9"):
-            model(pixel_values, num_tokens=torch.tensor([4, 9]))
-        with pytest.raises(ValueError, match="7 tokens make no grid"):
-            make_model("classifier", "patches", num_latent_tokens=16)(pixel_values, num_tokens=7)
-
-
 class TestAdaptive:
     @pytest.fixture
     def images(self) -> torch.Tensor:

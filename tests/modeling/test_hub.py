@@ -157,17 +157,6 @@ class TestFolder:
                 needed = {*transformers.dynamic_module_utils.get_imports(path)} - {*sys.stdlib_module_names}
                 assert needed <= {"torch", "transformers", "huggingface_hub"}
 
-    def test_classes_derived_elsewhere_ship_the_family(self, kind, make_model, pixel_values, tmp_path):
-        class Derived(KINDS[kind].classifier):
-            """A class that was derived in a notebook, whose `__main__` has no file."""
-
-        Derived.__module__ = "__main__"
-        model = make_model(Derived, kind)
-        model.save_pretrained(tmp_path)
-        assert code_of(tmp_path).keys() == source_files(KINDS[kind].classifier.__module__).keys()
-        loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path)
-        assert torch.equal(main_output(model, pixel_values), main_output(loaded, pixel_values))
-
     def test_card_says_how_to_load(self, kind, saved, pixel_values):
         for model_class in KINDS[kind].classes:
             folder = saved[0] / folder_name(kind, model_class)
