@@ -324,9 +324,9 @@ class BootstrapTrainer(ImageTrainer):
 
     def summary(self, metrics: dict[str, float]) -> str:
         """The result in a sentence, and a table of it if there are several counts of tokens."""
-        config = self.student.config
         counts = self.student.config.trained_token_counts
-        tokens = f"{', '.join(map(str, counts))} latent tokens{' and [CLS]' if config.num_class_tokens else ''}"
+        with_class = " and [CLS]" if self.student.config.num_class_tokens else ""
+        tokens = f"{', '.join(map(str, counts))} latent tokens{with_class}"
         choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`)"
         labels = "" if self.args.label_loss_weight else " without labels"
         text = f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(self.base_model)}{labels}"

@@ -17,7 +17,7 @@ from ..common.data import class_names
 from ..common.loading import load_image_classifier
 from ..common.metrics import accuracies
 from ..common.precision import hold_teacher
-from ..common.splits import check_single_label, load_splits, match_labels
+from ..common.splits import check_single_label, load_splits, match_classes
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
@@ -81,7 +81,6 @@ class SmallDataView:
         self.formats = {"pixel_values": image_format}
         size = list(image_format.size)
         interpolation = image_format.interpolation
-        fill = image_format.fill
         before = 2 * [args.crop_size] if args.crop_size else size
         padding = args.crop_padding
         flip = v2.RandomHorizontalFlip(args.flip)
@@ -94,10 +93,10 @@ class SmallDataView:
             steps = [v2.Resize(before, interpolation), flip, crop, v2.Resize(size, interpolation)]
         if randaugment_layers:
             bilinear = InterpolationMode.BILINEAR
-            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, fill))
+            steps.append(v2.RandAugment(randaugment_layers, randaugment_magnitude, 31, bilinear, image_format.fill))
         steps.append(v2.PILToTensor())
         if erasing:
-            steps.append(v2.RandomErasing(erasing, value=fill))
+            steps.append(v2.RandomErasing(erasing, value=image_format.fill))
         self.transform = v2.Compose(steps)
 
     def __call__(self, image):
@@ -143,9 +142,8 @@ class ImageClassificationTrainer(ImageTrainer):
         config = model.config
         check_single_label(config, PROG)
         config.problem_type = "single_label_classification"
-        train, evaluation = labeled_images(train_dataset, eval_dataset)
-        names = class_names(train)
-        own = [config.id2label[label] for label in range(config.num_labels)]
+        parts = labeled_images(train_dataset, eval_dataset)
+        train, evaluation, classes = match_classes(parts, config.id2label, learns_labels=True)
         self.image_format = image_format = ImageFormat.from_processor(processing_class)
         super().__init__(
             model,
@@ -155,7 +153,7 @@ class ImageClassificationTrainer(ImageTrainer):
             SmallDataView(image_format, args, args.randaugment_layers, args.randaugment_magnitude, args.erasing),
             EvalView(image_format),
             mixing(config.num_labels, args.mixup, args.cutmix),
-            classes=None if names == own else match_labels(names, config.id2label),
+            classes=classes,
             processing_class=processing_class,
             **kwargs,
         )
