@@ -92,7 +92,9 @@ def teachers_views(arguments, seed: int) -> dict[str, torch.Tensor]:
         ]
     )
     images = load_images([arguments.train], "train")
-    order = torch.cat([torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)) for _ in range(9)])
+    generator = torch.Generator().manual_seed(seed)
+    passes = math.ceil(arguments.steps * BATCH_SIZE / len(images))
+    order = torch.cat([torch.randperm(len(images), generator=generator) for _ in range(passes)])
     views = {"pixels": [], "labels": [], "embeddings": []}
     for step in tqdm(range(arguments.steps), desc="teacher"):
         indices = order[step * BATCH_SIZE : (step + 1) * BATCH_SIZE].tolist()
