@@ -33,9 +33,8 @@ def read_karpathy(
     path: str, folder: Path, split: str = "test", limit: int | None = None
 ) -> tuple[datasets.Dataset, list[list[str]]]:
     """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k."""
-    text = read_text(path)
     try:
-        entries = json.loads(text)["images"]
+        entries = json.loads(read_text(path))["images"]
         entries = [entry for entry in entries if entry["split"] == split][:limit]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
         # Karpathy's COCO lies in a folder for each year.
