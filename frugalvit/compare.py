@@ -196,7 +196,8 @@ def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None)
     """The mean of a score as `name` and half of its Wilson interval for one standard deviation as `…_error`, and the
     difference from the teacher's on the same images and its standard error as `…_difference` and
     `…_difference_error`."""
-    count, share = len(right), right.mean().item()
+    count = len(right)
+    share = right.mean().item()
     # Of all right answers, the standard error would be zero.
     half = (share * (1 - share) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
     described = {name: share, f"{name}_error": half, f"{name}_difference": None, f"{name}_difference_error": None}
@@ -235,7 +236,8 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))
     batch_size = list(speeds)[-1]
     factor = 1 if score == "cosine" else 100
-    lines, notes = {}, []
+    lines = {}
+    notes = []
     for index, row in enumerate(rows):
         if row.get(score) is not None:
             label = row["method"] if index else f"teacher, {row['model']}"

@@ -77,7 +77,8 @@ def retrieval_recall(
         ("image_to_text", image_embeddings, images, text_embeddings, owners),
         ("text_to_image", text_embeddings, owners, image_embeddings, images),
     ):
-        above, tied = [], []
+        above = []
+        tied = []
         for embeddings, own_images in zip(queries.split(CHUNK), query_owners.split(CHUNK), strict=True):
             similarities = embeddings @ keys.mT
             own = own_images[:, None] == key_owners
