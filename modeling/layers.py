@@ -136,9 +136,11 @@ class SelfAttention(nn.Module):
             first = key.shape[2] - position_embeddings[0].shape[1]
             query = rotate_tokens(query, *position_embeddings, first)
             key = rotate_tokens(key, *position_embeddings, first)
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        implementation = self.config._attn_implementation
+        if attention_mask is not None and attention_mask.is_floating_point() and "flash" in str(implementation):
+            # FlashAttention adds nothing to scores.
+            implementation = "sdpa"
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         output = output.reshape(queries.shape)
         if self.output_norm is not None:

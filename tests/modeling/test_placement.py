@@ -167,6 +167,9 @@ def test_tokens_are_pooled_by_their_area(pooling, norm_last):
         for each, weights in ((tokens, areas), (several, None))
     )
     torch.testing.assert_close(found, expected)
+    # FlashAttention adds nothing to scores, so that it does not pool.
+    head.attention.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(pool_tokens(tokens, pooling, norm, front, (0,), norm_last, head, areas), found)
 
 
 def test_a_forecast_is_even_before_training_and_moves_small_cells():
