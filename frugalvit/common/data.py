@@ -218,8 +218,10 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
     metadata = [path for path in files if path.name in METADATA_FILES]
     tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
     for path in metadata:
-        if path.suffix != ".parquet":
-            read_text(path)
+        text = "" if path.suffix == ".parquet" else read_text(path)
+        # "01" and "1" would be one number.
+        if path.suffix == ".csv" and (found := re.search(r"(?:^|,)(0\d+)(?=,|\s*$)", text, re.MULTILINE)):
+            raise ValueError(f"{path} has {found[1]!r}, which is read as a number; write a letter before it")
     archives = sorted(folder.glob("*.zip"))
     if unread := [path for path in files if path.suffix.lower() in UNREAD_ENDINGS]:
         leave_out(unread, NOT_READ)

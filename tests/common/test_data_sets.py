@@ -190,3 +190,9 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, capsys):
     load_splits(data := DataArguments(dataset=[folder]))
     assert data.evaluated == "validation" and data.tested is None
     assert images_to_evaluate(argparse.Namespace(**OPTIONS | {"dataset": [folder]}))[1] == "validation"
+
+
+def test_labels_that_csv_reads_as_one_number_are_refused(tmp_path):
+    with_metadata(tmp_path, ["01", "1", "10"])
+    with pytest.raises(ValueError, match=r"metadata.csv has '01', which is read as a number"):
+        load_images([str(tmp_path)])
