@@ -8,15 +8,12 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
-def cell_stretch(grid: tuple[int, int], image_size: tuple[int, int]) -> float:
-    """Absolute log of the aspect ratio of a grid's cells; 0 for squares."""
-    return abs(math.log(image_size[0] * grid[1] / (image_size[1] * grid[0])))
-
-
-def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns, of those with `num_cells` cells, whose cells are most nearly square."""
+def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+    """Absolute log of the cells' aspect ratio, and rows and columns, of the grid of `num_cells` cells whose cells are
+    most nearly square."""
+    height, width = image_size
     grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
-    return min(grids, key=lambda grid: cell_stretch(grid, image_size))
+    return min((abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids)
 
 
 def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
@@ -28,10 +25,10 @@ def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
     if num_cells < 1:
         raise ValueError(f"`num_latent_tokens` is {num_cells}, expected at least 1.")
     most = math.log(2) + 1e-6
-    grid = nearest_grid(num_cells, image_size)
-    if cell_stretch(grid, image_size) > most:
+    stretch, grid = nearest_grid(num_cells, image_size)
+    if stretch > most:
         counts = sorted(range(1, 4 * num_cells + 8), key=lambda count: abs(count - num_cells))
-        fitting = [count for count in counts if cell_stretch(nearest_grid(count, image_size), image_size) <= most]
+        fitting = [count for count in counts if nearest_grid(count, image_size)[0] <= most]
         raise ValueError(
             f"{num_cells} tokens make no grid of cells that are nearly square in images of {image_size[0]} x "
             f"{image_size[1]} pixels; {', '.join(map(str, sorted(fitting[:3])))} do."

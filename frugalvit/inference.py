@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from .common.decoding import CorruptImageError, read_record
+from .common.decoding import CorruptImageError, open_record, to_rgb
 from .common.exported import is_exported, load_exported
 from .common.loading import load_image_classifier, load_image_processor, load_vision_model
 from .common.packing import pack_linear_layers
@@ -36,7 +36,7 @@ def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | 
 
 
 def as_record(image: object) -> Path | Mapping | Image.Image:
-    """Turn an image of any supported type into one that `read_record` reads; raise a ValueError for other types."""
+    """Turn an image of any supported type into one that `open_record` opens; raise a ValueError for other types."""
     if isinstance(image, str | os.PathLike):
         return Path(image)
     if isinstance(image, bytes):
@@ -119,7 +119,8 @@ class _Application:
     def _read(self, item: tuple[int, object]) -> torch.Tensor | CorruptImageError:
         index, image = item
         try:
-            return prepare_images(self.prepare, [read_record(as_record(image))])[0]
+            with open_record(as_record(image)) as opened:
+                return prepare_images(self.prepare, [to_rgb(opened)])[0]
         # Decoders raise whatever a broken file leads them to.
         except Exception as error:
             name = f" {str(image)!r}" if isinstance(image, str | os.PathLike) else ""

@@ -229,7 +229,7 @@ def _hidden(path: Path) -> set[str]:
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield names of image files, and of the images in parquet files, each with the argument of `read_record`."""
+    """Yield names of image files, and of the images in parquet files, each with the argument of `open_record`."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):

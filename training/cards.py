@@ -49,7 +49,7 @@ def write_card(
     metrics = trainer.metrics if metrics is None else metrics
     base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
     # The hub knows its own ids only, neither folders nor revisions.
-    hub_id = base if base and is_hub_id(base) else None
+    hub_id = base if base and hub_ids([base]) else None
     # Projections of embeddings have no pipeline of their own.
     task = pipeline_tag(model) or "image-feature-extraction"
     # How a backbone is loaded says how it is used, too.
@@ -105,9 +105,9 @@ def write_card(
 
 
 def hub_ids(names: list[str] | None) -> list[str]:
-    """Return the ids of data sets that are on the hub."""
+    """Return the ids, without revisions, of data sets or models that are on the hub."""
     ids = [SUBSET_OF if name == SUBSET else split_revision(name)[0] for name in names or ()]
-    return [name for name in ids if is_hub_id(name)]
+    return [name for name in ids if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not os.path.exists(name)]
 
 
 def name_images(data: DataArguments | None) -> str:
@@ -122,10 +122,6 @@ def license_of(model: str | None) -> str | None:
     # There is no model, none is in the cache, its name is no hub id, or its YAML has one of many faults.
     except Exception:
         return None
-
-
-def is_hub_id(name: str) -> bool:
-    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not os.path.exists(name)
 
 
 def without_place(name: str) -> str:

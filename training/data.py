@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 from torchvision.transforms import v2
 from transformers import TrainerCallback
 
-from ..common.data import class_names, load_images, select_images
+from ..common.data import class_names, load_images
 from ..common.decoding import CorruptImageError, decode_image
 from ..common.splits import check_same_classes, hold_back
 from ..modeling.image_format import ImageFormat
@@ -66,10 +66,8 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
     `PlainImages`, a list of paths, or the name of a folder or a data set."""
     if isinstance(images, PlainImages):
         return images
-    if isinstance(images, datasets.Dataset | datasets.IterableDataset):
-        return select_images(images, "the data set")
-    if isinstance(images, str | Path):
-        return load_images(str(images))
+    if isinstance(images, str | Path | datasets.Dataset | datasets.IterableDataset):
+        return load_images(str(images) if isinstance(images, Path) else images)
     if isinstance(images, Mapping) or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
         raise ValueError(
             f"The images are a {type(images).__name__}; expected a data set, a list of PIL images or of paths, or the "

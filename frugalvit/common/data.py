@@ -42,7 +42,7 @@ MOST_CLASSES = 100_000
 
 
 def load_images(
-    dataset: str | list[str],
+    dataset: str | list[str] | datasets.Dataset | datasets.IterableDataset,
     split: str = "train",
     *,
     name: str | None = None,
@@ -56,26 +56,19 @@ def load_images(
 
     Args:
         dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
-            see `scan_folder`, a folder that `datasets.load_dataset` reads, parquet files, or `"cifar10-subset"`.
+            see `scan_folder`, a folder that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or the
+            loaded data set.
         split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
         default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
     """
-    loaded = load_table(dataset, split, name, streaming)
-    return select_images(loaded, dataset, image_column, label_column, class_names, default_names)
-
-
-def select_images(
-    table: datasets.Dataset | datasets.IterableDataset,
-    dataset: str | list[str],
-    image_column: str | None = None,
-    label_column: str | None = None,
-    class_names: list[str] | None = None,
-    default_names: list[str] | None = None,
-) -> datasets.Dataset | datasets.IterableDataset:
-    """Return the columns of a table that `load_images` returns; `dataset` is its name in errors."""
-    loaded = table._resolve_features() if table.features is None else table
+    if isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        loaded = dataset._resolve_features() if dataset.features is None else dataset
+        dataset = "the data set"
+    else:
+        loaded = load_table(dataset, split, name, streaming)
+        loaded = loaded._resolve_features() if loaded.features is None else loaded
     kinds = {name: kind_of(feature) for name, feature in loaded.features.items()}
     image = find_column(kinds, image_column, ("image", "bytes"), "image", dataset)
     if kinds[image] not in ("image", "bytes", "texts"):
@@ -172,12 +165,26 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
 def load_table(
     dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load a data set with all its columns. Arguments and errors as in `load_images`."""
+    """Load a data set with all its columns; images are not decoded. Arguments and errors as in `load_images`."""
     source = find_source(dataset, name)
     with _one_error(dataset, split):
-        if "parts" in source:
-            return read_folder(source["parts"], split, streaming)
-        return datasets.load_dataset(**source, split=split, streaming=streaming)
+        if "parts" not in source:
+            return datasets.load_dataset(**source, split=split, streaming=streaming)
+        parts = source["parts"]
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(parts[part]) for part in parts})
+        found = [file for each in slices for file in parts[each.splitname][each.from_ : each.to]]
+        labels = [label for label, _ in found if label]
+        if not found or 0 < len(labels) < len(found):
+            raise ValueError("only some of these parts have classes" if labels else "there are no images")
+        columns = {"image": [{"bytes": None, "path": str(path)} for _, path in found]}
+        features = datasets.Features({"image": datasets.Image(decode=False)})
+        if labels:
+            # From all parts: one may lack a class.
+            names = sorted({label for files in parts.values() for label, _ in files if label})
+            features["label"] = datasets.ClassLabel(names=names)
+            columns["label"] = features["label"].str2int(labels)
+        table = datasets.Dataset.from_dict(columns, features)
+        return table.to_iterable_dataset(min(len(table), 1_024)) if streaming else table
 
 
 def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
@@ -274,26 +281,6 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
             leave_out([path for label, path in files if not label], "they lie beside folders of classes")
         parts[split] = labeled or files
     return parts
-
-
-def read_folder(
-    parts: Mapping[str, list[tuple[str, Path]]], split: str, streaming: bool
-) -> datasets.Dataset | datasets.IterableDataset:
-    """Return images of `scan_folder`, of parts or of slices of these, not decoded."""
-    slices = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(parts[part]) for part in parts})
-    found = [file for each in slices for file in parts[each.splitname][each.from_ : each.to]]
-    labels = [label for label, _ in found if label]
-    if not found or 0 < len(labels) < len(found):
-        raise ValueError("only some of these parts have classes" if labels else "there are no images")
-    columns = {"image": [{"bytes": None, "path": str(path)} for _, path in found]}
-    features = datasets.Features({"image": datasets.Image(decode=False)})
-    if labels:
-        # From all parts: one may lack a class.
-        names = sorted({label for files in parts.values() for label, _ in files if label})
-        features["label"] = datasets.ClassLabel(names=names)
-        columns["label"] = features["label"].str2int(labels)
-    table = datasets.Dataset.from_dict(columns, features)
-    return table.to_iterable_dataset(min(len(table), 1_024)) if streaming else table
 
 
 def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:

@@ -66,20 +66,14 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
         if max_pixels and image.width * image.height > max_pixels:
             size = f"{image.width:,} x {image.height:,}"
             raise ValueError(f"It has {size} pixels, expected at most {max_pixels / 1e6:g} million.")
-        ImageOps.exif_transpose(image, in_place=True)
-        return to_rgb(image)
-
-
-def read_record(record: Mapping | Image.Image | Path) -> Image.Image:
-    """Read the upright RGB image of what `open_record` opens; errors as in `read_image`."""
-    with open_record(record) as image:
-        ImageOps.exif_transpose(image, in_place=True)
         return to_rgb(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to 8-bit RGB, with transparent parts on white. The range of 32-bit integers and of
-    floats is the smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds all values."""
+    """Turn an image of any mode upright, into 8-bit RGB, with transparent parts on white. The range of 32-bit integers
+    and of floats is the smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds
+    all values."""
+    ImageOps.exif_transpose(image, in_place=True)
     if ";16" in image.mode:
         values = np.asarray(image)
         # As rounding a 257th, in 16 bits.
@@ -105,7 +99,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
     """Read the upright RGB image of an undecoded `datasets` record or a PIL image, or raise a `CorruptImageError`."""
     try:
-        return read_record(image)
+        with open_record(image) as opened:
+            return to_rgb(opened)
     except Exception as error:
         path = f", {image['path']}" if isinstance(image, dict) and image.get("path") else ""
         problem = f"{first_line(error)}{path}"
