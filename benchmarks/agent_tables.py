@@ -36,7 +36,7 @@ from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.training import joint, train
 from frugalvit.training.arguments import run_as_program
-from shared import budget_settings, last_accuracies, parse_table, print_rows, run_row, spread, wanted_rows, write_table
+from shared import budget_settings, last_accuracies, parse_table, run_row, spread, wanted_rows, write_table
 
 
 BLOCKS = 4
@@ -124,12 +124,11 @@ def main():
     arguments = parse_table(
         __doc__, [*TABLES, "gradients"], 4000, lambda table: 240, "runs/agent_tables", reduced_only=["gradients"]
     )
-    table, rows = TABLES.get(arguments.table, GRADIENTS), []
+    file, rows = arguments.results_dir / f"agent_{arguments.table}.json", []
+    table = TABLES.get(arguments.table, GRADIENTS)
     names = wanted_rows(arguments, table)
     if arguments.table == "gradients":
-        rows = gradients(arguments, names)
-        print_rows(rows)
-        write_table(arguments.results_dir / "agent_gradients.json", budget_settings(arguments), rows)
+        write_table(file, budget_settings(arguments), gradients(arguments, names))
         return
 
     for name in names:
@@ -139,8 +138,7 @@ def main():
             values = [result["eval_agent_accuracy"] for result in results]
             row |= {"agent": statistics.mean(values), "agent_spread": spread(values), "agent_accuracies": values}
         rows.append(row)
-        print_rows(rows)
-    write_table(arguments.results_dir / f"agent_{arguments.table}.json", budget_settings(arguments), rows)
+        write_table(file, budget_settings(arguments), rows)
 
 
 def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:

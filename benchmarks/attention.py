@@ -33,12 +33,11 @@ from frugalvit.common.choices import INITIALIZATIONS, SUBSET
 from frugalvit.common.data import load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.tables import format_table
 from frugalvit.modeling.initialization import initialize_attention_
 from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train
 from frugalvit.training.models import build_model
-from shared import add_results_argument, make_parser, write_table
+from shared import add_results_argument, make_parser, print_rows, write_table
 
 
 # Queries and keys of the upper left corner that is enlarged, as in the paper's figures.
@@ -73,7 +72,6 @@ def main(argv: list[str] | None = None):
     if arguments.what == "ranks":
         found = {name: stable_ranks(model, processor, images) for name, model, processor in models(arguments, names)}
         write_table(arguments.results_dir / "stable_rank.json", {"images": len(images)}, [found])
-        print(format_table([found]))
         return
     measure = feature_maps if arguments.what == "features" else measure_attention
     measured = {}
@@ -87,7 +85,7 @@ def main(argv: list[str] | None = None):
     if arguments.what == "features":
         figure = draw_features(images, measured, arguments.layers or range(1, depth + 1))
     else:
-        print(format_table(rows(measured, layers)))
+        print_rows(rows(measured, layers))
         head = None if arguments.average_heads else arguments.head
         figure = draw_entropy(measured) if arguments.what == "entropy" else draw_maps(measured, layers, head)
     save_figure(figure, arguments.picture or f"{arguments.what}.png")

@@ -25,7 +25,6 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from frugalvit import bootstrap
 from frugalvit.common.data import load_images
 from frugalvit.common.loading import choose_device
-from frugalvit.common.tables import format_table
 from frugalvit.modeling.image_format import ImageFormat
 from shared import Views, add_results_argument, cropped, make_parser, write_table
 from sparseformer_speed import load_reference
@@ -67,11 +66,8 @@ def main():
         first = table[0]["images_per_second"] if table else speed
         peak = statistics.median(peak for _, peak in results)
         table.append({"row": name, "images_per_second": speed, "times_first": speed / first, "peak_memory_mb": peak})
-    print(format_table(table))
     settings = {name: getattr(arguments, name) for name in ("batch_size", "steps", "rounds")}
-    write_table(
-        arguments.results_dir / "bootstrap_speed.json", settings, table, device="cpu", threads=torch.get_num_threads()
-    )
+    write_table(arguments.results_dir / "bootstrap_speed.json", settings, table)
 
 
 def save_teacher(folder: Path):

@@ -35,7 +35,6 @@ from shared import (
     last_accuracies,
     make_parser,
     precision_arguments,
-    print_rows,
     run_training,
     spread,
     wanted_rows,
@@ -124,16 +123,14 @@ def main():
                 "macs_with_attention": counted.macs_with_attention,
             }
         )
-        print_rows(rows)
-
-    settings = ("images", "epochs", "continued_epochs", "learning_rate", "seeds", "mixed_precision")
-    write_table(
-        arguments.results_dir / f"bootstrap_{arguments.table}.json",
-        {name: getattr(arguments, name) for name in settings},
-        rows,
-        data=f"CIFAR-10, {arguments.images} embedded training and 2,000 embedded test images, 32 px",
-        teacher={"name": Path(arguments.teacher).name, "accuracy": teacher_accuracy},
-    )
+        settings = ("images", "epochs", "continued_epochs", "learning_rate", "seeds", "mixed_precision")
+        write_table(
+            arguments.results_dir / f"bootstrap_{arguments.table}.json",
+            {name: getattr(arguments, name) for name in settings},
+            rows,
+            data=f"CIFAR-10, {arguments.images} embedded training and 2,000 embedded test images, 32 px",
+            teacher={"name": Path(arguments.teacher).name, "accuracy": teacher_accuracy},
+        )
 
 
 def folder_of(arguments, name: str, seed: int) -> Path:
@@ -188,7 +185,6 @@ def train_elastic(arguments):
             row = {"student": name, "num_tokens": count, "accuracy": statistics.mean(accuracies)}
             row |= {"spread": spread(accuracies), "accuracies": accuracies}
             rows.append(row | {"teacher_accuracy": results[0]["eval_teacher_accuracy"]})
-    print_rows(rows)
     data = f"CIFAR-10, {' '.join(arguments.dataset)}, 32 px"
     write_table(arguments.results_dir / "elastic_cifar10.json", {"seeds": arguments.seeds}, rows, data=data)
 

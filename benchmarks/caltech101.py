@@ -329,7 +329,6 @@ def measure_peers(arguments):
                 model = tune_peer(arguments, f"tome{merged}", model, teacher, processor, seed)
             about = {"merged": merged, "tuned": seed is not None, "seed": seed}
             rows.append(about | measure_peer(arguments, model, teacher, processor))
-    print_rows(rows)
     file = arguments.results_dir / f"caltech101_{arguments.what}.json"
     write_table(file, settings, rows, data="Caltech-101, test images, 224 px")
 
@@ -403,7 +402,6 @@ def compare_features(arguments):
         for name, values in right.items():
             row |= describe_score(name, values, teachers.get(name))
         teachers = teachers or right
-    print_rows(rows)
     write_table(
         arguments.results_dir / f"{file_name(arguments)}_features.json",
         {"images": len(test), "train_images": len(train), "epochs": epochs, "left_out": left_out},
@@ -466,7 +464,6 @@ def make_table(arguments):
     settings = {"batch_size": BATCH_SIZE, "canvas": CANVAS, "mixed_precision": arguments.mixed_precision}
     for name, rows in (("students", students), ("adaptive", adaptive)):
         if rows:
-            print_rows(rows)
             write_table(
                 arguments.results_dir / f"caltech101_{name}.json",
                 settings | {"seeds": "as listed"},

@@ -61,7 +61,6 @@ from shared import (
     data_arguments,
     folder_name,
     make_parser,
-    print_rows,
     run_training,
     spread,
     write_table,
@@ -128,7 +127,6 @@ def main():
             if not isinstance(value, int):
                 row[f"{number} spread"] = spread(values)
         rows.append(row)
-    print_rows(rows)
     settings = ("images", "test_images", "clip_epochs", "epochs", "seeds")
     settings += () if arguments.table == "clip" else ("llava_steps",)
     settings += ("align_epochs",) if arguments.table == "llava" else ()

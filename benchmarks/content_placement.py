@@ -178,7 +178,6 @@ def make_table(arguments):
             values = [each[name] for each in found]
             row |= {name: statistics.mean(values), f"{name}: spread": spread(values)}
         rows.append(row)
-    print_rows(rows)
     settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT, "test_images": arguments.test_images}
     write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
 
@@ -191,7 +190,6 @@ def measure_speed(arguments):
         calls = {name: functools.partial(model, num_tokens=count) for name, model in models.items()}
         speeds = images_per_second(calls, pixel_values, rounds=20)
         rows += [{"placement": name, "tokens": count, "images_per_second": speed} for name, speed in speeds.items()]
-    print_rows(rows)
     settings = {"batch_size": 32, "precision": "float32"}
     write_table(arguments.results_dir / "content_placement_speed.json", settings, rows)
 

@@ -56,7 +56,6 @@ from shared import (
     budget_settings,
     evaluation_images,
     parse_table,
-    print_rows,
     run_row,
     spread,
     wanted_rows,
@@ -234,18 +233,14 @@ def main():
     )
     file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
     if arguments.table == "speed":
-        rows = measure_speed()
-        print_rows(rows)
         settings = {"model": "vit-small-plain-224", "batch_size": BATCH_SIZE, "rounds": ROUNDS}
-        write_table(file, settings, rows, device="cpu", threads=torch.get_num_threads())
+        write_table(file, settings, measure_speed())
         return
     table, rows = TABLES.get(arguments.table, INSERTED), []
     names = wanted_rows(arguments, table)
     test_images = evaluation_images(arguments)
     if arguments.table == "inserted":
-        rows = inserted(names, test_images)
-        print_rows(rows)
-        write_table(file, {}, rows)
+        write_table(file, {}, inserted(names, test_images))
         return
 
     for name in names:
@@ -258,8 +253,7 @@ def main():
             values = [each[column] for each in measured]
             row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}_values": values}
         rows.append(row)
-        print_rows(rows)
-    write_table(file, budget_settings(arguments), rows)
+        write_table(file, budget_settings(arguments), rows)
 
 
 def run(arguments, name: str, row: dict, seed: int) -> Path:

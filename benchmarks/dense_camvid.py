@@ -47,7 +47,7 @@ from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
-from shared import add_precision_argument, add_run_arguments, folder_name, make_parser, print_rows, spread, write_table
+from shared import add_precision_argument, add_run_arguments, folder_name, make_parser, spread, write_table
 from token_merging import PooledViT, RandomPatches, apply_tome, as_timm
 
 
@@ -109,6 +109,9 @@ def main():
     model, processor = load_vision_model(arguments.teacher, "cpu")
     image_format = ImageFormat.from_processor(processor)
     train, test = (load_masked_images([data], "train") for data in (arguments.train, arguments.test))
+    settings = {"teacher": Path(arguments.teacher).name, "seeds": arguments.seeds}
+    settings |= {"bootstrap_epochs": arguments.bootstrap_epochs} if arguments.bootstrap else {}
+    data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
     masks = [read_masks(images).to(choose_device()) for images in (train, test)]
     # On the CPU they are timed, on a GPU, if there is one, used.
     found = dict(enumerate(backbones(arguments, model, image_format, torch.device("cpu"))))
@@ -137,12 +140,7 @@ def main():
             row |= {name: statistics.mean(values), error: spread(values)}
         row |= behind(scores, scores_of_teacher) if rows else {}
         rows.append(row | {"cosine": statistics.mean(cosines)})
-        print_rows(rows)
-    settings = {"teacher": Path(arguments.teacher).name, "seeds": arguments.seeds}
-    settings |= {"bootstrap_epochs": arguments.bootstrap_epochs} if arguments.bootstrap else {}
-    data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
-    threads = torch.get_num_threads()
-    write_table(arguments.results_dir / "dense_camvid.json", settings, rows, data=data, threads=threads)
+        write_table(arguments.results_dir / "dense_camvid.json", settings, rows, data=data)
     save_figure(draw(rows), arguments.results_dir / "dense_camvid.webp")
 
 

@@ -19,7 +19,6 @@ from frugalvit.common.data import load_images, sample
 from frugalvit.common.exported import REPORT, ExportedModule
 from frugalvit.common.files import shipped_checkpoints
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.tables import format_table
 from frugalvit.evaluation.classification import classification_accuracy
 from shared import VITS, add_results_argument, build_model, make_parser, measure_speeds, write_table
 
@@ -71,11 +70,8 @@ def main():
                 measured |= accuracies(row["row"].partition(",")[0], program, arguments)
             size_in_bytes = {"bytes": program.report["bytes"] if program else None}
             rows.append(row | size_in_bytes | {column: measured.get(column) for column in COLUMNS})
-    print(
-        format_table([{key: row[key] for key in ("row", "dtype", "batch_size", "images_per_second")} for row in rows])
-    )
     settings = {"batch_sizes": arguments.batch_size, "rounds": arguments.rounds}
-    write_table(arguments.results_dir / "export.json", settings, rows, threads=torch.get_num_threads())
+    write_table(arguments.results_dir / "export.json", settings, rows)
 
 
 def accuracies(name: str, program: ExportedModule, arguments) -> dict[str, float]:

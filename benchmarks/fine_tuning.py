@@ -27,7 +27,7 @@ from transformers import (
 
 from frugalvit import bootstrap
 from frugalvit.common.data import load_images, sample
-from shared import add_results_argument, make_parser, print_rows, write_table
+from shared import add_results_argument, make_parser, write_table
 
 
 NEW_CLASSES = 20
@@ -61,7 +61,6 @@ def main(argv: list[str] | None = None):
         if tuple(row.values()) not in measured:
             rows.append(row | fine_tune(arguments, data, count, method, tokens))
             write_table(path, settings, rows)
-    print_rows(rows)
 
 
 def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str, tokens: int | None) -> dict:

@@ -14,7 +14,6 @@ from torch import nn
 
 from frugalvit import GeneralizedConv2d
 from frugalvit.common.speed import images_per_second
-from frugalvit.common.tables import format_table
 from frugalvit.modeling.generalized_convolution import window_size
 from shared import add_results_argument, make_parser, peak_memory, write_table
 
@@ -87,12 +86,10 @@ def main():
         for name in models:
             row[f"{name}_mb"] = peak_memory(make_pass, name, side, arguments.batch_size)
         rows.append(row)
-        print(format_table(rows), flush=True)
     write_table(
         arguments.results_dir / "generalized_convolution_speed.json",
         {"channels": CHANNELS, "positions": POSITIONS, "batch_size": arguments.batch_size, "rounds": arguments.rounds},
         rows,
-        threads=torch.get_num_threads(),
     )
 
 

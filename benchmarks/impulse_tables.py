@@ -35,10 +35,9 @@ import time
 import torch
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
-from frugalvit.common.loading import choose_device
 from frugalvit.modeling.initialization import VALUE_INITS
 from frugalvit.training import train
-from shared import budget_settings, last_accuracies, parse_table, print_rows, run_row, wanted_rows, write_table
+from shared import budget_settings, last_accuracies, parse_table, run_row, wanted_rows, write_table
 
 
 def impulse(**options) -> dict:
@@ -201,24 +200,17 @@ def main():
     )
     if arguments.table == "speed":
         rows = [measure_speed(name) for name in wanted_rows(arguments, SPEEDS)]
-        print_rows(rows)
         settings = {"steps": STEPS, "repeats": REPEATS, "adam_seconds": "time of one layer times 12"}
-        threads = torch.get_num_threads()
-        write_table(arguments.results_dir / "impulse_speed.json", settings, rows, threads=threads)
+        write_table(arguments.results_dir / "impulse_speed.json", settings, rows)
         return
 
-    table, rows = CONVMIXER if arguments.table == "convmixer" else VIT_TABLES[arguments.table], []
+    table = CONVMIXER if arguments.table == "convmixer" else VIT_TABLES[arguments.table]
+    settings, rows = budget_settings(arguments) | {"architecture": architecture(arguments)}, []
     for name in wanted_rows(arguments, table):
         results = [run(arguments, name, table[name], seed) for seed in arguments.seeds]
         losses = [result["loss"] for result in results]
         rows.append({"row": name, **last_accuracies(results), "train_loss": statistics.mean(losses)})
-        print_rows(rows)
-    write_table(
-        arguments.results_dir / f"impulse_{arguments.table}.json",
-        budget_settings(arguments) | {"architecture": architecture(arguments)},
-        rows,
-        device=choose_device().type,
-    )
+        write_table(arguments.results_dir / f"impulse_{arguments.table}.json", settings, rows)
 
 
 def architecture(arguments) -> str:

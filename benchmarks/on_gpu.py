@@ -36,7 +36,7 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import first_line
 from frugalvit.modeling.hosts import read_anatomy
-from shared import add_results_argument, build_model, make_parser, precision_arguments, write_table
+from shared import add_results_argument, build_model, make_parser, precision_arguments, save_table
 from sparseformer_speed import SIZES, check_same_logits, load_reference
 from tiny_llava import untrained_llava
 from token_merging import tome
@@ -70,7 +70,7 @@ class Rows:
         except (Exception, SystemExit) as error:
             values = {"error": first_line(error)}
         self.rows.append(key | values)
-        write_table(self.file, {}, self.rows)
+        save_table(self.file, {}, self.rows)
         print(self.rows[-1], flush=True)
 
     def measure_speeds(self, section: str, name: str, make: Callable[..., nn.Module], *arguments):

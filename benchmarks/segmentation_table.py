@@ -32,7 +32,6 @@ from shared import (
     folder_name,
     make_parser,
     peak_memory,
-    print_rows,
     run_training,
     spread,
     write_table,
@@ -91,18 +90,13 @@ def main():
     add_run_arguments(parser, "runs/segmentation_table")
     arguments = parser.parse_args()
 
+    settings = {"image_size": SIZE, "tokens": TOKENS, "epochs": arguments.epochs, "seeds": arguments.seeds}
     rows = []
     for name, recipe in ROWS.items():
         folders = [train(arguments, name, recipe, seed) for seed in arguments.seeds]
         rows.append({"row": name, **measure(arguments, folders)})
-        print_rows(rows)
-    write_table(
-        arguments.results_dir / "segmentation.json",
-        {"image_size": SIZE, "tokens": TOKENS, "epochs": arguments.epochs, "seeds": arguments.seeds},
-        rows,
-        data="CamVid, 200 training and 60 validation images, 11 classes, scored at 240 x 320 pixels",
-        threads=torch.get_num_threads(),
-    )
+        data = "CamVid, 200 training and 60 validation images, 11 classes, scored at 240 x 320 pixels"
+        write_table(arguments.results_dir / "segmentation.json", settings, rows, data=data)
 
 
 def train(arguments, name: str, recipe: list[str], seed: int) -> Path:

@@ -313,12 +313,17 @@ def _kilobytes(name: str) -> int:
 def write_comparison(arguments, name: str, images: int, rows: list[dict], data: str):
     """Print what `frugalvit.compare.compare` returned of so many images, and write it as table and picture."""
     print(format_table(table_rows(rows)))
-    settings = {"images": images, "rounds": arguments.rounds, "threads": torch.get_num_threads()}
-    write_table(arguments.results_dir / f"{name}.json", settings, rows, data=data)
+    save_table(arguments.results_dir / f"{name}.json", {"images": images, "rounds": arguments.rounds}, rows, data=data)
     save_figure(draw_comparison(rows), arguments.results_dir / f"{name}.png")
 
 
 def write_table(path: Path, settings: dict, rows: list[dict], **more):
+    """Print rows so far, and write them with their command and machine."""
+    print_rows(rows)
+    save_table(path, settings, rows, **more)
+
+
+def save_table(path: Path, settings: dict, rows: list[dict], **more):
     write_json(
         path,
         {

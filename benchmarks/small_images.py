@@ -33,7 +33,7 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.views import ImageFormat
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training.augmentation import seeded
-from shared import add_precision_argument, add_run_arguments, make_parser, print_rows, write_table
+from shared import add_precision_argument, add_run_arguments, make_parser, write_table
 
 
 METHODS = ("as it is", "with labels", "to its embedding", "one SparseFormer")
@@ -74,7 +74,6 @@ def train_all(arguments):
                 if not {*sizes} <= {*done}:
                     rows += [about | row for row in train_one(arguments, method, rate, sizes, views)]
                     write_table(file, settings, rows, data=arguments.title)
-                    print_rows(rows)
 
 
 def teachers_views(arguments, seed: int) -> dict[str, torch.Tensor]:
@@ -194,7 +193,6 @@ def measure_processing(arguments):
             }
         )
         write_table(arguments.results_dir / "plain_vit.json", {"images": len(labels)}, rows, data="Caltech-101")
-        print_rows(rows)
 
 
 COMMANDS = {"train": (train_all, ("teacher", "train", "test")), "processing": (measure_processing, ("test",))}

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from frugalvit.common.choices import DTYPES
-from frugalvit.common.tables import format_table
 from frugalvit.modeling.conversion import convert_showlab
 from shared import add_results_argument, build_model, make_parser, measure_speeds, write_table
 
@@ -45,13 +44,10 @@ def main():
         check_same_logits(models[variant], models["reference implementation"])
         dtypes = [getattr(torch, dtype) for dtype in arguments.dtype]
         rows += measure_speeds(models, 224, arguments.batch_size, dtypes, arguments.rounds)
-    print(format_table(rows))
     write_table(
         arguments.results_dir / "sparseformer_speed.json",
         {"batch_sizes": arguments.batch_size, "rounds": arguments.rounds},
         rows,
-        device="cpu",
-        threads=torch.get_num_threads(),
     )
 
 

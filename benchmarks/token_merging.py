@@ -145,7 +145,6 @@ def main():
     speeds = images_per_second({name: model.cpu() for name, model in models.items()}, pixel_values)
     for row in rows:
         row["images_per_second"] = speeds[row["row"]]
-    print_rows(rows)
     settings = ("merged", "diffrate_share", "images", "epochs", "learning_rate", "seeds")
     write_table(
         arguments.results_dir / "token_merging.json",
@@ -153,7 +152,6 @@ def main():
         rows,
         data=f"CIFAR-10, {arguments.images} embedded training and 2,000 embedded test images, 32 px",
         speed="batches of 64, float32, median of interleaved rounds",
-        threads=torch.get_num_threads(),
     )
 
 
