@@ -25,7 +25,7 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 import datasets
@@ -376,14 +376,10 @@ def compare_features(arguments):
     if arguments.title == CALTECH:
         kept, epochs, classes = runs / "kept-classes.parquet", 1, f"{len(LEFT_OUT)} of 101 classes"
         if not kept.is_file():
-            chosen = [row for row, label in enumerate(label_numbers(train)) if label not in LEFT_OUT]
             with whole_file(kept) as file:
-                train.select(chosen).to_parquet(file)
+                of_classes(train, {*range(len(class_names(train)))} - {*LEFT_OUT}).to_parquet(file)
         left_out = [class_names(train)[label] for label in LEFT_OUT]
-        train, test = (
-            images.select([row for row, label in enumerate(label_numbers(images)) if label in LEFT_OUT])
-            for images in (train, test)
-        )
+        train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
     student = runs / f"features-elastic-seed{seed}"
     argv = shared_arguments(arguments, arguments.model, kept, seed)
     run_training(bootstrap, student, [*argv, "--num_train_epochs", str(epochs), *VARIANTS["elastic"]])
@@ -408,6 +404,10 @@ def compare_features(arguments):
         rows,
         data=f"{arguments.title}, {classes}, 224 px",
     )
+
+
+def of_classes(images: datasets.Dataset, classes: Container[int]) -> datasets.Dataset:
+    return images.select([row for row, label in enumerate(label_numbers(images)) if label in classes])
 
 
 def learns(

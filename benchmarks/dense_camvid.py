@@ -47,6 +47,7 @@ from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
+from linear_probe import LinearProbe
 from shared import add_precision_argument, add_run_arguments, folder_name, make_parser, spread, write_table
 from token_merging import PooledViT, RandomPatches, apply_tome, as_timm
 
@@ -307,24 +308,12 @@ def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, te
     grid, device = train.shape[-2:], train.device
     shares = torch.cat([shares_of_classes(part, grid) for part in train_masks.split(20)]).flatten(0, 2)
     cells = train.permute(0, 2, 3, 1).flatten(0, 2).float()
-    mean, std = cells.mean(0), cells.std(0)
-    cells = (cells - mean) / std
-    classify = nn.Linear(cells.shape[1], len(CLASSES), device=device)
-    nn.init.zeros_(classify.weight), nn.init.zeros_(classify.bias)
-    optimizer = torch.optim.LBFGS(classify.parameters(), max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        # Cells of pixels that do not count weigh less.
-        found = -(shares * classify(cells).log_softmax(1)).sum(1).mean()
-        found.backward()
-        return found
-
-    optimizer.step(loss)
+    # Cells of pixels that do not count weigh less.
+    probe = LinearProbe(cells, shares, len(CLASSES), penalty=0.0, max_iter=100)
     counts, numbers = [], torch.arange(len(CLASSES), device=device).view(-1, 1, 1, 1)
     with torch.inference_mode():
         for maps, masks in zip(test.split(10), test_masks.split(10), strict=True):
-            scores = classify((maps.permute(0, 2, 3, 1).float() - mean) / std).permute(0, 3, 1, 2)
+            scores = probe(maps.permute(0, 2, 3, 1).float()).permute(0, 3, 1, 2)
             guessed = F.interpolate(scores, masks.shape[1:], mode="bilinear").argmax(1)
             said, true = (guessed == numbers) & (masks < len(CLASSES)), masks == numbers
             counts.append(torch.stack([(said & true).sum((2, 3)), (said | true).sum((2, 3))]).permute(2, 0, 1))

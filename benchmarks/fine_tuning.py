@@ -12,10 +12,10 @@ is measured; the command skips rows that its file has.
 import argparse
 import functools
 import itertools
-import json
 
 import datasets
 import torch
+from caltech101 import of_classes
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoImageProcessor,
@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from frugalvit import bootstrap
-from frugalvit.common.data import load_images, sample
-from shared import add_results_argument, make_parser, write_table
+from frugalvit.common.data import class_names, load_images, sample
+from shared import add_results_argument, make_parser, read_rows, write_table
 
 
 NEW_CLASSES = 20
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None):
     add_results_argument(parser)
     arguments = parser.parse_args(argv)
     path = arguments.results_dir / "fine_tuning.json"
-    rows = json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []
+    rows = read_rows(path)
     measured = {tuple(row[key] for key in KEYS) for row in rows}
     settings = {"test_images": arguments.test_images, "bootstrap_images": arguments.bootstrap_images, "seed": 42}
     for count, data, method, tokens in itertools.product(
@@ -66,12 +66,12 @@ def main(argv: list[str] | None = None):
 def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str, tokens: int | None) -> dict:
     """Fine-tune the teacher, or the student with a number of tokens, and return its accuracy and its seconds."""
     train, test = (read(arguments, data, part) for part in range(2))
+    classes = sorted(train.unique("label"))
     train, test = sample(train, count, seed=0), sample(test, arguments.test_images, seed=0)
     folder = arguments.teacher if tokens is None else student_folder(arguments)
-    names = train.features["label"].names
     torch.manual_seed(42)
     model = AutoModelForImageClassification.from_pretrained(
-        folder, num_labels=len(names), ignore_mismatched_sizes=True, dtype=torch.float32
+        folder, num_labels=len(classes), ignore_mismatched_sizes=True, dtype=torch.float32
     )
     if tokens is not None:
         model.set_num_tokens(tokens)
@@ -84,7 +84,7 @@ def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str,
         disable_tqdm=True,
     )
     processor = AutoImageProcessor.from_pretrained(folder)
-    train, test = (each.with_transform(functools.partial(prepare, processor)) for each in (train, test))
+    train, test = (each.with_transform(functools.partial(prepare, processor, classes)) for each in (train, test))
     trainer = Trainer(learners(model, method), args, train_dataset=train)
     seconds = trainer.train().metrics["train_runtime"]
     prediction = trainer.predict(test)
@@ -105,33 +105,26 @@ def learners(model: PreTrainedModel, method: str) -> torch.nn.Module:
 def student_folder(arguments: argparse.Namespace) -> str:
     """Return the folder of the student, bootstrapped now or before."""
     folder = f"{arguments.runs_dir}/student"
-    seen = sample(by_class(arguments.caltech[0])[0], arguments.bootstrap_images, seed=0)
+    images = load_images(arguments.caltech[0])
+    seen = of_classes(images, range(len(class_names(images)))[:-NEW_CLASSES])
+    seen = sample(seen, arguments.bootstrap_images, seed=0)
     bootstrap(arguments.teacher, seen.remove_columns("label"), sorted(arguments.tokens), folder, num_train_epochs=1)
     return folder
 
 
 def read(arguments: argparse.Namespace, data: str, part: int) -> datasets.Dataset:
-    """Return the photographs to train (0) or to test (1)."""
-    return load_images(arguments.clothing[part]) if data == "clothing" else by_class(arguments.caltech[part])[1]
+    """Return the photographs to train (0) or to test (1), of Caltech-101 those of the last `NEW_CLASSES`."""
+    if data == "clothing":
+        return load_images(arguments.clothing[part])
+    images = load_images(arguments.caltech[part])
+    return of_classes(images, range(len(class_names(images)))[-NEW_CLASSES:])
 
 
-def by_class(file: str) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Split photographs into those of the classes that the student sees and those of the last `NEW_CLASSES`."""
-    images = load_images(file)
-    names = images.features["label"].names
-    old, new = names[:-NEW_CLASSES], names[-NEW_CLASSES:]
-    labels = images["label"]
-    seen = images.select([index for index, label in enumerate(labels) if label < len(old)])
-    unseen = images.select([index for index, label in enumerate(labels) if label >= len(old)])
-    numbers = [label - len(old) for label in unseen["label"]]
-    features = unseen.features | {"label": datasets.ClassLabel(names=new)}
-    return seen, unseen.remove_columns("label").add_column("label", numbers).cast(datasets.Features(features))
-
-
-def prepare(processor, batch: dict) -> dict:
-    """Turn a batch of photographs into a model's inputs."""
+def prepare(processor, classes: list[int], batch: dict) -> dict:
+    """Turn a batch of photographs into a model's inputs, its labels into their places among `classes`."""
+    labels = [classes.index(label) for label in batch["label"]]
     images = [datasets.Image().decode_example(record).convert("RGB") for record in batch["image"]]
-    return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": batch["label"]}
+    return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": labels}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ HELD_BACK = 5
 class LinearProbe(nn.Module):
     """Multinomial logistic regression on standardized features, by L-BFGS from the weights of `start`, if given.
 
-    Minimizes the mean cross-entropy plus `penalty / 2` times the squared norm of the weights.
+    Minimizes the mean cross-entropy with labels `(images,)`, or with shares of classes `(images, classes)`, plus
+    `penalty / 2` times the squared norm of the weights.
     """
 
     def __init__(
@@ -25,30 +26,29 @@ class LinearProbe(nn.Module):
         classes: int,
         penalty: float,
         start: "LinearProbe | None" = None,
+        max_iter: int = 200,
     ):
         super().__init__()
         self.penalty = penalty
         self.mean = features.mean(0)
         # Constant channels have no deviation.
         self.std = features.std(0, correction=0).clamp(min=1e-6)
-        self.linear = nn.Linear(features.shape[1], classes)
+        self.linear = nn.Linear(features.shape[1], classes, device=features.device)
         if start is None:
             nn.init.zeros_(self.linear.weight)
             nn.init.zeros_(self.linear.bias)
         else:
             self.linear.load_state_dict(start.linear.state_dict())
-        self._fit((features - self.mean) / self.std, labels)
+        self._fit((features - self.mean) / self.std, labels, max_iter)
 
     @torch.no_grad()
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Map features `(images, embedding_size)` to scores `(images, classes)`."""
+        """Map features `(…, embedding_size)` to scores `(…, classes)`."""
         return self.linear((features - self.mean) / self.std)
 
     @torch.enable_grad()
-    def _fit(self, inputs: torch.Tensor, labels: torch.Tensor):
-        optimizer = torch.optim.LBFGS(
-            self.parameters(), max_iter=200, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
-        )
+    def _fit(self, inputs: torch.Tensor, labels: torch.Tensor, max_iter: int):
+        optimizer = torch.optim.LBFGS(self.parameters(), max_iter=max_iter, line_search_fn="strong_wolfe")
 
         def loss() -> torch.Tensor:
             optimizer.zero_grad()

@@ -12,7 +12,6 @@ import copy
 import functools
 import importlib
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,7 +35,15 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import first_line
 from frugalvit.modeling.hosts import read_anatomy
-from shared import add_results_argument, build_model, make_parser, precision_arguments, save_table
+from shared import (
+    add_results_argument,
+    build_model,
+    make_parser,
+    precision_arguments,
+    read_rows,
+    run_training,
+    save_table,
+)
 from sparseformer_speed import SIZES, check_same_logits, load_reference
 from tiny_llava import untrained_llava
 from token_merging import tome
@@ -55,8 +62,8 @@ class Rows:
     """The rows of a JSON file, each of which is measured once and written at once."""
 
     def __init__(self, file: Path):
-        known = json.loads(file.read_text("utf-8"))["rows"] if file.is_file() else []
-        self.file, self.rows, self.end = file, [row for row in known if "error" not in row], {}
+        self.file, self.end = file, {}
+        self.rows = [row for row in read_rows(file) if "error" not in row]
 
     def measure(self, section: str, name: str, function: Callable[..., dict], *arguments, **key):
         """Add what a function returns to a row, which a section, a name and a key tell from others."""
@@ -231,13 +238,10 @@ def measure_trainings(rows: Rows, arguments):
 
 
 def train(name: str, argv: list[str], folder: Path) -> dict:
-    argv = ["--output_dir", str(folder), "--train_split", "train[:32]", "--eval_split", "none", *argv]
-    argv += ["--max_steps", "2", "--per_device_train_batch_size", "8", "--logging_steps", "1"]
+    argv = ["--train_split", "train[:32]", "--eval_split", "none", *argv]
+    argv += ["--max_steps", "2", "--per_device_train_batch_size", "8"]
     argv += precision_arguments(SimpleNamespace(mixed_precision="bf16"))
-    if importlib.import_module(f"frugalvit.training.{name}").main(argv):
-        raise ValueError("the command failed")
-    log = json.loads((folder / "trainer_state.json").read_text("utf-8"))["log_history"]
-    return {"losses": [record["loss"] for record in log if "loss" in record]}
+    return {"loss": run_training(importlib.import_module(f"frugalvit.training.{name}"), folder, argv)["loss"]}
 
 
 if __name__ == "__main__":

@@ -140,6 +140,11 @@ def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
     return arguments.rows or known
 
 
+def read_rows(path: Path) -> list[dict]:
+    """Rows of a table that was written before, or none."""
+    return json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []
+
+
 def print_rows(rows: list[dict]):
     """Rows so far, without the values of each seed."""
     print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)

@@ -238,49 +238,64 @@ def tune(
     image_format: ImageFormat,
     *,
     loss: str,
-    learning_rate: float,
-    epochs: int,
-    warmup_epochs: float,
-    scale: tuple[float, float],
-    seed: int,
     search_macs: float | None = None,
-    bf16: bool = False,
+    **options,
 ) -> MergedViT:
-    """Fine-tune a model, or search DiffRate's rates, on random crops of a `scale`, now or before; weights are kept in
+    """Fine-tune a model, or search DiffRate's rates, with the `options` of `fit`, now or before; weights are kept in
     the folder. The loss is `"teacher"`, the divergence from its distribution, `"cosine"`, that of its embedding, or
     `"labels"`, cross-entropy, for a search together with the distance from `search_macs`."""
     file, device = folder / "model.safetensors", choose_device()
     model.to(device).train()
     if not file.is_file():
-        torch.manual_seed(seed)
         anatomy.source.to(device)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("selected_probability") == model.searches)
-        loader = DataLoader(Views(images, cropped(image_format, scale)), BATCH_SIZE, shuffle=True, drop_last=True)
-        optimizer = torch.optim.AdamW(param_groups_weight_decay(model, 0.05), learning_rate)
-        schedule = transformers.get_cosine_schedule_with_warmup(
-            optimizer, round(warmup_epochs * len(loader)), epochs * len(loader)
-        )
         whole = count_macs(anatomy.source, image_format.size).macs_with_attention
-        for _ in range(epochs):
-            for batch in tqdm(loader, desc=folder.name, leave=False):
-                pixel_values = batch["pixel_values"].to(device)
-                with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                    outputs, macs = model(pixel_values) if search_macs else (model(pixel_values), None)
-                    value = loss_of(loss, outputs, anatomy, pixel_values, batch["labels"].to(device))
-                if search_macs:
-                    value = value + DIFFRATE_WEIGHT * ((macs - search_macs) * DIFFRATE_SCALE / whole) ** 2
-                optimizer.zero_grad()
-                value.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                schedule.step()
+
+        def total_loss(pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            outputs, macs = model(pixel_values) if search_macs else (model(pixel_values), None)
+            value = loss_of(loss, outputs, anatomy, pixel_values, labels)
+            if search_macs:
+                value = value + DIFFRATE_WEIGHT * ((macs - search_macs) * DIFFRATE_SCALE / whole) ** 2
+            return value
+
+        fit(model, images, image_format, total_loss, **options)
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(file) as aside:
             save_file(model.vit.state_dict(), aside)
     model.vit.load_state_dict(load_file(file))
     update_rates(model.vit)
     return model.eval()
+
+
+def fit(
+    model: nn.Module,
+    images: datasets.Dataset,
+    image_format: ImageFormat,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    learning_rate: float,
+    epochs: int,
+    warmup_epochs: float,
+    scale: tuple[float, float],
+    seed: int,
+    bf16: bool = False,
+):
+    """Minimize a loss of images and labels on random crops of a `scale`, by AdamW with a cosine schedule."""
+    torch.manual_seed(seed)
+    loader = DataLoader(Views(images, cropped(image_format, scale)), BATCH_SIZE, shuffle=True, drop_last=True)
+    optimizer, device = torch.optim.AdamW(param_groups_weight_decay(model, 0.05), learning_rate), choose_device()
+    warmup_steps, steps = round(warmup_epochs * len(loader)), epochs * len(loader)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps)
+    for _ in range(epochs):
+        for batch in tqdm(loader, leave=False):
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                value = loss(batch["pixel_values"].to(device), batch["labels"].to(device))
+            optimizer.zero_grad()
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
 
 
 def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.Tensor, labels: torch.Tensor):

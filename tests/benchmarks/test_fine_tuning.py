@@ -1,12 +1,9 @@
 """Fine-tuning of a teacher and of its student, on a few images."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
-from unittest.mock import patch
 
 import datasets
+import fine_tuning
 import pytest
 from transformers import ViTImageProcessor
 from vision_transformers import of_transformers
@@ -14,14 +11,8 @@ from vision_transformers import of_transformers
 from drawn import noise
 
 
-@pytest.fixture
-def fine_tuning():
-    with patch.object(sys, "path", [str(Path(__file__).resolve().parents[2] / "benchmarks"), *sys.path]):
-        return importlib.import_module("fine_tuning")
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_each_row_is_measured_once(fine_tuning, tmp_path, monkeypatch):
+def test_each_row_is_measured_once(tmp_path, monkeypatch):
     of_transformers("ViT", "ForImageClassification", num_labels=3)().save_pretrained(tmp_path / "teacher")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "teacher")
     records = {"image": [noise(seed=seed) for seed in range(16)], "label": [0, 1, 2, 3] * 4}

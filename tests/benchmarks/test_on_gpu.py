@@ -1,24 +1,16 @@
 """What is measured on a GPU, here of small models on a CPU."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
+import on_gpu
 import pytest
 import torch
 from torch import nn
 from transformers import ViTConfig
 
 
-@pytest.fixture(scope="module")
-def on_gpu():
-    with patch.object(sys, "path", [str(Path(__file__).resolve().parents[2] / "benchmarks"), *sys.path]):
-        return importlib.import_module("on_gpu")
-
-
-def test_a_run_that_is_cut_off_goes_on(on_gpu, tmp_path, monkeypatch):
+def test_a_run_that_is_cut_off_goes_on(tmp_path, monkeypatch):
     """Rows are written one by one and measured once, those that failed again."""
     calls = []
 
@@ -43,7 +35,7 @@ def test_a_run_that_is_cut_off_goes_on(on_gpu, tmp_path, monkeypatch):
     assert len(calls) == 4
 
 
-def test_products_are_those_of_the_model(on_gpu):
+def test_products_are_those_of_the_model():
     model, inputs = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)), torch.randn(5, 4)
     first, second = on_gpu.products_of(model, inputs)(None)
     assert torch.equal(first, model[0](inputs)) and torch.equal(second, model(inputs))
@@ -51,7 +43,7 @@ def test_products_are_those_of_the_model(on_gpu):
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
-def test_every_section_is_measured(on_gpu, tmp_path, monkeypatch):
+def test_every_section_is_measured(tmp_path, monkeypatch):
     small = {"SIZES": {"tiny": ("cifar10-sparseformer", None, "cifar10-vit")}, "IMAGE_SIZE": 32, "MODES": ("eager",)}
     small |= {"BATCH_SIZES": (1, 2), "STEPS": 1, "STEP_SIZE": 2, "COUNTS": [4, 16]}
     small |= {"TEACHER": "checkpoints/cifar10-vit", "STUDENT": "checkpoints/cifar10-sparseformer"}
