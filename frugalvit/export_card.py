@@ -76,8 +76,9 @@ outputs = program({inputs}).to_tuple()"""
 outputs = program.run(None, {inputs})"""
     show = "print(*(output.shape for output in outputs))"
     if about["outputs"][0] == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
-        show = """labels = json.load(open("config.json"))["id2label"]
-print(labels[str(int(outputs[0].argmax()))])"""
+        # The number of a regression, too.
+        show = """labels = json.load(open("config.json"))["id2label"].values()
+print(max(zip(outputs[0][0].tolist(), labels)))"""
     return f"""import json
 
 import numpy as np
