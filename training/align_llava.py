@@ -212,6 +212,7 @@ class AlignLlavaTrainer(ImageTrainer):
             processing_class=processor,
             **{"base_model": original.config._name_or_path} | kwargs,
         )
+        self.trained = self.llava
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
         # A PaliGemma's processor ends the line itself.
@@ -270,10 +271,6 @@ class AlignLlavaTrainer(ImageTrainer):
     def measure(self, prediction) -> dict[str, float]:
         """`agreement`, the mean share of the answers' tokens that are predicted."""
         return {"agreement": prediction.predictions.mean()}
-
-    @property
-    def trained(self) -> PreTrainedModel:
-        return self.llava
 
     def weights(self) -> dict[str, torch.Tensor]:
         weights = self.llava.state_dict()

@@ -197,7 +197,6 @@ class BootstrapTrainer(ImageTrainer):
             )
         args.complete(config.embeds_patches, max(teacher_format.size))
         self.anatomy = teacher
-        self.student = model
         self.classify = getattr(model, "classifier", None)
         self.labels = self.classify and config.id2label
         if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
@@ -221,6 +220,7 @@ class BootstrapTrainer(ImageTrainer):
             base_model=base_model,
             **kwargs,
         )
+        self.trained = self.student = model
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
         # Parts of fused layers are views, which stay where they were: it is read again.
@@ -238,30 +238,25 @@ class BootstrapTrainer(ImageTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss over the counts of tokens that this step trains."""
-        targets = self.targets_of(inputs)
-        losses = []
-        # The same in all processes, and when a run goes on.
-        for count in token_counts_to_train(self.student.config, f"{self.args.seed}-{self.state.global_step}"):
-            outputs = model(inputs["pixel_values"], num_tokens=count, **self.align.options)
-            losses.append(self.align(outputs, labels=inputs.get("labels"), **targets))
-        loss = torch.stack(losses).mean()
-        return (loss, outputs) if return_outputs else loss
-
-    @torch.no_grad()
-    def targets_of(self, inputs: dict) -> dict:
-        """Return what `AlignmentLoss` reads of the teacher's outputs for a batch."""
         align = self.align
         reads_states = align.align_tokens or align.align_maps or align.forecasts
-        with self.accelerator.autocast(), self.anatomy.watch() if reads_states else nullcontext() as states:
-            pixel_values = inputs.get("teacher_pixel_values", inputs["pixel_values"])
-            targets = {"embedding": self.anatomy.embed(pixel_values).float()}
+        watch = self.anatomy.watch() if reads_states else nullcontext()
+        with torch.no_grad(), self.accelerator.autocast(), watch as states:
+            embedding = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"]))
+            targets = {"embedding": embedding.float()}
             if align.forecasts:
                 targets["attention"] = attended_cells(self.anatomy, states)
             if align.align_tokens:
                 targets["tokens"] = list(states)
             if align.align_maps:
                 targets["maps"] = [each.float() for each in align.align_maps.of_teacher(states)]
-        return targets
+        losses = []
+        # The same in all processes, and when a run goes on.
+        for count in token_counts_to_train(self.student.config, f"{self.args.seed}-{self.state.global_step}"):
+            outputs = model(inputs["pixel_values"], num_tokens=count, **align.options)
+            losses.append(align(outputs, labels=inputs.get("labels"), **targets))
+        loss = torch.stack(losses).mean()
+        return (loss, outputs) if return_outputs else loss
 
     def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
         return dict.fromkeys(self.tuned, self.args.inherited_lr_factor)
@@ -311,10 +306,6 @@ class BootstrapTrainer(ImageTrainer):
             results |= {f"alignment_{count}": value for count, value in zip(counts, alignments, strict=True)}
             results |= {f"accuracy_{count}": value for count, value in zip(counts, accuracies, strict=False)}
         return results
-
-    @property
-    def trained(self) -> PreTrainedModel:
-        return self.student
 
     def weights(self) -> dict[str, torch.Tensor]:
         learner = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)

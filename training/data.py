@@ -182,26 +182,21 @@ class SetEpoch(TrainerCallback):
         self.views.set_epoch(int(state.epoch))
 
 
-@dataclass
-class Collator:
-    """Makes a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64. `mix` mixes images
+def collate(
+    samples: list[dict], formats: dict[str, ImageFormat], mix: Callable | None = None, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Make a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64. `mix` mixes images
     and labels of a training batch; what it draws is a function of (seed, epoch, first index)."""
-
-    formats: dict[str, ImageFormat]
-    mix: Callable | None = None
-    seed: int = 0
-
-    def __call__(self, samples: list[dict]) -> dict[str, torch.Tensor]:
-        batch = {}
-        for name, first in samples[0].items():
-            values = [sample[name] for sample in samples]
-            batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
-            if name in self.formats:
-                batch[name] = self.formats[name].normalize(batch[name])
-        if self.mix and "epoch" in batch:
-            with seeded(self.seed, int(batch["epoch"][0]), int(batch["index"][0]), MIX):
-                batch["pixel_values"], batch["labels"] = self.mix(batch["pixel_values"], batch["labels"])
-        return batch
+    batch = {}
+    for name, first in samples[0].items():
+        values = [sample[name] for sample in samples]
+        batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
+        if name in formats:
+            batch[name] = formats[name].normalize(batch[name])
+    if mix and "epoch" in batch:
+        with seeded(seed, int(batch["epoch"][0]), int(batch["index"][0]), MIX):
+            batch["pixel_values"], batch["labels"] = mix(batch["pixel_values"], batch["labels"])
+    return batch
 
 
 def mixing(num_labels: int, mixup: float, cutmix: float):

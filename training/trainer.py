@@ -28,7 +28,7 @@ from ..common.splits import check_same_classes
 from ..modeling.hosts.anatomy import is_timm
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import write_card
-from .data import Collator, SetEpoch, StreamedViews, Views, as_images
+from .data import SetEpoch, StreamedViews, Views, as_images, collate
 
 
 class ImageTrainer(Trainer):
@@ -39,7 +39,7 @@ class ImageTrainer(Trainer):
         model (`PreTrainedModel`), args (`ImageTrainingArguments`), callbacks, kwargs: As in Transformers.
         train_dataset, eval_dataset: Images of `as_images`; without an `eval_dataset`, nothing is evaluated.
         train_view, eval_view (`Callable`): Make their views, see `Views`.
-        mix (`Callable`, *optional*): See `Collator`.
+        mix (`Callable`, *optional*): See `collate`.
         classes (sequence of `int`, *optional*): See `Views`.
         base_model (`str`, *optional*): The model from which training starts, for the card.
     """
@@ -75,13 +75,17 @@ class ImageTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=Collator(train_view.formats | eval_view.formats, mix, args.seed),
+            data_collator=functools.partial(
+                collate, formats=train_view.formats | eval_view.formats, mix=mix, seed=args.seed
+            ),
             train_dataset=views,
             eval_dataset=None if eval_dataset is None else self.evaluation_views(eval_dataset),
             compute_metrics=self.measure,
             callbacks=[SetEpoch(views), self.interruption, *(callbacks or ())],
             **kwargs,
         )
+        # The model that is saved, of which `model` may be a part.
+        self.trained = model
         # The loss is a mean over a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
         # For the card: names of the images, and the command.
@@ -104,11 +108,6 @@ class ImageTrainer(Trainer):
         """Return images of any form as a data set with columns."""
         return as_images(images)
 
-    @property
-    def trained(self):
-        """The model that is saved."""
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-
     def get_eval_dataloader(self, eval_dataset=None):
         """As in Transformers, also of images in any form that the trainer takes."""
         if eval_dataset is not None and not isinstance(eval_dataset, Views | str):
@@ -119,9 +118,26 @@ class ImageTrainer(Trainer):
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """As in Transformers. Matrices and filters decay; biases, norms, positions, [CLS] and what
+        `model.no_weight_decay()` names do not. The learning rate is multiplied by a parameter's factor, if any."""
         if self.optimizer is None:
             model = model or self.model
-            groups = parameter_groups(model, self.args, self.learning_rate_factors(model))
+            factors = self.learning_rate_factors(model)
+            spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+            words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
+            parameters = {}
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
+                    parameters.setdefault((spare, factors.get(parameter, 1.0)), []).append(parameter)
+            groups = [
+                {
+                    "params": parameters[spare, factor],
+                    "weight_decay": 0.0 if spare else self.args.weight_decay,
+                    "lr": factor * self.args.learning_rate,
+                }
+                for spare, factor in sorted(parameters)
+            ]
             kind, options = self.get_optimizer_cls_and_kwargs(self.args)
             if self.args.sam_rho:
                 kind = sharpness_aware(kind, self.args.sam_rho)
@@ -266,26 +282,6 @@ class SaveWhenInterrupted(TrainerCallback):
             print(f"Stopped at step {state.global_step}; the same command goes on from there.", file=sys.stderr)
             self.received = False
             raise KeyboardInterrupt
-
-
-def parameter_groups(model: torch.nn.Module, args, factors: dict[torch.nn.Parameter, float]) -> list[dict]:
-    """Return groups of a model's trainable parameters: matrices and filters decay; biases, norms, positions, [CLS] and
-    what `model.no_weight_decay()` names do not. The learning rate is multiplied by a parameter's factor, if any."""
-    spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
-    words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
-    groups = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
-            groups.setdefault((spare, factors.get(parameter, 1.0)), []).append(parameter)
-    return [
-        {
-            "params": groups[spare, factor],
-            "weight_decay": 0.0 if spare else args.weight_decay,
-            "lr": factor * args.learning_rate,
-        }
-        for spare, factor in sorted(groups)
-    ]
 
 
 def learning_rate_factors(

@@ -1,5 +1,6 @@
 """Images in every form, views that depend on seed, epoch and index alone, and images that cannot be read."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -14,7 +15,7 @@ from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import CorruptImageError, decode_image, read_image
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import VIEW, EvalView, seeded
-from frugalvit.training.data import Collator, StreamedViews, Views, as_images, mixing
+from frugalvit.training.data import StreamedViews, Views, as_images, collate, mixing
 from frugalvit.training.train import SmallDataView
 
 
@@ -63,7 +64,8 @@ def test_images_are_what_people_have(kind, tmp_path):
 
 
 def loaded(views, **options) -> list[dict]:
-    return list(DataLoader(views, collate_fn=Collator({"pixel_values": FORMAT}), **{"batch_size": 4} | options))
+    batches = partial(collate, formats={"pixel_values": FORMAT})
+    return list(DataLoader(views, collate_fn=batches, **{"batch_size": 4} | options))
 
 
 def assert_same(batches, expected):
@@ -141,7 +143,7 @@ def test_batches_are_normalized_and_mixed_in_training_alone(images):
     samples, known = (
         [views[index] | {"mask": torch.tensor(7)} for index in range(8)] for views in (training, evaluation)
     )
-    collator = Collator({"pixel_values": FORMAT}, mixing(10, 0.8, 1.0), seed=3)
+    collator = partial(collate, formats={"pixel_values": FORMAT}, mix=mixing(10, 0.8, 1.0), seed=3)
     batch, plain = collator(samples), collator(known)
     assert torch.equal(plain["pixel_values"], FORMAT.normalize(torch.stack([each["pixel_values"] for each in known])))
     assert (plain["mask"] == 7).all() and plain["labels"].dtype == torch.int64 and "epoch" not in plain

@@ -21,7 +21,7 @@ from frugalvit.training.arguments import ImageTrainingArguments
 from frugalvit.training.augmentation import EvalView
 from frugalvit.training.data import mixing
 from frugalvit.training.train import SmallDataView
-from frugalvit.training.trainer import ImageTrainer, last_checkpoint, learning_rate_factors, parameter_groups, start
+from frugalvit.training.trainer import ImageTrainer, last_checkpoint, learning_rate_factors, start
 from tiny import make_vit
 
 
@@ -265,7 +265,9 @@ def test_rates_fall_with_depth(library, make):
         names = {"vit.embeddings.cls_token": 0.25, "vit.layernorm.weight": 1.0, "classifier.weight": 5.0}
     names |= {block.format(0): 0.5, block.format(1): 1.0}
     factors, parameters = learning_rate_factors(model, 5.0, 0.5), dict(model.named_parameters())
-    args = make().args
-    rates = {id(each): group["lr"] for group in parameter_groups(model, args, factors) for each in group["params"]}
-    assert {name: rates[id(parameters[name])] / args.learning_rate for name in names} == pytest.approx(names)
+    trainer = make()
+    trainer.learning_rate_factors = lambda model: factors
+    groups = trainer.create_optimizer(model).param_groups
+    rates = {id(each): group["lr"] for group in groups for each in group["params"]}
+    assert {name: rates[id(parameters[name])] / trainer.args.learning_rate for name in names} == pytest.approx(names)
     assert len(rates) == len(parameters)
