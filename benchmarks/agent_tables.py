@@ -13,15 +13,8 @@ its name says otherwise. "joint, no hint, no divergence" is the control: two mod
 each other nothing, with the dropouts of the joint ones; a ViT alone has Transformers' places. From impulses, the rest
 starts as Transformers has it, as positions would drown in standard normal patch projections. Images are padded by
 reflection. Accuracy is that of the last epoch. Runs are kept under --runs-dir and found again, so that a killed
-command goes on, and seeds can be run side by side. Writes agent_TABLE.json.
-
---paper-recipe, for an accelerator, is the reference implementation's: the architectures of the paper ("Agent-B" is
-Agent-B beside ViT-B) at 224 pixels, all images, 240 epochs, batches of 64, images padded in black. Its data:
-
-    --dataset uoft-cs/cifar100 --label-column fine_label
-    --dataset FOLDER with train/, a tenth of ImageNet-1K's images, and val/, with --crop resized
-
---config-overrides are those of ViT and agent alike.
+command goes on, and seeds can be run side by side. Writes agent_TABLE.json. The paper's sizes and budgets are those of
+`frugalvit joint --config joint-small` and of the recipes beside it.
 """
 
 import itertools
@@ -112,18 +105,13 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
-# What the paper has in the place of the reduced sizes; of two values of a field, the later one holds.
-PAPER_SIZES = "image_size=224,patch_size=16,hidden_size=288,num_hidden_layers=6,intermediate_size=1152"
-PAPER_ROWS = {"joint, res-like agent": {"variant": "joint-small-res"}, "joint, Agent-B": {"variant": "joint-base"}}
 # Rows of "gradients": after training, and before it from each start of `--initialization`.
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
 
 
 def main():
-    arguments = parse_table(
-        __doc__, [*TABLES, "gradients"], 4000, lambda table: 240, "runs/agent_tables", reduced_only=["gradients"]
-    )
+    arguments = parse_table(__doc__, [*TABLES, "gradients"], 4000, "runs/agent_tables")
     file, rows = arguments.results_dir / f"agent_{arguments.table}.json", []
     table = TABLES.get(arguments.table, GRADIENTS)
     names = wanted_rows(arguments, table)
@@ -142,32 +130,14 @@ def main():
 
 
 def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
-    batch_size = {"per_device_train_batch_size": 64 if arguments.paper_recipe else 32}
-    return run_row(arguments, recipe, name, seed, batch_size | options(arguments, name, row))
-
-
-def options(arguments, name: str, row: dict) -> dict:
-    values = dict(row)
-    if arguments.paper_recipe:
-        values |= {"padding_mode": "constant", "crop_scale": [0.6, 1.0]} | PAPER_ROWS.get(name, {})
-        if "variant" in row:
-            # Variants are the paper's.
-            values |= {"vit": "", "agent": ""}
-        else:
-            values["config_overrides"] += f",{PAPER_SIZES}"
-    for architecture in ("vit", "agent") if "variant" in row else ("config_overrides",):
-        overrides = filter(None, [values[architecture], arguments.config_overrides])
-        values[architecture] = ",".join(overrides)
-    return values
+    return run_row(arguments, recipe, name, seed, {"per_device_train_batch_size": 32} | row)
 
 
 def gradients(arguments, names: list[str]) -> list[dict]:
     """Length of each term's gradient for the ViT of the row "joint", with all of the term's weight, over 512 training
     images, the cosine between that of the hints and that of the other terms, and the rms of tokens before the first
     block."""
-    images = load_images(
-        arguments.dataset, "train[:512]", name=arguments.dataset_config, label_column=arguments.label_column
-    )
+    images = load_images(arguments.dataset, "train[:512]")
     labels = torch.tensor(images["label"][:])
     decoded = [decode_image(record["image"], index) for index, record in enumerate(images)]
     image_processor = ViTImageProcessor(size={"height": 32, "width": 32})

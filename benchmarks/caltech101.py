@@ -39,7 +39,7 @@ from tqdm import tqdm
 from frugalvit.baselines import WithTokens, load_students, load_teacher, load_teachers
 from frugalvit.common.data import class_names, label_numbers, load_images, sample
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.files import whole_file, write_json
+from frugalvit.common.files import whole_file
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.precision import choose_mixed_precision
@@ -55,6 +55,7 @@ from shared import (
     add_precision_argument,
     add_run_arguments,
     make_parser,
+    measured_once,
     precision_arguments,
     print_rows,
     run_training,
@@ -156,16 +157,11 @@ def train_students(arguments):
 def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> list[dict]:
     """Train and measure a student, now or before; return a row for each count of tokens."""
     folder = arguments.runs_dir / f"{variant.replace(' ', '-')}-{tokens}tokens-{steps}steps-seed{seed}"
-    measured_file = folder / "measured.json"
-    if measured_file.is_file():
-        return json.loads(measured_file.read_text(encoding="utf-8"))
     argv = shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed)
     argv += ["--max_steps", str(steps), "--num_tokens", str(tokens), *VARIANTS[variant]]
     run_training(bootstrap, folder, argv)
     about = {"variant": variant, "views": steps * BATCH_SIZE, "seed": seed}
-    measured = [about | row for row in measure_student(arguments, folder)]
-    write_json(measured_file, measured)
-    return measured
+    return measured_once(folder, lambda folder: [about | row for row in measure_student(arguments, folder)])
 
 
 def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: int) -> list[str]:

@@ -1,15 +1,12 @@
 """A small CLIP, and a tiny LLaVA on it, before and after a SparseFormer takes the place of their image side.
 
     python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, patches told by tokens
-    python benchmarks/clip_tables.py llava    # answers before the swap, after it, with channels matched, after
-                                              # `frugalvit align-llava`
+    python benchmarks/clip_tables.py llava    # answers before the swap, after it, with channels matched, aligned
     python benchmarks/clip_tables.py llava_inherited   # the same of students with an inherited start, not aligned
 
-Both train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from
-its image side with images alone. The LLaVA is trained on questions about the images; after the swap its projector, and
-in one row its language model, learn from its own answers or from the true ones. Runs are kept under --runs-dir and
-found again, so that a killed command goes on, and seeds can be run side by side before all of them are put together.
-Writes clip_TABLE.json.
+All train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from its
+image side with images alone. The LLaVA is trained on questions about the images; after the swap its projector learns
+from its own answers (`frugalvit align-llava`). Runs are kept under --runs-dir and found again. Writes clip_TABLE.json.
 """
 
 import copy
@@ -93,10 +90,8 @@ STUDENTS_INHERITED = {
     "SparseFormer, 16 readable tokens of a grid": (16, READABLE),
     "SparseFormer, 16 readable tokens placed by content": (16, [*READABLE, "--placement", "content"]),
 }
-# Which students a LLaVA learns to read, and by what besides the shared arguments of `frugalvit align-llava`.
-ALIGNED = {
-    "own answers": (list(STUDENTS)[:3], []),
-}
+# Which students a LLaVA learns to read.
+ALIGNED = list(STUDENTS)[:3]
 
 
 def main():
@@ -119,13 +114,12 @@ def main():
 
     by_seed = [tables[arguments.table](arguments, seed) for seed in arguments.seeds]
     rows = []
-    for name in by_seed[0]:
+    for name, first in by_seed[0].items():
         row = {"row": name}
-        for number, value in by_seed[0][name].items():
+        for number, value in first.items():
             values = [measured[name][number] for measured in by_seed]
-            row[number] = value if isinstance(value, int) else statistics.mean(values)
-            if not isinstance(value, int):
-                row[f"{number} spread"] = spread(values)
+            of_seeds = {number: statistics.mean(values), f"{number} spread": spread(values)}
+            row |= {number: value} if isinstance(value, int) else of_seeds
         rows.append(row)
     settings = ("images", "test_images", "clip_epochs", "epochs", "seeds")
     settings += () if arguments.table == "clip" else ("llava_steps",)
@@ -140,18 +134,14 @@ def main():
 def shared_arguments(arguments, seed: int) -> list[str]:
     return [
         *(*data_arguments(arguments), "--train_split", f"train[:{arguments.images}]"),
-        *("--eval_split", test_split(arguments), "--seed", str(seed), "--crop_scale", "0.8", "1"),
+        *("--eval_split", "none", "--seed", str(seed)),
     ]
 
 
-def test_split(arguments) -> str:
-    return f"{default_split(arguments.eval_dataset or arguments.dataset)}[:{arguments.test_images}]"
-
-
 def test_images(arguments) -> datasets.Dataset:
-    dataset = arguments.eval_dataset or arguments.dataset
-    names = class_names(train_images(arguments))
-    return load_images(dataset, test_split(arguments), class_names=arguments.class_names, default_names=names)
+    dataset, names = arguments.eval_dataset or arguments.dataset, class_names(train_images(arguments))
+    split = f"{default_split(dataset)}[:{arguments.test_images}]"
+    return load_images(dataset, split, class_names=arguments.class_names, default_names=names)
 
 
 def train_images(arguments) -> datasets.Dataset:
@@ -170,6 +160,7 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
     folder = arguments.runs_dir / folder_name(name, seed)
     argv = ["--teacher", str(clip), *shared_arguments(arguments, seed), "--num_tokens", str(tokens), *extra]
     argv += ["--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", "64"]
+    argv += ["--crop_scale", "0.8", "1"]
     if name in STUDENTS:
         argv += ["--focusing", "paper", "--recipe", "paper", "--config_overrides", STUDENT, "--learning_rate", "4e-3"]
         argv += ["--warmup_steps", str(1 / arguments.epochs)]
@@ -252,14 +243,10 @@ def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[st
         student = bootstrap_student(arguments, clip, name, seed)
         rows[f"{name}, swapped"] = swapped_accuracy(folder, student, images)
         rows[f"{name}, swapped, channels matched"] = swapped_accuracy(folder, student, images, match_on)
-        for recipe, (names, extra) in ALIGNED.items():
-            if name in names:
-                aligned = align(arguments, folder, student, f"{name}, {recipe}", extra, seed)
-                rows[f"{name}, {recipe}"] = answer_accuracy(
-                    SparseFormerLlavaForConditionalGeneration.from_pretrained(aligned),
-                    AutoProcessor.from_pretrained(aligned),
-                    images,
-                )
+        if name in ALIGNED:
+            aligned = align(arguments, folder, student, f"{name}, own answers", seed)
+            model = SparseFormerLlavaForConditionalGeneration.from_pretrained(aligned)
+            rows[f"{name}, own answers"] = answer_accuracy(model, AutoProcessor.from_pretrained(aligned), images)
     return rows
 
 
@@ -379,11 +366,11 @@ def question_ids(tokenizer, question: str, image_tokens: int = 64) -> list[int]:
     return [tokenizer.bos_token_id, *[image] * image_tokens, *words]
 
 
-def align(arguments, llava: Path, student: Path, name: str, extra: list[str], seed: int) -> Path:
-    folder, data = arguments.runs_dir / folder_name(name, seed), shared_arguments(arguments, seed)
-    argv = ["--model", str(llava), "--vision_model", str(student), *data, *extra]
+def align(arguments, llava: Path, student: Path, name: str, seed: int) -> Path:
+    folder = arguments.runs_dir / folder_name(name, seed)
+    argv = ["--model", str(llava), "--vision_model", str(student), *shared_arguments(arguments, seed)]
     argv += ["--prompt", "{image} {question}", "--questions", *QUESTIONS, "--answer_tokens", "1"]
-    argv += ["--num_train_epochs", str(arguments.align_epochs), "--per_device_eval_batch_size", "128"]
+    argv += ["--num_train_epochs", str(arguments.align_epochs)]
     run_training(align_llava, folder, argv)
     return folder
 

@@ -18,6 +18,7 @@ import functools
 import json
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ from shared import (
     add_precision_argument,
     add_run_arguments,
     make_parser,
+    measured_once,
     precision_arguments,
     print_rows,
     run_training,
@@ -110,22 +112,6 @@ def logits_of(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tenso
     return model(pixel_values, num_tokens=num_tokens).logits
 
 
-def untrained(arguments, placement: str):
-    """A teacher's student before training, and its image processor."""
-    teacher, processor = load_image_classifier(arguments.teacher, "cpu")
-    image_format = ImageFormat.from_processor(processor)
-    student = PatchSparseFormerForImageClassification.from_teacher(
-        teacher,
-        elastic_token_counts=TOKENS,
-        image_mean=image_format.mean,
-        image_std=image_format.std,
-        resample=image_format.resample,
-        resize_size=image_format.resize,
-        placement=placement,
-    )
-    return student, processor
-
-
 def train_students(arguments):
     for seed in arguments.seeds:
         for placement in arguments.placements:
@@ -141,9 +127,6 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
     rate = arguments.learning_rate * arguments.inherited_learning_rate
     budget = f"{arguments.steps}x{arguments.batch_size}-{rate:g}"
     folder = arguments.runs_dir / f"{arguments.name}-{placement}-{budget}-seed{seed}"
-    measured_file = folder / "measured.json"
-    if measured_file.is_file():
-        return json.loads(measured_file.read_text(encoding="utf-8"))
     argv = [
         *("--teacher", arguments.teacher, "--dataset", arguments.train, "--eval_split", "none", "--seed", str(seed)),
         *("--num_tokens", *map(str, TOKENS), "--placement", placement),
@@ -153,14 +136,16 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         *("--inherited_lr_factor", str(arguments.inherited_learning_rate), *precision_arguments(arguments)),
     ]
     run_training(bootstrap, folder, argv)
-    model, processor = load_image_classifier(folder, "cpu")
     about = {"seed": seed, "steps": arguments.steps, "batch_size": arguments.batch_size, "inherited_rate": rate}
+    return measured_once(folder, lambda folder: [row | about for row in measure_student(arguments, folder, placement)])
+
+
+def measure_student(arguments, folder: Path, placement: str) -> list[dict]:
+    model, processor = load_image_classifier(folder, "cpu")
     rows = measure(arguments, model, processor, placement)
     if placement == "content":
         model.set_placement("grid")
         rows += measure(arguments, model, processor, "content, asked by grid")
-    rows = [row | about for row in rows]
-    write_json(measured_file, rows)
     return rows
 
 
@@ -183,7 +168,13 @@ def make_table(arguments):
 
 
 def measure_speed(arguments):
-    models = {placement: untrained(arguments, placement)[0] for placement in PLACEMENTS}
+    teacher, _ = load_image_classifier(arguments.teacher, "cpu")
+    models = {
+        placement: PatchSparseFormerForImageClassification.from_teacher(
+            teacher, elastic_token_counts=TOKENS, placement=placement
+        )
+        for placement in PLACEMENTS
+    }
     pixel_values = torch.randn(32, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     rows = []
     for count in arguments.tokens:

@@ -16,18 +16,11 @@ Every row of a table has the architecture and budget of the initialization table
 blocks, 4 heads, 6,000 images, 6 epochs); "longer" has DeiT's recipe, "inserted" and "speed" train nothing. Accuracy is
 that of the last epoch, also with a quarter of every image hidden and under an attack; entropy is of attention,
 averaged over layers, heads, images. Runs are kept under --runs-dir and found again, so that a killed command goes on,
-and seeds can be run side by side. Writes context_broadcast_TABLE.json.
-
---paper-recipe, for an accelerator, is the paper's: ViT-S, PVT-S, PVTv2-B1 (the table does not say which), Swin-T or
-LocalViT-T at 224 pixels, on all images, with DeiT's recipe as in `frugalvit train --config context-broadcast-small`;
-300 epochs, of PVT, PVTv2 and Swin 120, of LocalViT 150. Not for tables that go on from a model that ships. Its data:
-
-    --dataset FOLDER with train/ and val/, for ImageNet-1K
-    --dataset uoft-cs/cifar100 --label-column fine_label --rows none "cb at mlp_end", of "kinds", for table S4
+and seeds can be run side by side. Writes context_broadcast_TABLE.json. The paper's sizes and budgets are those of
+`frugalvit train --config context-broadcast-small` and of the recipes beside it.
 """
 
 import copy
-import json
 import statistics
 from pathlib import Path
 
@@ -45,7 +38,6 @@ from frugalvit import (
 from frugalvit.attention import measure_attention
 from frugalvit.common.choices import CONTEXT_BROADCASTS
 from frugalvit.common.decoding import decode_image
-from frugalvit.common.files import write_json
 from frugalvit.common.loading import load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.evaluation.classification import classification_accuracy
@@ -55,6 +47,7 @@ from local_vit import LocalViTConfig
 from shared import (
     budget_settings,
     evaluation_images,
+    measured_once,
     parse_table,
     run_row,
     spread,
@@ -122,26 +115,6 @@ DEIT = {
     "max_grad_norm": 0,
     "per_device_train_batch_size": 128,
 }
-# What the paper has in the place of the reduced recipe and sizes.
-PAPER = DEIT | {
-    "learning_rate": 1e-3,
-    "per_device_train_batch_size": 1024,
-    "crop": "resized",
-    "image_mean": [0.485, 0.456, 0.406],
-    "image_std": [0.229, 0.224, 0.225],
-}
-PAPER_VIT = "image_size=224,resize_size=256,patch_size=16,num_hidden_layers=12"
-PAPER_SIZES = {
-    "vit_context_broadcast": f"{PAPER_VIT},hidden_size=384,num_attention_heads=6",
-    LocalViTConfig.model_type: f"{PAPER_VIT},hidden_size=192,num_attention_heads=4",
-    "swin": "image_size=224,embed_dim=96,depths=[2,2,6,2],num_heads=[3,6,12,24],window_size=7",
-    "pvt": "image_size=224,num_encoder_blocks=4,hidden_sizes=[64,128,320,512],depths=[3,4,6,3],"
-    "num_attention_heads=[1,2,5,8],sequence_reduction_ratios=[8,4,2,1],patch_sizes=[4,2,2,2],strides=[4,2,2,2],"
-    "mlp_ratios=[8,8,4,4]",
-    "pvt_v2": "image_size=224,num_encoder_blocks=4,hidden_sizes=[64,128,320,512],depths=[2,2,2,2],"
-    "num_attention_heads=[1,2,5,8],sr_ratios=[8,4,2,1],patch_sizes=[7,3,3,3],strides=[4,2,2,2],mlp_ratios=[8,8,4,4]",
-}
-PAPER_EPOCHS = {"hierarchical": 120, "local_vit": 150}
 # What every row begins with.
 REDUCED = {
     "learning_rate": 1e-3,
@@ -216,21 +189,12 @@ TABLES = {
 }
 # Rows of "inserted".
 INSERTED = ("none", *CONTEXT_BROADCASTS)
-# Tables of models that ship, which have no recipe of the paper.
-OF_SHIPPED = ("distillation", "inserted", "insertion", "sparseformer")
 # Images of a batch and timed passes of "speed".
 BATCH_SIZE, ROUNDS = 8, 40
 
 
 def main():
-    arguments = parse_table(
-        __doc__,
-        [*TABLES, "inserted", "speed"],
-        6000,
-        lambda table: PAPER_EPOCHS.get(table, 300),
-        "runs/context_broadcast_tables",
-        reduced_only=OF_SHIPPED,
-    )
+    arguments = parse_table(__doc__, [*TABLES, "inserted", "speed"], 6000, "runs/context_broadcast_tables")
     file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
     if arguments.table == "speed":
         settings = {"model": "vit-small-plain-224", "batch_size": BATCH_SIZE, "rounds": ROUNDS}
@@ -243,28 +207,18 @@ def main():
         write_table(file, {}, inserted(names, test_images))
         return
 
+    def measure_run(folder: Path) -> dict[str, float]:
+        return measure(*load_image_classifier(folder, "cpu"), test_images, arguments.table != "hierarchical")
+
     for name in names:
-        measured = [
-            measured_once(run(arguments, name, table[name], seed), test_images, arguments.table != "hierarchical")
-            for seed in arguments.seeds
-        ]
+        folders = [run_row(arguments, train, name, seed, REDUCED | table[name])[0] for seed in arguments.seeds]
+        measured = [measured_once(folder, measure_run) for folder in folders]
         row = {"row": name}
         for column in measured[0]:
             values = [each[column] for each in measured]
             row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}_values": values}
         rows.append(row)
         write_table(file, budget_settings(arguments), rows)
-
-
-def run(arguments, name: str, row: dict, seed: int) -> Path:
-    options, overrides = REDUCED | row, [row.get("config_overrides"), arguments.config_overrides]
-    if arguments.paper_recipe:
-        options |= PAPER
-        # Of two values of a field, the later one holds.
-        overrides.insert(1, PAPER_SIZES[row["model_type"]])
-    if any(overrides):
-        options["config_overrides"] = ",".join(filter(None, overrides))
-    return run_row(arguments, train, name, seed, options)[0]
 
 
 def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
@@ -296,14 +250,6 @@ def measure_speed() -> list[dict]:
         }
         for name, model in models.items()
     ]
-
-
-def measured_once(folder: Path, test_images: datasets.Dataset, attends_to_all: bool) -> dict[str, float]:
-    """The numbers that `measure` returns for a run's model after the last epoch, kept beside it."""
-    file = folder / "measured.json"
-    if not file.is_file():
-        write_json(file, measure(*load_image_classifier(folder, "cpu"), test_images, attends_to_all))
-    return json.loads(file.read_text("utf-8"))
 
 
 def measure(

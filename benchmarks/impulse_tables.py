@@ -12,20 +12,10 @@
     python benchmarks/impulse_tables.py speed             # time of the closed form and of Algorithm 1, no training
 
 Every row of a table has the same architecture and budget, but in "settings", "sizes" and "heads", whose rows are
-architectures. The defaults are a reduced recipe (64 tokens, width 96, 4 blocks, 4 heads; 6,000 images, batches of 64,
-one epoch of warm-up). --paper-recipe, for an accelerator, is ViT-T or ConvMixer-256 with patches of 2 pixels on all
-images, 200 or 100 epochs, batches of 512, and RandAugment of two operations. The paper does not print the rest, which
-is ours: 10 epochs of warm-up, RandAugment's strength, padded crops, flips, label smoothing of 0.1, gradients clipped
-at 1. The data sets of table 2:
-
-    --dataset uoft-cs/cifar10
-    --dataset uoft-cs/cifar100 --label-column fine_label
-    --dataset ufldl-stanford/svhn --dataset-config cropped_digits --flip 0
-    --dataset FOLDER with train/ and val/, for ImageNet-1K, with --paper-recipe (a slice of it lacks classes) and
-    --config-overrides image_size=224,patch_size=16,resize_size=256 --crop resized
-
-Runs are kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side
-before all of them are put together. Writes impulse_TABLE.json.
+architectures. The recipe is reduced (64 tokens, width 96, 4 blocks, 4 heads; 6,000 images, batches of 64, one epoch of
+warm-up); the paper's are those of `frugalvit train --config`. Runs are kept under --runs-dir and found again, so that
+a killed command goes on, and seeds can be run side by side before all of them are put together. Writes
+impulse_TABLE.json.
 """
 
 import json
@@ -38,6 +28,10 @@ from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel, impulse_init_
 from frugalvit.modeling.initialization import VALUE_INITS
 from frugalvit.training import train
 from shared import budget_settings, last_accuracies, parse_table, run_row, wanted_rows, write_table
+
+
+VIT_SIZES = "patch_size=4,hidden_size=96,num_hidden_layers=4,num_attention_heads=4"
+CONVMIXER_SIZES = "patch_size=4,hidden_size=96,num_hidden_layers=6"
 
 
 def impulse(**options) -> dict:
@@ -188,16 +182,7 @@ STEPS, REPEATS = 10_000, 5
 
 
 def main():
-    arguments = parse_table(
-        __doc__,
-        [*VIT_TABLES, "convmixer", "speed"],
-        6000,
-        lambda table: 100 if table == "convmixer" else 200,
-        "runs/impulse_tables",
-        reduced_only=["speed"],
-        crop="padded",
-        flip="0.5",
-    )
+    arguments = parse_table(__doc__, [*VIT_TABLES, "convmixer", "speed"], 6000, "runs/impulse_tables")
     if arguments.table == "speed":
         rows = [measure_speed(name) for name in wanted_rows(arguments, SPEEDS)]
         settings = {"steps": STEPS, "repeats": REPEATS, "adam_seconds": "time of one layer times 12"}
@@ -205,7 +190,8 @@ def main():
         return
 
     table = CONVMIXER if arguments.table == "convmixer" else VIT_TABLES[arguments.table]
-    settings, rows = budget_settings(arguments) | {"architecture": architecture(arguments)}, []
+    architecture = CONVMIXER_SIZES if arguments.table == "convmixer" else VIT_SIZES
+    settings, rows = budget_settings(arguments) | {"architecture": architecture}, []
     for name in wanted_rows(arguments, table):
         results = [run(arguments, name, table[name], seed) for seed in arguments.seeds]
         losses = [result["loss"] for result in results]
@@ -213,35 +199,17 @@ def main():
         write_table(arguments.results_dir / f"impulse_{arguments.table}.json", settings, rows)
 
 
-def architecture(arguments) -> str:
-    if arguments.table == "convmixer":
-        reduced, paper = "patch_size=4,hidden_size=96,num_hidden_layers=6", "patch_size=2,hidden_size=256"
-    else:
-        reduced = "patch_size=4,hidden_size=96,num_hidden_layers=4,num_attention_heads=4"
-        paper = "patch_size=2,hidden_size=192,num_hidden_layers=12,num_attention_heads=3"
-    sizes = paper if arguments.paper_recipe else reduced
-    return ",".join(filter(None, [sizes, arguments.config_overrides]))
-
-
 def run(arguments, name: str, row: dict, seed: int) -> dict:
     """Results of a row's run with a seed, trained now or before; tables share rows of one name and budget."""
-    convmixer = arguments.table == "convmixer"
-    overrides, row = [architecture(arguments)], dict(row)
-    if convmixer:
-        overrides += [f"{field}={value}" for field, value in row.items()]
-        row = {}
-    overrides.append(row.pop("config_overrides", ""))
-    options = {
-        "model_type": "convmixer" if convmixer else "vit_impulse_init",
-        "config_overrides": ",".join(filter(None, overrides)),
-        "per_device_train_batch_size": 512 if arguments.paper_recipe else 64,
-        "learning_rate": 0.01 if convmixer else 1e-3,
-        "weight_decay": 0.01,
-        "warmup_epochs": 10 if arguments.paper_recipe else 1,
-        "randaugment_layers": 2 if arguments.paper_recipe else 0,
-        "mixup": 0,
-    }
-    return run_row(arguments, train, name, seed, options | row)[1]
+    options = {"per_device_train_batch_size": 64, "weight_decay": 0.01, "warmup_epochs": 1, "mixup": 0}
+    options |= {"randaugment_layers": 0}
+    if arguments.table == "convmixer":
+        overrides = ",".join([CONVMIXER_SIZES, *(f"{field}={value}" for field, value in row.items())])
+        options |= {"model_type": "convmixer", "config_overrides": overrides, "learning_rate": 0.01}
+    else:
+        overrides = ",".join(filter(None, [VIT_SIZES, row.get("config_overrides")]))
+        options |= {"model_type": "vit_impulse_init", "learning_rate": 1e-3} | row | {"config_overrides": overrides}
+    return run_row(arguments, train, name, seed, options)[1]
 
 
 def measure_speed(name: str) -> dict:

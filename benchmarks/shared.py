@@ -90,41 +90,18 @@ def precision_arguments(arguments) -> list[str]:
     return ["--bf16", "--use_cpu", str(on_cpu)] if arguments.mixed_precision == "bf16" else []
 
 
-def parse_table(
-    description: str,
-    tables: Iterable[str],
-    images: int,
-    paper_epochs: Callable[[str], int],
-    runs_dir: str,
-    reduced_only: Sequence[str] = (),
-    **defaults,
-) -> argparse.Namespace:
-    """Parse the options of a command whose rows are trainings, by a reduced recipe or the paper's."""
+def parse_table(description: str, tables: Iterable[str], images: int, runs_dir: str) -> argparse.Namespace:
+    """Parse the options of a command whose rows are trainings."""
     parser = make_parser(description)
     parser.add_argument("table", choices=[*tables])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     add_data_arguments(parser)
-    parser.add_argument("--images", type=int, help=f"training images (default: {images}; with --paper-recipe all)")
-    parser.add_argument("--epochs", type=int, help="default: 6, of longer 40; with --paper-recipe see above")
+    parser.add_argument("--images", type=int, default=images, help="training images (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, help="default: 6, of longer 40")
     add_precision_argument(parser, "no")
-    parser.add_argument("--config-overrides", default="", help="of the architecture, after the recipe's")
-    parser.add_argument("--paper-recipe", action="store_true", help="the paper's sizes and budget, see above")
-    parser.add_argument("--dataset-config", help="of a hub data set that has several")
-    parser.add_argument("--label-column", help="where a data set has several")
-    parser.add_argument("--crop", choices=["padded", "resized"], help="default: padded")
-    parser.add_argument("--flip", help="probability (default: 0.5)")
     add_run_arguments(parser, runs_dir)
-    parser.set_defaults(**defaults)
     arguments = parser.parse_args()
-    if arguments.paper_recipe and SUBSET in arguments.dataset:
-        parser.error(f"--paper-recipe is for whole data sets, not for {SUBSET}: give --dataset, see --help.")
-    if arguments.paper_recipe and arguments.table in reduced_only:
-        parser.error(f"--paper-recipe is not for {arguments.table}")
-    if arguments.paper_recipe:
-        arguments.epochs = arguments.epochs or paper_epochs(arguments.table)
-    else:
-        arguments.images = arguments.images or images
-        arguments.epochs = arguments.epochs or (40 if arguments.table == "longer" else 6)
+    arguments.epochs = arguments.epochs or (40 if arguments.table == "longer" else 6)
     return arguments
 
 
@@ -138,6 +115,14 @@ def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
     if unknown := sorted(set(arguments.rows or ()) - set(known)):
         raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(known)}.")
     return arguments.rows or known
+
+
+def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]]) -> dict | list[dict]:
+    """What a function of a run's folder returns, measured now or before and kept there."""
+    file = folder / "measured.json"
+    if not file.is_file():
+        write_json(file, measure(folder))
+    return json.loads(file.read_text("utf-8"))
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -160,13 +145,7 @@ def data_arguments(arguments) -> list[str]:
 
 def evaluation_images(arguments) -> datasets.Dataset:
     dataset = arguments.eval_dataset or arguments.dataset
-    return load_images(
-        dataset,
-        default_split(dataset, arguments.dataset_config),
-        name=arguments.dataset_config,
-        label_column=arguments.label_column,
-        class_names=arguments.class_names,
-    )
+    return load_images(dataset, default_split(dataset), class_names=arguments.class_names)
 
 
 def row_arguments(row: dict, epochs: int) -> list[str]:
@@ -187,9 +166,7 @@ def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
 def run_row(arguments, recipe, name: str, seed: int, options: dict) -> tuple[Path, dict]:
     """Folder and results of a row's training with a seed, run now or before; `arguments` as of `parse_table`."""
     argv = ["--seed", str(seed), *data_arguments(arguments)]
-    argv += ["--train_split", f"train[:{arguments.images}]" if arguments.images else "train"]
-    given = {name: getattr(arguments, name) for name in ("crop", "flip", "dataset_config", "label_column")}
-    argv += row_arguments(options | {name: value for name, value in given.items() if value}, arguments.epochs)
+    argv += ["--train_split", f"train[:{arguments.images}]", *row_arguments(options, arguments.epochs)]
     argv += precision_arguments(arguments)
     folder = arguments.runs_dir / folder_name(name, seed, argv)
     return folder, run_training(recipe, folder, argv)
