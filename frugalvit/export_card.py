@@ -9,7 +9,7 @@ from .common.exported import OUTPUTS, openvino_precision, program_file
 from .common.loading import split_revision
 from .common.tables import format_markdown
 from .modeling.image_format import ImageFormat
-from .modeling.model_card import make_card, pipeline_tag
+from .modeling.model_card import TASKS, auto_class, make_card
 from .training.cards import license_of
 
 
@@ -26,7 +26,7 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     hub_id = None if Path(base).is_dir() else base
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
     is_onnx = report["format"] == "onnx"
-    task = pipeline_tag(model)
+    task = TASKS[auto_class(model)]
     if task == "zero-shot-image-classification":
         # A CLIP's programs give embeddings.
         task = "image-feature-extraction"

@@ -177,7 +177,7 @@ def check_outputs(folder: Path):
         inputs["input_ids"] = torch.randint(text.vocab_size, (2, 4))
     loader = auto_class(model)
     if type(model).__name__.endswith("Backbone"):
-        loader = f"{model.family_class().__module__.rpartition('.')[2]}.{type(model).__name__}"
+        loader = f"{model.config.auto_map['AutoConfig'].partition('.')[0]}.{type(model).__name__}"
     source = Path(__file__).with_name("without_package.py").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as home:
         files = [f"{home}/inputs", f"{home}/outputs"]

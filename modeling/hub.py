@@ -71,14 +71,10 @@ class HubModel(PreTrainedModel):
         # without parameters of its own. `transformers.initialization` looks at each parameter, so none needs it.
         super()._initialize_weights(module)
 
-    @classmethod
-    def family_class(cls) -> type:
-        """The class that sets `auto_classes`; a folder ships its module, also for classes derived elsewhere."""
-        return next(base for base in cls.__mro__ if "auto_classes" in vars(base))
-
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
         """As in Transformers; besides weights and configuration it writes the family's source files and, where they do
-        not exist yet, the files of `companions`. If the model has adapters, only these are saved."""
+        not exist yet, the image processor's configuration, what sentence-transformers embeds with and, where frugalvit
+        is installed, a model card. If the model has adapters, only these are saved."""
         folder = Path(save_directory)
         names = ("commit_message", "commit_description", "private", "revision", "create_pr")
         upload = {name: kwargs.pop(name) for name in names if name in kwargs}
@@ -87,7 +83,8 @@ class HubModel(PreTrainedModel):
             super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            family = self.family_class()
+            # The module of the family is shipped, also for classes derived elsewhere.
+            family = next(base for base in type(self).__mro__ if "auto_classes" in vars(base))
             module = family.__module__.rpartition(".")[2]
             for name, source in source_files(family.__module__).items():
                 (folder / name).write_text(source, encoding="utf-8", newline="\n")
@@ -95,25 +92,19 @@ class HubModel(PreTrainedModel):
             classes = {"AutoConfig": family.config_class.__name__, **self.auto_classes}
             self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
             super().save_pretrained(folder, **kwargs)
-            for name, content in self.companions().items():
+            files = {"preprocessor_config.json": self.image_processor_config(), **self.sentence_transformers_config()}
+            files = {name: json.dumps(files[name], indent=2, sort_keys=True) + "\n" for name in files if files[name]}
+            try:
+                from frugalvit.modeling.model_card import model_card
+
+                files["README.md"] = str(model_card(self))
+            except ModuleNotFoundError:
+                pass
+            for name, content in files.items():
                 if not (folder / name).exists():
                     (folder / name).write_text(content, encoding="utf-8")
         if push_to_hub and is_main_process:
             self.push_to_hub(repo_id or folder.name, token=kwargs.get("token"), **upload)
-
-    def companions(self) -> dict[str, str]:
-        """Contents of the files beside weights, configuration and code: the image processor's configuration, what
-        sentence-transformers embeds with and, where frugalvit is installed, a model card."""
-        files = {}
-        if (processor := self.image_processor_config()) is not None:
-            files["preprocessor_config.json"] = processor
-        files |= self.sentence_transformers_config()
-        files = {name: json.dumps(content, indent=2, sort_keys=True) + "\n" for name, content in files.items()}
-        try:
-            from frugalvit.modeling.model_card import model_card
-        except ModuleNotFoundError:
-            return files
-        return files | {"README.md": str(model_card(self))}
 
     def image_processor_config(self) -> dict | None:
         """The content of `preprocessor_config.json`, or `None` where the configuration has no image format."""

@@ -47,24 +47,25 @@ def inherit_patches(
 ) -> nn.Module:
     """`from_teacher` of a PatchSparseFormer's class, which documents it."""
     anatomy, images = read_teacher(model_class, teacher, image_processor, patches=True)
+    patches = anatomy.patch_embedding
+    _, num_channels, *patch_size = patches.weight.shape
     truncated = count_truncated(anatomy, truncate)
     inherited = configuration_fields(anatomy) | {
         "num_latent_tokens": default_num_latent_tokens(anatomy, True)
         if num_latent_tokens is None
         else num_latent_tokens,
         "num_hidden_layers": len(anatomy.blocks) - truncated,
-        "num_channels": anatomy.num_channels,
-        "patch_size": list(anatomy.patch_size),
+        "num_channels": num_channels,
+        "patch_size": patch_size,
         "teacher_config": teacher_config(anatomy),
     }
     inherited["extra_norms"] += ["patch"] if anatomy.patch_norm is not None else []
     inherited["extra_norms"] += ["embedding"] if anatomy.pre_norm is not None else []
-    student = new_student(model_class, anatomy, inherited | images | fields)
+    student = new_student(model_class, anatomy, inherited | images | fields, truncated)
     embeddings = student.base_model.embeddings
-    patches = anatomy.patch_embedding
-    load_linear(embeddings.projection, Projection(patches.weight.flatten(1), patches.bias))
-    load_norm(embeddings.patch_norm, anatomy.patch_norm)
-    load_norm(embeddings.norm, anatomy.pre_norm)
+    load_weights(embeddings.projection, Projection(patches.weight.flatten(1), patches.bias))
+    load_weights(embeddings.patch_norm, anatomy.patch_norm)
+    load_weights(embeddings.norm, anatomy.pre_norm)
     positions = anatomy.positions_of(student.config.token_grid)
     if positions is None:
         # A grid's stay zero, so that the student goes back into its teacher's class, see `to_plain_vit`.
@@ -76,7 +77,6 @@ def inherit_patches(
         embeddings.cls_token.copy_(front[: anatomy.num_class_tokens])
     if embeddings.register_tokens is not None:
         embeddings.register_tokens.copy_(front[anatomy.num_class_tokens :])
-    load_encoder(student, anatomy, truncated)
     if not {*fields} & {*inherited}:
         check_student(student, anatomy, truncated)
     return student
@@ -105,12 +105,11 @@ def inherit_blocks(
         "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
         "focusing_layer_norm_eps": FOCUSING_EPS,
     }
-    student = new_student(model_class, anatomy, inherited | images | fields)
+    student = new_student(model_class, anatomy, inherited | images | fields, truncated, inherits)
     latents = student.base_model.latents
     if inherits:
         if latents.register_tokens is not None:
             latents.register_tokens.copy_(front_of_blank_image(anatomy, truncated)[anatomy.num_class_tokens :])
-        load_encoder(student, anatomy, truncated)
         if not {*fields} & {*inherited}:
             check_student(student, anatomy, truncated)
     if break_ties:
@@ -152,8 +151,9 @@ def count_truncated(anatomy: Anatomy, truncate: float | int) -> int:
     return truncated
 
 
-def new_student(model_class: type, anatomy: Anatomy, fields: dict) -> nn.Module:
-    """Make a student with fresh weights, and the classifier, projection and pooling head of its teacher."""
+def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: int, inherits: bool = True) -> nn.Module:
+    """Make a student with the classifier, projection and pooling head of its teacher and, if it `inherits` them, its
+    blocks without the leading ones and its final norm; all else has fresh weights."""
     needs_classifier = model_class.__name__.endswith("ForImageClassification")
     needs_projection = model_class.__name__.endswith("WithProjection")
     if needs_classifier and anatomy.classifier is None:
@@ -177,11 +177,16 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict) -> nn.Module:
         )
     student = model_class(config).eval()
     if needs_classifier:
-        load_linear(student.classifier, anatomy.classifier)
+        load_weights(student.classifier, anatomy.classifier)
     if needs_projection:
-        load_linear(student.visual_projection, anatomy.projection)
+        load_weights(student.visual_projection, anatomy.projection)
     if anatomy.pooling_head is not None and student.base_model.pooling_head is not None:
         load_pooling(read_head(student.base_model.pooling_head), anatomy.pooling_head)
+    if inherits:
+        load_weights(student.base_model.layernorm, anatomy.norm)
+        channels = None if anatomy.rotary is None else anatomy.rotary.channels
+        for layer, block in zip(student.base_model.layers, anatomy.blocks[truncated:], strict=True):
+            load_block(read_block(layer), block, channels)
     return student
 
 
@@ -270,25 +275,17 @@ def front_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
     return states[index][0, : anatomy.num_prefix_tokens]
 
 
-def load_encoder(student: nn.Module, anatomy: Anatomy, truncated: int):
-    """Copy a teacher's blocks, without the leading ones, and its final norm into a student."""
-    base = student.base_model
-    load_norm(base.layernorm, anatomy.norm)
-    for layer, block in zip(base.layers, anatomy.blocks[truncated:], strict=True):
-        load_block(read_block(layer), block, None if anatomy.rotary is None else anatomy.rotary.channels)
-
-
 def load_block(target: Block, source: Block, channels: torch.Tensor | None = None):
     """Copy a block's weights into another one of its shape. `channels` is the order of each head's channels of queries
     and keys, where they are rotated."""
-    load_norm(target.attention_norm, source.attention_norm)
+    load_weights(target.attention_norm, source.attention_norm)
     load_attention(target.attention, source.attention, channels)
-    load_norm(target.mlp_norm, source.mlp_norm)
+    load_weights(target.mlp_norm, source.mlp_norm)
     if source.mlp.gate is not None:
-        load_linear(target.mlp.gate, source.mlp.gate)
-    load_linear(target.mlp.up, source.mlp.up)
-    load_norm(target.mlp.norm, source.mlp.norm)
-    load_linear(target.mlp.down, source.mlp.down)
+        load_weights(target.mlp.gate, source.mlp.gate)
+    load_weights(target.mlp.up, source.mlp.up)
+    load_weights(target.mlp.norm, source.mlp.norm)
+    load_weights(target.mlp.down, source.mlp.down)
     for name in ("attention_scale", "mlp_scale"):
         if (scale := getattr(target, name)) is not None:
             scale.copy_(torch.ones_like(scale) if getattr(source, name) is None else getattr(source, name))
@@ -305,13 +302,13 @@ def load_attention(target: Attention, source: Attention, channels: torch.Tensor 
         query, key = (
             Projection(each.weight[rows], None if each.bias is None else each.bias[rows]) for each in (query, key)
         )
-    load_linear(target.query, query)
-    load_linear(target.key, key)
-    load_linear(target.value, source.value)
-    load_linear(target.output, source.output)
-    load_norm(target.output_norm, source.output_norm)
-    load_norm(target.query_norm, source.query_norm, channels)
-    load_norm(target.key_norm, source.key_norm, channels)
+    load_weights(target.query, query)
+    load_weights(target.key, key)
+    load_weights(target.value, source.value)
+    load_weights(target.output, source.output)
+    load_weights(target.output_norm, source.output_norm)
+    load_weights(target.query_norm, source.query_norm, channels)
+    load_weights(target.key_norm, source.key_norm, channels)
 
 
 def load_pooling(target: AttentionPooling, source: AttentionPooling):
@@ -319,31 +316,23 @@ def load_pooling(target: AttentionPooling, source: AttentionPooling):
     target.probe.copy_(source.probe)
     load_attention(target.attention, source.attention)
     if source.mlp is not None:
-        load_norm(target.norm, source.norm)
-        load_linear(target.mlp.up, source.mlp.up)
-        load_linear(target.mlp.down, source.mlp.down)
+        load_weights(target.norm, source.norm)
+        load_weights(target.mlp.up, source.mlp.up)
+        load_weights(target.mlp.down, source.mlp.down)
 
 
-def load_linear(module: Linear, projection: Linear):
-    """Copy a projection's weights; one without a bias computes the same with a bias of zero."""
-    module.weight.copy_(projection.weight)
-    if module.bias is not None and projection.bias is None:
-        module.bias.zero_()
-    elif module.bias is not None:
-        module.bias.copy_(projection.bias)
-
-
-def load_norm(module: nn.Module | None, norm: nn.Module | None, channels: torch.Tensor | None = None):
-    """Copy a norm's weights, in the order of `channels`, where it has some; nothing without a norm."""
-    if module is None or norm is None:
+def load_weights(
+    target: Linear | nn.Module | None, source: Linear | nn.Module | None, channels: torch.Tensor | None = None
+):
+    """Copy the weight and bias of a linear layer or a norm, in the order of `channels`; what a source lacks becomes 1
+    and 0. Nothing is copied without a source or a target."""
+    if target is None or source is None:
         return
     order = slice(None) if channels is None else channels
-    for name, value in module.named_parameters():
-        source = getattr(norm, name, None)
-        if source is None:
-            value.fill_(1.0 if name == "weight" else 0.0)
-        else:
-            value.copy_(source[order])
+    for name, missing in (("weight", 1.0), ("bias", 0.0)):
+        if (tensor := getattr(target, name, None)) is not None:
+            value = getattr(source, name, None)
+            tensor.copy_(torch.full_like(tensor, missing) if value is None else value[order])
 
 
 def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):

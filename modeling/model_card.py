@@ -35,13 +35,9 @@ def auto_class(model: PreTrainedModel) -> str:
     return names[-1] if names else "AutoModel"
 
 
-def pipeline_tag(model: PreTrainedModel) -> str:
-    """The hub's name for the task of a model, which may be an image classifier or a CLIP of Transformers."""
-    return TASKS[auto_class(model)]
-
-
-def loading_example(model: PreTrainedModel) -> str:
-    """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor."""
+def code_examples(model: PreTrainedModel) -> list[str]:
+    """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor; then
+    those that embed with a CLIP, a backbone or a vision model by sentence-transformers."""
     name = class_name(model)
     loader = auto_class(model)
     both = loader in ("AutoModelForImageTextToText", "AutoModelForZeroShotImageClassification")
@@ -58,24 +54,20 @@ def loading_example(model: PreTrainedModel) -> str:
     lines += [f'model = {loader}.from_pretrained("path/or/id"{remote})']
     if name.endswith("Backbone"):
         lines += ['maps = model(**processor(image, return_tensors="pt")).feature_maps']
-    return "\n".join(lines)
-
-
-def embedding_example(model: PreTrainedModel) -> str:
-    """Lines of Python that embed with a CLIP, a backbone or a vision model by sentence-transformers, else none."""
-    searches = pipeline_tag(model) in ("image-feature-extraction", "zero-shot-image-classification")
-    if not (searches and getattr(model, "embeds", None)):
-        return ""
-    texts = '\ntexts = searcher.encode(["a photo of a ship"])' if "text" in model.embeds else ""
-    return f"""from sentence_transformers import SentenceTransformer
+    examples = ["\n".join(lines)]
+    searches = auto_class(model) in ("AutoModel", "AutoModelForZeroShotImageClassification")
+    if searches and getattr(model, "embeds", None):
+        texts = '\ntexts = searcher.encode(["a photo of a ship"])' if "text" in model.embeds else ""
+        examples.append(f"""from sentence_transformers import SentenceTransformer
 
 searcher = SentenceTransformer("path/or/id", trust_remote_code=True)
-embeddings = searcher.encode([image])  # for any store of vectors that knows sentence-transformers{texts}"""
+embeddings = searcher.encode([image])  # for any store of vectors that knows sentence-transformers{texts}""")
+    return examples
 
 
 def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
     """Return a card of a model: `metadata` are fields of `ModelCardData`; empty paragraphs are left out."""
-    data = {"library_name": "transformers", "pipeline_tag": pipeline_tag(model)} | metadata
+    data = {"library_name": "transformers", "pipeline_tag": TASKS[auto_class(model)]} | metadata
     data["tags"] = ["frugalvit", model.config.model_type, *data.get("tags", ())]
     text = "\n\n".join(filter(None, (f"# {title}", *paragraphs)))
     return ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}\n")
@@ -84,11 +76,10 @@ def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) 
 def model_card(model: PreTrainedModel) -> ModelCard:
     """A card that says what the model is and how to load it; trainers write theirs with measured results instead."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    examples = (loading_example(model), embedding_example(model))
     return make_card(
         model,
         class_name(model),
         f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.",
         inspect.getdoc(type(model)) or "" if isinstance(model, HubModel) else "",
-        *(f"```python\n{code}\n```" for code in examples if code),
+        *(f"```python\n{code}\n```" for code in code_examples(model)),
     )

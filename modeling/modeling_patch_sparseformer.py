@@ -123,9 +123,17 @@ class PatchSparseFormerEmbeddings(nn.Module):
         grids = [config.grid_of(count)]
         if self.placement is not None:
             grids = config.cell_grids(count, tuple(pixel_values.shape[-2:]))
-        # Without finer cells or blocks of four there is nothing to choose.
-        cut = self.cut_cells if len(grids) > 1 and min(grids[0]) > 1 else self.cut_grid
-        patches, positions, rois, areas, forecast = cut(pixel_values, grids)
+        if len(grids) > 1 and min(grids[0]) > 1:
+            patches, positions, rois, areas, forecast = self.cut_cells(pixel_values, grids)
+        else:
+            # Without finer cells or blocks of four there is nothing to choose: all images have the grid's cells.
+            rows, columns = grids[0]
+            height, width = self.patch_size
+            resized = resize(pixel_values, (rows * height, columns * width))
+            patches = cut_patches(resized, self.patch_size).flatten(1, 2)
+            positions = self.positions_of(grids[0])
+            rois = grid_rois(grids[0]).to(pixel_values.device)
+            areas = forecast = None
         # Not the projection's dtype, which may be that of quantized weights.
         patches = patches.to(self.position_embeddings.dtype)
         tokens = self.patch_norm(self.projection(patches)) + positions
@@ -151,17 +159,9 @@ class PatchSparseFormerEmbeddings(nn.Module):
         )
         return tokens, rois, areas.squeeze(-1), None
 
-    def cut_grid(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> tuple:
-        """Patches `(batch, tokens, pixels)`, positions `(tokens, hidden_size)` and RoIs `(tokens, 4)` of the cells of
-        the first grid, then None for areas and forecast."""
-        rows, columns = grids[0]
-        height, width = self.patch_size
-        patches = cut_patches(resize(pixel_values, (rows * height, columns * width)), self.patch_size)
-        rois = grid_rois(grids[0]).to(pixel_values.device)
-        return patches.flatten(1, 2), self.positions_of(grids[0]), rois, None, None
-
     def cut_cells(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> tuple:
-        """As `cut_grid`, of the cells that are chosen for each image, all `(batch, tokens, …)`."""
+        """Return patches, `(batch, tokens, pixels)`, positions, RoIs and areas of the cells that are chosen for each
+        image, and the placement's forecast."""
         device = pixel_values.device
         height, width = self.patch_size
         base, finest = (resize(pixel_values, (grid[0] * height, grid[1] * width)) for grid in (grids[0], grids[-1]))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from .hub import HubModel
-from .model_card import class_name, loading_example, pipeline_tag
+from .model_card import TASKS, auto_class, class_name, code_examples
 
 
 PICTURE = "http://images.cocodataset.org/val2017/000000039769.jpg"
@@ -50,11 +50,11 @@ axes.axis("off");"""
 def write_notebook(model: HubModel, folder: str | Path, name: str):
     """Write the notebook of a classifier or vision model that is a SparseFormer, else none. `name` is the hub id or
     folder that it loads."""
-    task = pipeline_tag(model)
+    task = TASKS[auto_class(model)]
     if task not in PREDICT or "rois" not in getattr(model.config, "keys_to_ignore_at_inference", ()):
         return
-    load = loading_example(model).replace("path/or/id", name)
-    codes = [load, IMAGE, PREDICT[task], CHOOSE, DRAW]
+    load, *_ = code_examples(model)
+    codes = [load.replace("path/or/id", name), IMAGE, PREDICT[task], CHOOSE, DRAW]
     cells = [{"cell_type": "markdown", "source": INTRODUCTION.format(class_name(model))}]
     cells += [{"cell_type": "code", "source": code, "execution_count": None, "outputs": []} for code in codes]
     cells = [cell | {"id": f"cell-{number}", "metadata": {}} for number, cell in enumerate(cells)]

@@ -25,7 +25,7 @@ from ..configuration.configuration_base import pair
 from .hosts import Anatomy, read_anatomy
 from .hosts.anatomy import GridPositions, Projection, difference, evaluating
 from .hosts.transformers import read_block, read_head
-from .inheritance import TOLERANCE, load_block, load_linear, load_norm, load_pooling
+from .inheritance import TOLERANCE, load_block, load_pooling, load_weights
 from .layers import check_num_tokens
 
 
@@ -128,11 +128,11 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
     patches = anatomy.patch_embedding
     positions = embeddings.positions_of(grid)
     projection = embeddings.projection
-    load_linear(patches, Projection(projection.weight.view(patches.weight.shape), projection.bias))
+    load_weights(patches, Projection(projection.weight.view(patches.weight.shape), projection.bias))
     if patches.bias is None:
         positions = positions + projection.bias
-    load_norm(anatomy.patch_norm, embeddings.patch_norm)
-    load_norm(anatomy.pre_norm, embeddings.norm)
+    load_weights(anatomy.patch_norm, embeddings.patch_norm)
+    load_weights(anatomy.pre_norm, embeddings.norm)
     if isinstance(anatomy.patch_positions, GridPositions):
         table = anatomy.patch_positions.table.flatten(0, -2)
         # Those of tokens in front are in these tokens already.
@@ -144,7 +144,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
         front = [torch.cat(front)[len(rows) :]]
     for block, layer in zip(anatomy.blocks, base.layers, strict=True):
         load_block(block, read_block(layer))
-    load_norm(anatomy.norm, base.layernorm)
+    load_weights(anatomy.norm, base.layernorm)
     if anatomy.pooling_head is not None:
         head = read_head(base.pooling_head)
         load_pooling(anatomy.pooling_head, head)
@@ -153,7 +153,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
             anatomy.pooling_head.probe.copy_(head.attention.query(head.probe))
     for target, source in ((anatomy.classifier, "classifier"), (anatomy.projection, "visual_projection")):
         if target is not None:
-            load_linear(target, getattr(student, source))
+            load_weights(target, getattr(student, source))
 
 
 def check_host(student: PreTrainedModel, anatomy: Anatomy, num_tokens: int):

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 
 from ..common.choices import OPEN_CLIP, SUBSET
 from ..common.loading import split_revision
-from ..modeling.model_card import embedding_example, loading_example, make_card, pipeline_tag
+from ..modeling.model_card import TASKS, auto_class, code_examples, make_card
 from .arguments import DataArguments
 
 
@@ -50,8 +50,7 @@ def write_card(
     base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
     # The hub knows its own ids only, neither folders nor revisions.
     hub_id = base if base and hub_ids([base]) else None
-    # Projections of embeddings have no pipeline of their own.
-    task = pipeline_tag(model) or "image-feature-extraction"
+    task = TASKS[auto_class(model)]
     # How a backbone is loaded says how it is used, too.
     if use is None and not type(model).__name__.endswith("Backbone"):
         answer = LABEL if model.config.problem_type in (None, "single_label_classification") else LOGITS
@@ -85,8 +84,8 @@ def write_card(
         f"{parameters:,} parameters; {step}, {chosen}; seed {args.seed}.",
         NEEDS_CONTEXT_BROADCAST if isinstance(getattr(model.config, "context_broadcast", None), dict) else "",
     ]
-    for code in (loading_example(model) + (use or ""), embedding_example(model)):
-        paragraphs.append(code and f"```python\n{code}\n```")
+    load, *others = code_examples(model)
+    paragraphs += [f"```python\n{code}\n```" for code in (load + (use or ""), *others)]
     if trainer.command:
         command = portable_command(trainer.command, [*data.dataset, *(data.eval_dataset or ())])
         paragraphs.append(f"Made by\n\n```\n{command}\n```")

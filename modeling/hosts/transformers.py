@@ -150,7 +150,19 @@ def _read_plain(
         anatomy.classifier = classifier
     anatomy.projection = getattr(model, "visual_projection", None)
     with anatomy.noting("embedding_obstacle"):
-        _read_pooling(model, tower, family, anatomy)
+        if getattr(model, "distillation_classifier", None) is not None:
+            raise NotAPlainViT("it averages two classifiers; give its base model")
+        anatomy.pooling = family.pooling or tower.config.pooling
+        if anatomy.classifier is not None and family.classifier_pooling:
+            anatomy.pooling = family.classifier_pooling
+            if anatomy.pooling == "latent_mean":
+                # CLIP's classifier reads tokens that were not normalized.
+                anatomy.norm = None
+        elif anatomy.pooling == "attention":
+            head = getattr(tower, "head", None)
+            anatomy.pooling = "mean" if head is None else "attention"
+            anatomy.pooling_head = None if head is None else read_head(head)
+        anatomy.class_tokens = list(tower.config.summary_idxs) if family.output == "summary" else None
     call = _caller(tower, interpolates)
     project = anatomy.projection or nn.Identity()
     is_pooled = family.output and anatomy.pooling == (family.pooling or tower.config.pooling)
@@ -249,23 +261,6 @@ def _read_patches(tower: nn.Module) -> nn.Conv2d | Projection:
         shift = -torch.einsum("ochw,cij->o", weight, conditioner.norm_mean.to(weight))
         bias = shift if bias is None else bias + shift
     return Projection(weight, bias)
-
-
-def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, anatomy: Anatomy):
-    """Read how tokens become the embedding, which the classifier reads or a model without one returns."""
-    if getattr(model, "distillation_classifier", None) is not None:
-        raise NotAPlainViT("it averages two classifiers; give its base model")
-    anatomy.pooling = family.pooling or tower.config.pooling
-    if anatomy.classifier is not None and family.classifier_pooling:
-        anatomy.pooling = family.classifier_pooling
-        if anatomy.pooling == "latent_mean":
-            # CLIP's classifier reads tokens that were not normalized.
-            anatomy.norm = None
-    elif anatomy.pooling == "attention":
-        head = getattr(tower, "head", None)
-        anatomy.pooling = "mean" if head is None else "attention"
-        anatomy.pooling_head = None if head is None else read_head(head)
-    anatomy.class_tokens = list(tower.config.summary_idxs) if family.output == "summary" else None
 
 
 def read_head(head: nn.Module) -> AttentionPooling:
