@@ -37,7 +37,10 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    models = arguments.models or shipped_classifiers()
+    shipped = map(checkpoint_path, shipped_checkpoints())
+    models = arguments.models or [
+        folder for folder in shipped if "ForImageClassification" in (folder / "config.json").read_text("utf-8")
+    ]
     folders = {Path(model).name: model for model in models}
     if len(folders) < len(models):
         raise ValueError("Two of the models have the same name; rename a folder.")
@@ -60,11 +63,6 @@ def main(argv: list[str] | None = None) -> None:
             server_name=arguments.host,
             server_port=arguments.port,
         )
-
-
-def shipped_classifiers() -> list[Path]:
-    folders = map(checkpoint_path, shipped_checkpoints())
-    return [folder for folder in folders if "ForImageClassification" in (folder / "config.json").read_text("utf-8")]
 
 
 def write_examples(folder: Path) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
@@ -46,27 +45,41 @@ def draw_rois(
     headings = ["Input", *(f"Token RoIs, step {step + 1}" for step in shown)]
     if points is not None:
         headings.append("Last sampling points")
-    drawn = _drawn_tokens(steps, len(steps[0][0]) if steps else len(points[0]))
+    count = len(steps[0][0]) if steps else len(points[0])
+    areas = (np.prod(step[..., 2:] - step[..., :2], axis=-1).sum(axis=1).mean() for step in steps)
+    few = count if max(areas, default=0) < 1.5 else min(count, MOST_BOXES)
+    drawn = np.linspace(0, count - 1, few).round().astype(int)
+    colors = TOKEN_COLORS(np.linspace(0, 1, few))
 
     heights = [PANEL_SIZE * (image.shape[0] / image.shape[1] + 0.15) for image in images]
-    width = PANEL_SIZE * len(headings)
-    figure = Figure((width, sum(heights)), dpi=200, layout="constrained")
+    figure_width = PANEL_SIZE * len(headings)
+    figure = Figure((figure_width, sum(heights)), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
     parts = figure.subfigures(len(images), 1, height_ratios=heights, squeeze=False)[:, 0]
     for row, (image, part) in enumerate(zip(images, parts, strict=True)):
         if captions:
             # Characters are at most as wide as two thirds of their size.
-            caption = " ".join(captions[row].split())[: int(width * 72 / (0.67 * FONT_SIZE))]
+            caption = " ".join(captions[row].split())[: int(figure_width * 72 / (0.67 * FONT_SIZE))]
             part.suptitle(caption, x=0.01, ha="left", fontsize=FONT_SIZE, parse_math=False)
         first, *panels = part.subplots(1, len(headings), squeeze=False)[0]
-        _draw_image(first, image)
+        height, width = image.shape[:2]
         gray = 0.57 + 0.43 * image.mean(axis=2, keepdims=True).repeat(3, axis=2)
-        for axes in panels:
-            _draw_image(axes, gray)
+        for axes in (first, *panels):
+            # Axes count pixels from the upper left corner; interpolation keeps images of 32 pixels recognizable.
+            shades = image if axes is first else gray
+            axes.imshow(shades, extent=(0, width, height, 0), interpolation="bicubic")
+            axes.set(xlim=(-MARGIN * width, (1 + MARGIN) * width), ylim=((1 + MARGIN) * height, -MARGIN * height))
+            axes.set_axis_off()
         for axes, step in zip(panels, shown, strict=False):
-            _draw_boxes(axes, steps[step][row][drawn], image.shape)
+            left, top, right, bottom = steps[step][row][drawn].T * np.array([[width], [height]] * 2)
+            corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
+            # The smaller ones on top.
+            order = np.argsort(-np.abs((right - left) * (bottom - top)))
+            boxes = PolyCollection(corners[order], facecolors="none", edgecolors=colors[order])
+            axes.add_collection(boxes, autolim=False)
         if points is not None:
-            _draw_points(panels[-1], points[row][drawn], image.shape)
+            x, y = points[row][drawn].reshape(-1, 2).T * np.array([[width], [height]])
+            panels[-1].scatter(x, y, s=4, c=colors.repeat(points.shape[2], axis=0))
         if row == 0:
             for axes, heading in zip((first, *panels), headings, strict=True):
                 axes.set_title(heading, fontsize=FONT_SIZE)
@@ -93,35 +106,3 @@ def check_picture_path(path: str | os.PathLike) -> Path:
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     # Boxes can run far off, or to infinity in half precision; all that matters is that they are outside.
     return np.nan_to_num(torch.as_tensor(tensor).detach().float().cpu().numpy()).clip(-100, 100)
-
-
-def _drawn_tokens(steps: Sequence[np.ndarray], count: int) -> list[int]:
-    """The indices of the tokens to draw: all, or, if many overlap, some that are evenly spread."""
-    areas = (np.prod(step[..., 2:] - step[..., :2], axis=-1).sum(axis=1).mean() for step in steps)
-    shown = count if max(areas, default=0) < 1.5 else min(count, MOST_BOXES)
-    return np.linspace(0, count - 1, shown).round().astype(int).tolist()
-
-
-def _draw_image(axes: Axes, image: np.ndarray) -> None:
-    """Draw an image with a margin; axes count pixels from the upper left corner."""
-    height, width = image.shape[:2]
-    # Interpolation keeps images of 32 pixels recognizable.
-    axes.imshow(image, extent=(0, width, height, 0), interpolation="bicubic")
-    axes.set(xlim=(-MARGIN * width, (1 + MARGIN) * width), ylim=((1 + MARGIN) * height, -MARGIN * height))
-    axes.set_axis_off()
-
-
-def _draw_boxes(axes: Axes, rois: np.ndarray, shape: Sequence[int]) -> None:
-    """Draw RoIs `(tokens, 4)` as boxes in the colors of their tokens, the smaller ones on top."""
-    left, top, right, bottom = rois.T * np.array([[shape[1]], [shape[0]]] * 2)
-    corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
-    order = np.argsort(-np.abs((right - left) * (bottom - top)))
-    edges = TOKEN_COLORS(np.linspace(0, 1, len(rois)))[order]
-    axes.add_collection(PolyCollection(corners[order], facecolors="none", edgecolors=edges), autolim=False)
-
-
-def _draw_points(axes: Axes, points: np.ndarray, shape: Sequence[int]) -> None:
-    """Draw sampling points `(tokens, points, 2)` in the colors of their tokens."""
-    x, y = points.reshape(-1, 2).T * np.array([[shape[1]], [shape[0]]])
-    colors = TOKEN_COLORS(np.linspace(0, 1, len(points))).repeat(points.shape[1], axis=0)
-    axes.scatter(x, y, s=4, c=colors)

@@ -66,10 +66,6 @@ def add_skip_argument(parser: argparse.ArgumentParser):
     parser.add_argument("--skip-corrupt", action="store_true", help="leave out what cannot be read, and say so")
 
 
-def add_worker_argument(parser: argparse.ArgumentParser):
-    parser.add_argument("--num-workers", type=int, default=0, help="threads that decode images (default: one a CPU)")
-
-
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-tokens", type=int, metavar="COUNT", help="latent tokens of a SparseFormer, without [CLS]"
@@ -98,7 +94,7 @@ def add_limit_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_reading_arguments(parser: argparse.ArgumentParser) -> None:
     add_skip_argument(parser)
-    add_worker_argument(parser)
+    parser.add_argument("--num-workers", type=int, default=0, help="threads that decode images (default: one a CPU)")
 
 
 def add_loop_arguments(parser: argparse.ArgumentParser, batch_size: int = 64) -> None:

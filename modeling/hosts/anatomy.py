@@ -98,7 +98,9 @@ class MLP:
 
 @dataclass
 class Block:
-    """A pre-norm transformer block: attention and MLP, each of normalized tokens and added to them."""
+    """A pre-norm transformer block: attention and MLP, each of normalized tokens and added to them. Raises a
+    NotAPlainViT for a module with parameters that are in none of its parts, norms of another kind, or attention that
+    is not as wide as its tokens."""
 
     module: nn.Module
     attention_norm: nn.Module
@@ -107,6 +109,35 @@ class Block:
     mlp: MLP
     attention_scale: torch.Tensor | None = None  # layer scale, (hidden_size,)
     mlp_scale: torch.Tensor | None = None
+
+    def __post_init__(self):
+        norms = (self.attention_norm, self.mlp_norm)
+        for norm in norms:
+            norm_type(norm)
+        tensors = [self.attention_scale, self.mlp_scale]
+        for part in (*norms, *vars(self.attention).values(), *vars(self.mlp).values()):
+            if isinstance(part, nn.Module):
+                tensors += part.parameters()
+            elif isinstance(part, Projection):
+                tensors += [part.weight, part.bias]
+        known = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+        # Context Broadcasting, which may be inserted, has parameters of its own.
+        unknown = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.untyped_storage().data_ptr() not in known and "context_broadcast_" not in name
+        ]
+        if unknown:
+            raise NotAPlainViT(
+                f"its {type(self.module).__name__} has parameters that no plain block has ({', '.join(unknown[:4])})"
+            )
+        attention = self.attention
+        width = attention.query.weight.shape[1]
+        for linear in (attention.query, attention.key, attention.value, attention.output):
+            if not linear.weight.is_floating_point():
+                raise NotAPlainViT(f"its weights are {linear.weight.dtype}; load it without a quantization_config")
+            if linear.weight.shape != (width, width):
+                raise NotAPlainViT("its attention is not as wide as its tokens, or shares keys and values among heads")
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -476,35 +507,3 @@ def split_linear(count: int, weight: torch.Tensor, bias: torch.Tensor | Sequence
     if isinstance(bias, torch.Tensor):
         bias = bias.chunk(count)
     return [Projection(*part) for part in zip(weight.chunk(count), bias or [None] * count, strict=True)]
-
-
-def checked(block: Block) -> Block:
-    """Return a block. Raise a NotAPlainViT if it has parameters that were not read, norms of another kind, or
-    attention that is not as wide as its tokens."""
-    for norm in (block.attention_norm, block.mlp_norm):
-        norm_type(norm)
-    tensors = [block.attention_scale, block.mlp_scale]
-    for part in (block.attention_norm, block.mlp_norm, *vars(block.attention).values(), *vars(block.mlp).values()):
-        if isinstance(part, nn.Module):
-            tensors += part.parameters()
-        elif isinstance(part, Projection):
-            tensors += [part.weight, part.bias]
-    known = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
-    # Context Broadcasting, which may be inserted, has parameters of its own.
-    unknown = [
-        name
-        for name, parameter in block.module.named_parameters()
-        if parameter.untyped_storage().data_ptr() not in known and "context_broadcast_" not in name
-    ]
-    if unknown:
-        raise NotAPlainViT(
-            f"its {type(block.module).__name__} has parameters that no plain block has ({', '.join(unknown[:4])})"
-        )
-    attention = block.attention
-    width = attention.query.weight.shape[1]
-    for linear in (attention.query, attention.key, attention.value, attention.output):
-        if not linear.weight.is_floating_point():
-            raise NotAPlainViT(f"its weights are {linear.weight.dtype}; load it without a quantization_config")
-        if linear.weight.shape != (width, width):
-            raise NotAPlainViT("its attention is not as wide as its tokens, or shares keys and values among heads")
-    return block

@@ -14,7 +14,6 @@ from .anatomy import (
     Projection,
     activation_name,
     check_patches,
-    checked,
     find,
     is_timm,
     split_linear,
@@ -34,7 +33,12 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
 
         anatomy = read_timm(model.trunk, image_size)
         with anatomy.noting("embedding_obstacle"):
-            anatomy.projection = _read_projection(model.head, anatomy.classifier)
+            # The projection that open_clip adds to a trunk, or the trunk's own classifier, which is one then.
+            linears = [module for module in model.head if not isinstance(module, nn.Dropout)]
+            linears += [] if anatomy.classifier is None else [anatomy.classifier]
+            if len(linears) > 1 or not all(isinstance(linear, nn.Linear) for linear in linears):
+                raise NotAPlainViT("it projects what it pools by more than one linear layer")
+            anatomy.projection = linears[0] if linears else None
         anatomy.classifier = anatomy.run_classifier = None
     elif all(hasattr(model, name) for name in ("transformer", "class_embedding", "ln_post")):
         anatomy = Anatomy(model, num_class_tokens=1)
@@ -44,15 +48,6 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
         return None
     anatomy.embed = embed
     return anatomy
-
-
-def _read_projection(head: nn.Sequential, classifier: nn.Linear | None) -> nn.Linear | None:
-    """The projection that open_clip adds to a trunk, or the trunk's own classifier, which is one then."""
-    linears = [module for module in head if not isinstance(module, nn.Dropout)]
-    linears += [] if classifier is None else [classifier]
-    if len(linears) > 1 or not all(isinstance(linear, nn.Linear) for linear in linears):
-        raise NotAPlainViT("it projects what it pools by more than one linear layer")
-    return linears[0] if linears else None
 
 
 def _read_plain(model: nn.Module, anatomy: Anatomy):
@@ -86,4 +81,4 @@ def read_block(module: nn.Module) -> Block:
     attention = Attention(*linears, attn.out_proj, attn.num_heads)
     mlp = MLP(module.mlp.c_fc, module.mlp.c_proj, activation_name(module.mlp.gelu))
     scales = [getattr(scale, "gamma", None) for scale in (module.ls_1, module.ls_2)]
-    return checked(Block(module, module.ln_1, attention, module.ln_2, mlp, *scales))
+    return Block(module, module.ln_1, attention, module.ln_2, mlp, *scales)

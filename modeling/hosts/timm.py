@@ -16,7 +16,6 @@ from .anatomy import (
     Rotary,
     activation_name,
     check_patches,
-    checked,
     find,
     split_linear,
 )
@@ -87,7 +86,7 @@ def read_block(module: nn.Module) -> Block:
         for new, old in (("ls1", "gamma_1"), ("ls2", "gamma_2"))
     ]
     attention = _read_attention(module.attn)
-    return checked(Block(module, module.norm1, attention, module.norm2, _read_mlp(module.mlp), *scales))
+    return Block(module, module.norm1, attention, module.norm2, _read_mlp(module.mlp), *scales)
 
 
 def _read_attention(module: nn.Module) -> Attention:

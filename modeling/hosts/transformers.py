@@ -28,7 +28,6 @@ from .anatomy import (
     Rotary,
     activation_name,
     check_patches,
-    checked,
     find,
     split_linear,
 )
@@ -214,7 +213,7 @@ def read_block(module: nn.Module) -> Block:
         scales = [module.attention_scale, module.mlp_scale]
     attention = read_attention(find(module, _ATTENTIONS))
     mlp = _read_mlp(find(module, _MLPS))
-    return checked(Block(module, find(module, _ATTENTION_NORMS), attention, find(module, _MLP_NORMS), mlp, *scales))
+    return Block(module, find(module, _ATTENTION_NORMS), attention, find(module, _MLP_NORMS), mlp, *scales)
 
 
 def read_attention(module: nn.Module) -> Attention:
