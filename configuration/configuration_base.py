@@ -50,16 +50,16 @@ def set_image_size(config, image_size: int | list[int]):
     config.image_size = image_size
 
 
-class HubConfigMixin:
-    """Mixin of the configurations of `HubModel`s, which save the source files of both."""
+class HubMixin:
+    """Mixin of `HubModel`, which saves its source files, and of its configurations and processors."""
 
     @classmethod
-    def register_for_auto_class(cls, auto_class="AutoConfig"):
+    def register_for_auto_class(cls, auto_class=None):
         """Does nothing."""
 
 
 @strict
-class FrugalViTConfig(HubConfigMixin, PreTrainedConfig):
+class FrugalViTConfig(HubMixin, PreTrainedConfig):
     """Base configuration: a misspelled field is an error, and papers' models have names.
 
     Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would silently build the

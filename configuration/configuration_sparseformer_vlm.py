@@ -11,7 +11,7 @@ from transformers import (
 )
 from transformers.configuration_utils import SubConfigSpec
 
-from .configuration_base import HubConfigMixin, pair
+from .configuration_base import HubMixin, pair
 from .configuration_patch_sparseformer import PatchSparseFormerConfig
 from .configuration_sparseformer import SparseFormerConfig
 
@@ -63,7 +63,7 @@ GRID_TOWER = SubConfigSpec(SparseFormerGridConfig)
 
 
 @strict
-class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
+class SparseFormerLlavaConfig(HubMixin, LlavaConfig):
     """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. Models set
     `image_seq_length`."""
 
@@ -72,7 +72,7 @@ class SparseFormerLlavaConfig(HubConfigMixin, LlavaConfig):
 
 
 @strict
-class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
+class SparseFormerPaliGemmaConfig(HubMixin, PaliGemmaConfig):
     """`PaliGemmaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`."""
 
     model_type = "sparseformer_paligemma"
@@ -92,7 +92,7 @@ class SparseFormerPaliGemmaConfig(HubConfigMixin, PaliGemmaConfig):
 
 
 @strict
-class SparseFormerGemma3Config(HubConfigMixin, Gemma3Config):
+class SparseFormerGemma3Config(HubMixin, Gemma3Config):
     """`Gemma3Config` whose `vision_config` is a `SparseFormerGridConfig`."""
 
     model_type = "sparseformer_gemma3"
@@ -105,7 +105,7 @@ class SparseFormerGemma3Config(HubConfigMixin, Gemma3Config):
 
 
 @strict
-class SparseFormerLlavaOnevisionConfig(HubConfigMixin, LlavaOnevisionConfig):
+class SparseFormerLlavaOnevisionConfig(HubMixin, LlavaOnevisionConfig):
     """`LlavaOnevisionConfig` whose `vision_config` is a `SparseFormerGridConfig`."""
 
     model_type = "sparseformer_llava_onevision"

@@ -77,6 +77,9 @@ class WithTokens(nn.Module):
 
 def as_teacher(anatomy: Anatomy, **others) -> Baseline:
     """Describe a vision transformer as it is; `others` are further fields of the `Baseline`."""
+    parts = {*anatomy.model.parameters()}
+    for part in (anatomy.classifier, anatomy.projection):
+        parts |= set() if part is None else {part.weight, part.bias} - {None}
     fields = {
         "name": "teacher",
         "method": "teacher",
@@ -86,19 +89,9 @@ def as_teacher(anatomy: Anatomy, **others) -> Baseline:
         "classifier": anatomy.classifier,
         "id2label": anatomy.labels.get("id2label", {}),
         "tokens": anatomy.num_prefix_tokens + anatomy.num_patches,
-        "parameters": count_parameters(anatomy),
+        "parameters": sum(part.numel() for part in parts),
     }
     return Baseline(**fields | others)
-
-
-def count_parameters(anatomy: Anatomy) -> int:
-    """Number of parameters of a model's image side."""
-    parts = set(anatomy.model.parameters())
-    if anatomy.classifier is not None:
-        parts |= set(anatomy.classifier.parameters())
-    if anatomy.projection is not None:
-        parts |= {anatomy.projection.weight, anatomy.projection.bias} - {None}
-    return sum(part.numel() for part in parts)
 
 
 def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:

@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
 
 
+@torch.no_grad()
 def describe(name: str) -> dict[str, object]:
     """Count the tokens (with [CLS], `None` for a feature map), parameters and multiply-accumulates (`count_macs`) of a
     model: one of `variants()`, one that ships, a model folder or a hub id."""
@@ -74,9 +75,15 @@ def describe(name: str) -> dict[str, object]:
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
         # Its configuration has the size of its positions.
         height, width = size_made_by(load_image_processor(folder, False, COUNTED))
+    if is_sparseformer(vision.config):
+        tokens = vision.config.default_num_tokens + vision.config.num_prefix_tokens
+    else:
+        image = torch.empty(1, vision.config.num_channels, height, width, device="meta")
+        hidden_states = vision(image, output_hidden_states=True).hidden_states[-1]
+        tokens = hidden_states.shape[1] if hidden_states.ndim == 3 else None
     return {
         "name": name,
-        "tokens": _count_tokens(vision, height, width),
+        "tokens": tokens,
         "image_size": height if height == width else [height, width],
         "parameters": model.num_parameters(),
         **count_macs(vision, (height, width), vision.config.num_channels)._asdict(),
@@ -103,14 +110,3 @@ def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torc
             found.append(row | macs | {"tokens": tokens, "num_tokens": count})
     speeds = images_per_second(models, images, rounds=10)
     return [row | {"images/s": speeds[number]} for number, row in enumerate(found)]
-
-
-@torch.no_grad()
-def _count_tokens(model: torch.nn.Module, height: int, width: int) -> int | None:
-    """Number of tokens after the last block, with [CLS]; `None` for a model that keeps a feature map."""
-    config = model.config
-    if is_sparseformer(config):
-        return config.default_num_tokens + config.num_prefix_tokens
-    image = torch.empty(1, config.num_channels, height, width, device="meta")
-    hidden_states = model(image, output_hidden_states=True).hidden_states[-1]
-    return hidden_states.shape[1] if hidden_states.ndim == 3 else None

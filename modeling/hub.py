@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..configuration.configuration_base import pair
+from ..configuration.configuration_base import HubMixin, pair
 
 
 logger = logging.get_logger(__name__)
@@ -54,7 +54,7 @@ def image_processor_config(config) -> dict:
     return fields | crop | {"image_processor_type": "CLIPImageProcessor"}
 
 
-class HubModel(PreTrainedModel):
+class HubModel(HubMixin, PreTrainedModel):
     """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
     `trust_remote_code=True` where frugalvit is not installed.
 
@@ -149,7 +149,3 @@ class HubModel(PreTrainedModel):
                 pass
             commit |= {"repo_id": repo_id, "folder_path": folder, "revision": revision, "ignore_patterns": keeps}
             return api.upload_folder(**{"commit_message": "Upload model"} | commit)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Does nothing: `save_pretrained` writes the source files itself."""

@@ -124,9 +124,8 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
         parts = block.attention
         projections = parts.query, parts.key, parts.value, parts.output
         layers.append(BlockParts(block.module, block.attention_norm, parts.num_heads, *projections))
-    return TransformerParts(
-        layers, anatomy.positions, anatomy.learns_positions, anatomy.grid, pre_norm=anatomy.pre_norm
-    )
+    positions = anatomy.positions
+    return TransformerParts(layers, positions, positions.requires_grad, anatomy.grid, pre_norm=anatomy.pre_norm)
 
 
 def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts:

@@ -145,17 +145,14 @@ class BootstrappedViTForImageClassification(HubModel):
             for block, layer in self.blocks():
                 layer.convolution = SharedConvolution(block.attention, config.vit_config.num_attention_heads)
                 layer.mlp = SharedMLP(block.mlp, layer.mlp)
-        self._place_dropout(config)
-        self.post_init()
-
-    def _place_dropout(self, config: BootstrappedViTConfig):
-        """Move dropout to where the reference implementation has it, other than Transformers' ViT."""
+        # Dropout lies where the reference implementation has it, other than in Transformers' ViT.
         if config.embedding_dropout is not None:
             self.vit.base_model.embeddings.dropout = nn.Dropout(config.embedding_dropout)
         if config.mlp_dropout:
             for block, _ in self.blocks():
                 drop = functools.partial(_drop_output, rate=config.mlp_dropout)
                 block.mlp.activation_fn.register_forward_hook(drop)
+        self.post_init()
 
     def blocks(self) -> list[tuple[nn.Module, AgentCNNLayer]]:
         """Pairs of a block of the transformer and the agent's beside it."""

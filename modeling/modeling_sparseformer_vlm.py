@@ -33,6 +33,7 @@ from transformers.processing_utils import ImagesKwargs, ProcessingKwargs, Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
+from ..configuration.configuration_base import HubMixin
 from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
 from ..configuration.configuration_sparseformer import SparseFormerConfig
 from ..configuration.configuration_sparseformer_vlm import (
@@ -262,7 +263,7 @@ class SparseFormerLlavaProcessorKwargs(ProcessingKwargs, total=False):
     images_kwargs: SparseFormerLlavaImagesKwargs
 
 
-class SparseFormerLlavaProcessor(LlavaProcessor):
+class SparseFormerLlavaProcessor(HubMixin, LlavaProcessor):
     """`LlavaProcessor` whose call may choose the tokens of each image by `num_image_tokens`, which it returns for the
     model; `matching_processor` makes one for a model.
 
@@ -311,10 +312,6 @@ class SparseFormerLlavaProcessor(LlavaProcessor):
             replacements = [self.image_token * (count + others) for count in counts]
             inputs["num_image_tokens"] = list(counts)
         return inputs, replacements
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class="AutoProcessor"):
-        """Do nothing: the model's `save_pretrained` writes the code."""
 
 
 for model_class, head_class in (

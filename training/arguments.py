@@ -132,7 +132,13 @@ class ArgumentParser(HfArgumentParser):
         found, words = finder.parse_known_args(argv)
         try:
             if found.config:
-                words = [*config_words(read_config(found.config, self.prog)), *words]
+                in_file = []
+                for name, value in read_config(found.config, self.prog).items():
+                    values = value if isinstance(value, list) else [value]
+                    texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
+                    # null stands for the default.
+                    in_file += [] if value is None else [f"--{name}", *texts]
+                words = in_file + words
             options = {"look_for_args_file": False, "return_remaining_strings": True}
             *parsed, _, rest = self.parse_args_into_dataclasses(words, **options)
             if rest:
@@ -141,16 +147,6 @@ class ArgumentParser(HfArgumentParser):
             return tuple(parsed)
         except (ValueError, OSError, argparse.ArgumentError) as error:
             self.error(printable(" ".join(str(error).split())))
-
-
-def config_words(config: dict) -> list[str]:
-    """Return the arguments of a YAML file as words of a command line; null stands for the default."""
-    words = []
-    for name, value in config.items():
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
-            words += [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
-    return words
 
 
 def read_config(given: str, prog: str) -> dict:

@@ -38,19 +38,14 @@ def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
     parts = [(load(split), split) for split in splits]
     images, split = next((part for part in parts if "label" in part[0].features), parts[0])
     images = take_first(images, arguments.limit)
-    if arguments.limit or "[" in split:
-        note_few_classes(images, f"--limit {arguments.limit}" if arguments.limit else split)
-    return images, split
-
-
-def note_few_classes(images: datasets.Dataset, part: str):
-    """Print a note if a part of a data set has images of some of its classes alone."""
-    if "label" in images.features:
+    if (arguments.limit or "[" in split) and "label" in images.features:
         names = class_names(images)
         found = [names[label] for label in np.unique(label_numbers(images)) if label >= 0]
         if len(found) < len(names):
+            part = f"--limit {arguments.limit}" if arguments.limit else split
             note = f"Note: {part} has images of {shortened(found)} of {len(names)} classes, and is no sample of all."
             print(note, file=sys.stderr)
+    return images, split
 
 
 def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:

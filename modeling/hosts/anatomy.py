@@ -298,14 +298,11 @@ class Anatomy:
     @property
     def positions(self) -> torch.Tensor | None:
         """Positions that are added to the tokens, `(tokens, hidden_size)`, those in front first where they have some;
-        a view of a parameter if `learns_positions`. None for a model that computes or interpolates them."""
+        a view of the model's table, which requires a gradient if it is learned. None for a model that computes or
+        interpolates them."""
         if not isinstance(self.patch_positions, GridPositions) or self.patch_positions.grid != self.grid:
             return None
         return self.patch_positions.table.flatten(0, -2)
-
-    @property
-    def learns_positions(self) -> bool:
-        return self.positions is not None and self.positions.requires_grad
 
     def positions_of(self, grid: tuple[int, int]) -> torch.Tensor | None:
         """Return the positions that are added to the patches of a grid, `(rows * columns, hidden_size)`, interpolated
