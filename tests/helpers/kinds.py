@@ -78,7 +78,7 @@ KINDS = {
     "content": Kind(
         frugalvit.PatchSparseFormerConfig,
         None,
-        PATCHES | {"num_latent_tokens": 9, "placement": "content"},
+        PATCHES | {"num_latent_tokens": 9, "placement": "content", "pooling": "mean", "rope_theta": 100.0},
         (*PATCH_SPARSEFORMERS[:2], frugalvit.PatchSparseFormerBackbone),
         any_size=False,
     ),

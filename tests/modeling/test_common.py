@@ -131,7 +131,8 @@ class ModelTester:
             self.seq_length = getattr(config, "num_latent_tokens", 64) + getattr(config, "num_class_tokens", has_cls)
 
     def get_config(self):
-        return KINDS[self.parent.kind].config(num_hidden_layers=2, **self.fields)
+        model_class = self.parent.all_model_classes[0]
+        return KINDS[self.parent.kind].config(model_class, num_hidden_layers=2, **self.fields)
 
     def prepare_config_and_inputs_for_common(self):
         size = (self.batch_size, self.num_channels, self.image_size, self.image_size)
@@ -148,7 +149,12 @@ class FamilyTests(ImageTests):
     def all_model_classes(self):
         # Backbones have common tests of their own.
         classes = [each for each in KINDS[self.kind].classes if not issubclass(each, BackboneMixin)]
-        return tuple(classes if self.every_class else classes[1:2])
+        classes = classes if self.every_class else classes[1:2]
+        return tuple(each for each in classes if each.config_class is self.config_class)
+
+    @property
+    def config_class(self):
+        return KINDS[self.kind].config_class
 
     @property
     def tables(self):
@@ -165,7 +171,7 @@ class FamilyTests(ImageTests):
         config = self.model_tester.get_config()
         configuration_common.ConfigTester(
             self,
-            config_class=KINDS[self.kind].config_class,
+            config_class=self.config_class,
             has_text_modality=False,
             common_properties=names,
             **{name: getattr(config, name) for name in names},
@@ -190,9 +196,23 @@ class V1CommonTest(FamilyTests, unittest.TestCase):
 
 
 @pytest.mark.nightly
-class ContentCommonTest(FamilyTests, unittest.TestCase):
-    kind = "content"
+class ProjectionCommonTest(V1CommonTest):
+    config_class = frugalvit.SparseFormerVisionModelWithProjection.config_class
+
+
+@pytest.mark.nightly
+class EveryPatchesCommonTest(PatchesCommonTest):
     every_class = True
+
+
+@pytest.mark.nightly
+class PatchesProjectionCommonTest(EveryPatchesCommonTest):
+    config_class = frugalvit.PatchSparseFormerVisionModelWithProjection.config_class
+
+
+@pytest.mark.nightly
+class ContentCommonTest(EveryPatchesCommonTest):
+    kind = "content"
 
 
 class BackboneCommonTest(backbone_common.BackboneTesterMixin, unittest.TestCase):
@@ -266,3 +286,70 @@ class BootstrappedViTCommonTest(ImageTests, unittest.TestCase):
 
     # The two teach each other a distribution over classes, of which an image has one.
     test_problem_types = None
+
+
+class VisionAndTextTester(ModelTester):
+    """Like `ModelTester`, of a text model with a SparseFormer."""
+
+    num_attention_heads = 4
+    hidden_size = 32
+    image_tokens = 5
+    seq_length = 12
+
+    def __init__(self, parent):
+        self.parent = parent
+
+    def get_config(self):
+        text = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37}
+        text |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+        vision = KINDS["bootstrapped"].config(num_hidden_layers=2).to_dict()
+        config_class = self.parent.all_model_classes[0].config_class
+        return config_class(text_config=text | self.parent.text, vision_config=vision, **self.parent.fields)
+
+    def prepare_config_and_inputs_for_common(self):
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        input_ids = common.ids_tensor([self.batch_size, self.seq_length], 94) + 5
+        input_ids[:, 1 : 1 + self.image_tokens] = 4
+        inputs |= {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        return config, inputs | self.parent.inputs
+
+
+class VisionAndTextTests(CommonTests):
+    make_tester = VisionAndTextTester
+    inputs = {}
+    test_can_init_all_missing_weights_before_2023 = False
+    _is_composite = True
+
+
+@pytest.mark.nightly
+class ClipCommonTest(VisionAndTextTests, unittest.TestCase):
+    all_model_classes = (frugalvit.SparseFormerCLIPModel,)
+    text = {"max_position_embeddings": 16}
+    fields = {"projection_dim": 16}
+    inputs = {"return_loss": True}
+    test_attention_outputs = False
+
+    def setUp(self):
+        super().setUp()
+        if "eager_matches_sdpa_inference" in self._testMethodName:
+            self.skipTest("it knows models of one input only; test_clip.py compares both sides")
+
+    # The two sides' outputs hold them, as CLIPModel's do.
+    test_hidden_states_output = test_retain_grad_hidden_states_attentions = None
+
+
+# One of the tests is about it.
+@pytest.mark.filterwarnings("default:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.nightly
+class LlavaCommonTest(VisionAndTextTests, common.GenerationTesterMixin, unittest.TestCase):
+    all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
+    text = {"model_type": "llama", "pad_token_id": 0, "num_key_value_heads": 4}
+    # As in Transformers' tests of LLaVA: others have to be among the states that are asked for.
+    fields = {"image_token_index": 4, "vision_feature_layer": -1}
+    tables = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT": "SparseFormerLlavaForConditionalGeneration"}
+    test_resize_embeddings = True
+
+    def setUp(self):
+        super().setUp()
+        if "training_gradient_checkpointing" in self._testMethodName:
+            self.skipTest("LLaVA reads a layer before the last, so that what follows has no gradient")

@@ -18,18 +18,6 @@ def nightly_but(*kinds: str, of=tuple(KINDS)):
 TRANSFORMERS = ("bootstrapped", "patches", "v1", "vit_impulse_init", "vit_context_broadcast")
 
 
-@pytest.fixture
-def classifier(kind, make_model) -> transformers.PreTrainedModel:
-    return make_model("classifier", kind)
-
-
-def training_arguments(folder, **fields) -> TrainingArguments:
-    """Arguments of short, silent runs on CPU."""
-    silent = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    options = {"use_cpu": True, "dataloader_pin_memory": False, "remove_unused_columns": False}
-    return TrainingArguments(output_dir=str(folder), **silent | options | fields)
-
-
 @pytest.fixture(scope="module")
 def cifar10(make_config, photographs) -> list[dict]:
     """Photographs as the image processor of a saved model prepares them, with labels."""
@@ -54,26 +42,27 @@ def test_a_training_step_of_each_head(kind, make_model, pixel_values):
         assert not any(torch.equal(*pair) for pair in zip(learned, before, strict=True))
 
 
-class TestTrainer:
-    @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-    @nightly_but("patches", of=TRANSFORMERS)
-    def test_lora(self, kind, make_model, cifar10, pixel_values, tmp_path):
-        model = make_model("classifier", kind, num_labels=10)
-        model.save_pretrained(tmp_path / "base")
-        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], r=4)
-        tuned = peft.get_peft_model(model, config)
-        arguments = training_arguments(tmp_path / "out", max_steps=4, learning_rate=1e-2, gradient_checkpointing=True)
-        Trainer(tuned, arguments, train_dataset=cifar10).train()
-        tuned.eval().save_pretrained(tmp_path / "adapter")
-        base = KINDS[kind].classifier.from_pretrained(tmp_path / "base")
-        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-        # Sums of weights that lie elsewhere in memory differ by a rounding.
-        torch.testing.assert_close(loaded(pixel_values).logits, tuned(pixel_values).logits, rtol=0, atol=1e-6)
-        merged = loaded.merge_and_unload()
-        torch.testing.assert_close(merged(pixel_values).logits, tuned(pixel_values).logits, atol=1e-4, rtol=1e-4)
-        merged.save_pretrained(tmp_path / "merged")
-        again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "merged")
-        torch.testing.assert_close(again(pixel_values).logits, merged(pixel_values).logits, rtol=0, atol=1e-6)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+@nightly_but("patches", of=TRANSFORMERS)
+def test_lora(kind, make_model, cifar10, pixel_values, tmp_path):
+    model = make_model("classifier", kind, num_labels=10)
+    model.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], r=4)
+    tuned = peft.get_peft_model(model, config)
+    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "remove_unused_columns": False}
+    options |= {"max_steps": 4, "learning_rate": 1e-2, "gradient_checkpointing": True}
+    arguments = TrainingArguments(str(tmp_path / "out"), **options)
+    Trainer(tuned, arguments, train_dataset=cifar10).train()
+    tuned.eval().save_pretrained(tmp_path / "adapter")
+    base = KINDS[kind].classifier.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    # Sums of weights that lie elsewhere in memory differ by a rounding.
+    torch.testing.assert_close(loaded(pixel_values).logits, tuned(pixel_values).logits, rtol=0, atol=1e-6)
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(merged(pixel_values).logits, tuned(pixel_values).logits, atol=1e-4, rtol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(again(pixel_values).logits, merged(pixel_values).logits, rtol=0, atol=1e-6)
 
 
 class TestCompilationAndExport:

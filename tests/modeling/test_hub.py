@@ -73,20 +73,19 @@ def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, t
     return root, outputs
 
 
-def check_without_frugalvit(cases, home: Path, saved, pixel_values):
-    """Load folders in a process that cannot import frugalvit."""
+def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tmp_path):
     root, expected = saved
-    save_file({"pixel_values": pixel_values}, home / "inputs.safetensors")
+    save_file({"pixel_values": pixel_values}, tmp_path / "inputs.safetensors")
     jobs = {}
-    for kind, model_class, loader in cases:
+    for kind, model_class, loader in FEW:
         name = folder_name(kind, model_class)
-        inputs = {"source": str(root / name), "inputs": str(home / "inputs.safetensors")}
+        inputs = {"source": str(root / name), "inputs": str(tmp_path / "inputs.safetensors")}
         jobs[f"{name}/{loader}"] = inputs | {"loader": loader}
-    (home / "jobs.json").write_text(json.dumps(jobs))
-    run_without_frugalvit(home, "load", home / "jobs.json", home / "results")
-    report = json.loads((home / "results" / "report.json").read_text())
-    outputs = load_file(home / "results" / "outputs.safetensors")
-    for kind, model_class, loader in cases:
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    run_without_frugalvit(tmp_path, "load", tmp_path / "jobs.json", tmp_path / "results")
+    report = json.loads((tmp_path / "results" / "report.json").read_text())
+    outputs = load_file(tmp_path / "results" / "outputs.safetensors")
+    for kind, model_class, loader in FEW:
         name = folder_name(kind, model_class)
         found = report[f"{name}/{loader}"]
         whole = loader != "AutoModel" or name.endswith("WithProjection")
@@ -98,15 +97,13 @@ def check_without_frugalvit(cases, home: Path, saved, pixel_values):
         assert_same(outputs[f"{name}/{loader}"], expected[name if whole else f"{name}/AutoModel"], name)
 
 
-def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tmp_path):
-    check_without_frugalvit(FEW, tmp_path, saved, pixel_values)
-
-
-def check_fine_tuning(kinds, home: Path, saved):
+@pytest.mark.parametrize("kinds", [["patches"], pytest.param(list(KINDS), marks=pytest.mark.nightly)])
+def test_fine_tuned_remote_code(kinds, saved, tmp_path):
     """`Trainer` without frugalvit keeps the code, resumes exactly, and what it saved loads with the package, too."""
-    run_without_frugalvit(home, "fine_tune", home, *(saved[0] / folder_name(kind) for kind in kinds))
+    run_without_frugalvit(tmp_path, "fine_tune", tmp_path, *(saved[0] / folder_name(kind) for kind in kinds))
     for kind in kinds:
-        folder, logits = home / folder_name(kind), load_file(home / folder_name(kind) / "logits.safetensors")
+        folder = tmp_path / folder_name(kind)
+        logits = load_file(folder / "logits.safetensors")
         for each in (folder / "saved", *(folder / "checkpoints").iterdir()):
             assert code_of(each) == code_of(saved[0] / folder_name(kind))
             # frugalvit writes the card.
@@ -119,22 +116,7 @@ def check_fine_tuning(kinds, home: Path, saved):
         assert torch.equal(main_output(model, logits["pixel_values"]), logits["trained"])
 
 
-def test_fine_tuned_remote_code(saved, tmp_path):
-    check_fine_tuning(["patches"], tmp_path, saved)
-
-
-@pytest.mark.nightly
-def test_fine_tuned_remote_code_of_every_kind(saved, tmp_path):
-    check_fine_tuning(KINDS, tmp_path, saved)
-
-
-@pytest.mark.parametrize(
-    ("kind", "files", "lines"),
-    [
-        ("patches", 6, 1800),
-        ("bootstrapped", 7, 2200),
-    ],
-)
+@pytest.mark.parametrize(("kind", "files", "lines"), [("patches", 6, 1800), ("bootstrapped", 7, 2200)])
 def test_a_saved_classifier_brings_little_code(kind, files, lines):
     """What a reader of a hub repository has to trust."""
     sources = source_files(KINDS[kind].classifier.__module__)

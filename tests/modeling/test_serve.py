@@ -9,7 +9,7 @@ from processes import environment, web_server
 from transformers import AutoProcessor, LlavaProcessor
 
 from drawn import noise
-from frugalvit import SparseFormerLlavaForConditionalGeneration, matching_processor, swap_vision_tower
+from frugalvit import matching_processor, swap_vision_tower
 from tiny import make_llava, make_processor, make_tower
 
 
@@ -20,40 +20,28 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder as `frugalvit swap` writes it, of a LLaVA with a chat template."""
-    folder = tmp_path_factory.mktemp("llava") / "model"
+@pytest.mark.nightly
+def test_answers_as_transformers_does(tmp_path):
+    """The server's process imports no frugalvit: the folder brings its code."""
+    openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
+    folder = tmp_path / "model"
     llava = make_llava()
     model = swap_vision_tower(llava, make_tower(llava))
     processor = make_processor(llava)
     processor.chat_template = TEMPLATE
     model.save_pretrained(folder)
     matching_processor(processor, model).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def client(folder, tmp_path_factory):
-    """Of a server in a process that imports no frugalvit: the folder brings its code."""
-    openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
-    home = tmp_path_factory.mktemp("home")
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--trust-remote-code"]
-    command += ["--port", "0", "--host", "127.0.0.1", "--device", "cpu"]
-    with web_server(command, home, environment(home)) as address:
-        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-
-
-@pytest.mark.nightly
-def test_answers_as_transformers_does(client, folder):
     encoded = io.BytesIO()
     noise().save(encoded, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is this ?"}]
-    answer = client.chat.completions.create(
-        model=str(folder), messages=[{"role": "user", "content": content}], max_tokens=6, temperature=0
-    )
-    model = SparseFormerLlavaForConditionalGeneration.from_pretrained(folder)
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--trust-remote-code"]
+    command += ["--port", "0", "--host", "127.0.0.1", "--device", "cpu"]
+    with web_server(command, tmp_path, environment(tmp_path)) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        answer = client.chat.completions.create(
+            model=str(folder), messages=[{"role": "user", "content": content}], max_tokens=6, temperature=0
+        )
     processor = AutoProcessor.from_pretrained(folder)
     assert isinstance(processor, LlavaProcessor)
     inputs = processor(images=noise(), text="<image> what is this ? ", return_tensors="pt")

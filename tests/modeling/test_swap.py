@@ -5,6 +5,7 @@ import torch
 from frugalvit_cli import main
 from transformers import (
     AutoModelForImageTextToText,
+    AutoProcessor,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     Qwen2_5_VLConfig,
@@ -13,7 +14,24 @@ from transformers import (
 from drawn import noise
 from frugalvit import SparseFormerVisionModel, matching_processor, swap_vision_tower
 from frugalvit.modeling.swap import first_layer, match_channels_, read_by_projector
-from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower
+from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower, save_to_swap
+
+
+@torch.no_grad()
+def test_the_command_swaps_as_the_function_does(tmp_path, capsys):
+    llava = make_llava()
+    command = ["swap", *save_to_swap(tmp_path, llava), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(command) == 0
+    assert "7 tokens an image instead of 64 patches, in bfloat16" in capsys.readouterr().out
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16 and model.model.vision_tower.latents.initial_rois.dtype == torch.float32
+    inputs = AutoProcessor.from_pretrained(tmp_path / "out")(
+        images=noise(), text="<image> what ?", return_tensors="pt"
+    )
+    tower = SparseFormerVisionModel.from_pretrained(tmp_path / "tower")
+    expected = swap_vision_tower(llava, tower).bfloat16()(**inputs)
+    # RoIs were rounded at another place.
+    torch.testing.assert_close(model(**inputs).logits, expected.logits, atol=0.02, rtol=0.1)
 
 
 def test_what_does_not_fit_is_refused(tmp_path, capsys):
