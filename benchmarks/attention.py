@@ -58,12 +58,9 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--head", type=int, default=1, help="to draw, from 1 (default: %(default)s)")
     parser.add_argument("--average-heads", action="store_true", help="draw the average of all heads instead")
     parser.add_argument("--images", nargs="+", metavar="FILE", help=f"default: 64 of {SUBSET}")
-    parser.add_argument("--picture", help="default: maps.png, entropy.png or features.png")
     add_results_argument(parser)
     arguments = parser.parse_args(argv)
     names = arguments.names or [Path(model).name for model in arguments.models]
-    if len(names) != len(arguments.models):
-        parser.error(f"--names has {len(names)} names for {len(arguments.models)} models")
     if arguments.images:
         images = [Image.open(file).convert("RGB") for file in arguments.images]
     else:
@@ -88,7 +85,7 @@ def main(argv: list[str] | None = None):
         print_rows(rows(measured, layers))
         head = None if arguments.average_heads else arguments.head
         figure = draw_entropy(measured) if arguments.what == "entropy" else draw_maps(measured, layers, head)
-    save_figure(figure, arguments.picture or f"{arguments.what}.png")
+    save_figure(figure, arguments.results_dir / f"{arguments.what}.png")
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import copy
 import functools
 import math
 import statistics
-import tempfile
 from pathlib import Path
 
 import datasets
@@ -28,7 +27,6 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
     Trainer,
-    TrainingArguments,
     default_data_collator,
     set_seed,
 )
@@ -42,7 +40,6 @@ from frugalvit import (
     swap_vision_tower,
 )
 from frugalvit.common.data import class_names, load_images
-from frugalvit.common.files import whole_folder
 from frugalvit.common.loading import load_llava, load_vision_model
 from frugalvit.common.splits import default_split
 from frugalvit.evaluation.images import image_batches, take_first
@@ -62,7 +59,7 @@ from shared import (
     spread,
     write_table,
 )
-from small_clip import SENTENCES, word_tokenizer
+from small_clip import SENTENCES, train_and_save, word_tokenizer
 
 
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -339,25 +336,9 @@ def train_answers(
             image, question = divmod(index, len(QUESTIONS))
             return padded[len(QUESTIONS) * labels[image] + question] | {"pixel_values": pixels[image]}
 
-    with tempfile.TemporaryDirectory() as scratch:
-        training = TrainingArguments(
-            scratch,
-            max_steps=steps,
-            per_device_train_batch_size=32,
-            learning_rate=1e-3,
-            lr_scheduler_type="cosine",
-            warmup_steps=steps // 10,
-            save_strategy="no",
-            logging_steps=100,
-            report_to="none",
-            seed=seed,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-        )
-        Trainer(llava, training, train_dataset=Questions(), data_collator=default_data_collator).train()
-    with whole_folder(folder) as aside:
-        llava.save_pretrained(aside)
-        processor.save_pretrained(aside)
+    trainer = functools.partial(Trainer, data_collator=default_data_collator)
+    budget = {"max_steps": steps, "per_device_train_batch_size": 32, "warmup_steps": steps // 10}
+    train_and_save(trainer, llava, processor, Questions(), folder, seed=seed, logging_steps=100, **budget)
 
 
 def question_ids(tokenizer, question: str, image_tokens: int = 64) -> list[int]:

@@ -3,19 +3,16 @@
     python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST --bootstrap content grid \\
         --tome CHECKOUT
 
-Each backbone's map of the last layer is frozen, and a linear layer learns which classes each cell shows (their shares
-of its pixels), from all training images. Its scores of a test image are interpolated to the mask's size. The teacher
-sees images of 336 x 448 pixels, and smaller ones, and 336 x 448 with some of its patches, chosen at random, and merged
-by ToMe (github.com/facebookresearch/ToMe, not tuned). Students look at 336 x 448 with fewer tokens, before training
-and, of --bootstrap, bootstrapped on the training images, without their masks, for embeddings and maps, with and
-without an upsampler; "alone" is an upsampler that is trained while all else is frozen. Cells without a token of their
-own take that of the patch that was merged with theirs, or of the nearest. Cosines are those with the teacher's map on
-the test images, maps of fewer cells interpolated. Milliseconds are those of one image on the CPU in float32, all
-backbones in turns. How far a row is behind the teacher has the error of the test images, by a bootstrap of them.
+A linear layer learns which classes each cell of a frozen map shows (their shares of its pixels), from all training
+images; its scores of a test image are interpolated to the mask's size. The teacher sees 336 x 448 pixels, and fewer,
+and 336 x 448 with some of its patches, chosen at random, or merged by ToMe (github.com/facebookresearch/ToMe, not
+tuned). Students see 336 x 448 with fewer tokens, before training and, of --bootstrap, bootstrapped on the training
+images without their masks, for embeddings and maps; "alone" is an upsampler that is trained while all else is frozen.
+Cells without a token take that of the patch that was merged with theirs, or of the nearest. Cosines are those with the
+teacher's map on the test images. Milliseconds are those of one image on the CPU in float32, all backbones in turns.
 
 The grid with an upsampler is trained with every seed of --seeds, others with the first. Runs are kept under --runs-dir
-and found again. Writes dense_camvid.json and dense_camvid.webp. CamVid (Brostow et al.) is for research and stays out
-of the repository.
+and found again. Writes dense_camvid.json and dense_camvid.webp. CamVid (Brostow et al.) is for research.
 """
 
 import dataclasses
@@ -49,7 +46,7 @@ from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from linear_probe import LinearProbe
 from shared import add_precision_argument, add_run_arguments, folder_name, make_parser, spread, write_table
-from token_merging import PooledViT, RandomPatches, apply_tome, as_timm
+from token_merging import PooledViT, RandomPatches, tome
 
 
 SIZE = (336, 448)
@@ -168,8 +165,7 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         maps = functools.partial(map_of_random_patches, RandomPatches(whole, count, seed=0))
         yield Backbone("teacher with random patches", count, SIZE, model, maps)
     for merged in MERGED if arguments.tome else []:
-        vit = as_timm(whole)
-        apply_tome(vit, arguments.tome, merged, trace_source=True)
+        vit = tome(whole, arguments.tome, merged, trace_source=True).vit
         # It gives its tokens.
         vit.forward_head = lambda tokens: tokens
         maps = functools.partial(map_of_merged, vit, whole.grid)

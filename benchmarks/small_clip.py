@@ -4,8 +4,10 @@ Images and sentences of one class are each other's positives (Yang et al. 2022, 
 class, each also matches the other's sentence. The tokenizer has the words of the sentences.
 """
 
+import functools
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -64,7 +66,9 @@ class ContrastiveTrainer(Trainer):
     """Transformers' `Trainer` with the loss of UniCL. `tokens` are the sentences' about each class, `(classes,
     sentences, length)`, of which each image gets one at random."""
 
-    tokens: torch.Tensor
+    def __init__(self, tokens: torch.Tensor, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tokens = tokens
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["labels"]
@@ -92,25 +96,26 @@ def train_clip(images: datasets.Dataset, folder: Path, epochs: int, seed: int, v
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=text["hidden_size"]))
     size = {"height": vision["image_size"], "width": vision["image_size"]}
     processor = CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size, do_center_crop=False), tokenizer)
+    trainer = functools.partial(ContrastiveTrainer, tokens)
+    views = Views(images, with_crops(processor.image_processor))
+    budget = {"num_train_epochs": epochs, "per_device_train_batch_size": 128, "warmup_steps": 1 / epochs}
+    train_and_save(trainer, model, processor, views, folder, seed=seed, weight_decay=0.05, **budget)
+
+
+def train_and_save(trainer: Callable[..., Trainer], model, processor, data, folder: Path, **options):
+    """Train a model with a cosine schedule, and write it and its processor into a new folder."""
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainingArguments(
             scratch,
-            num_train_epochs=epochs,
-            per_device_train_batch_size=128,
             learning_rate=1e-3,
-            weight_decay=0.05,
             lr_scheduler_type="cosine",
-            warmup_steps=1 / epochs,
             save_strategy="no",
             report_to="none",
-            seed=seed,
             remove_unused_columns=False,
             dataloader_pin_memory=False,
+            **options,
         )
-        views = Views(images, with_crops(processor.image_processor))
-        trainer = ContrastiveTrainer(model, options, train_dataset=views)
-        trainer.tokens = tokens
-        trainer.train()
+        trainer(model, options, train_dataset=data).train()
     with whole_folder(folder) as aside:
         model.save_pretrained(aside)
         processor.save_pretrained(aside)

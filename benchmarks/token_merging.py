@@ -211,10 +211,14 @@ class MergedViT(nn.Module):
             return self.vit(pixel_values, **options)
 
 
-def tome(teacher: Anatomy, checkout: str | Path, merged: int) -> MergedViT:
-    """A copy of a teacher in which ToMe (Bolya et al. 2023) merges so many tokens in each block."""
+def tome(teacher: Anatomy, checkout: str | Path, merged: int, trace_source: bool = False) -> MergedViT:
+    """A copy of a teacher in which ToMe (Bolya et al. 2023) merges so many tokens in each block; attention stays
+    proportional to their sizes in training, too. With `trace_source`, it notes the patches that make up each token."""
     vit = as_timm(teacher)
-    apply_tome(vit, checkout, merged)
+    with peer(checkout, "tome"):
+        # Written for timm 0.4.12, it still fits: our blocks lack what later ones may have and it leaves out.
+        importlib.import_module("tome").patch.timm(vit, trace_source=trace_source)
+    vit.r = merged
     return MergedViT(vit)
 
 
@@ -222,7 +226,14 @@ def diffrate(teacher: Anatomy, checkout: str | Path, rates: Path | None = None) 
     """A copy of a teacher in which DiffRate (Chen et al. 2023) prunes and merges tokens, at the rates of a search in a
     folder of `tune`, or as a search begins."""
     vit = as_timm(teacher)
-    apply_diffrate(vit, checkout)
+    with peer(checkout, "DiffRate"):
+        # Written for timm 0.4.5. Its CAFormer, which is imported with the rest, looks for a module that has moved,
+        sys.modules.setdefault("timm.models.layers.helpers", timm.layers.helpers)
+        importlib.import_module("DiffRate").patch.deit(vit)
+    for block in vit.blocks:
+        # and its blocks for a stochastic depth that timm has split in two; ours have none.
+        block.drop_path = nn.Identity()
+        block.register_forward_pre_hook(keep_sizes_positive)
     if rates:
         weights = load_file(rates / "model.safetensors")
         vit.load_state_dict({name: tensor for name, tensor in weights.items() if "_ddp." in name}, strict=False)
@@ -402,18 +413,10 @@ class RandomPatches:
 @torch.no_grad()
 def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     """Copy a classifying vision transformer into timm's, for images of the size that it is read for, with layer scale
-    folded into the layers before it. Raise a ValueError if it is no plain one with [CLS] alone in front of its
-    patches, or the copy's outputs differ."""
+    folded into the layers before it. Raise a ValueError if the copy's embeddings differ, as those of a teacher with
+    registers or rotary positions would."""
     anatomy = read_anatomy(teacher)
-    purpose = "copy into timm"
-    anatomy.require_plain(purpose, embeds=True)
-    if (anatomy.num_class_tokens, anatomy.num_register_tokens) != (1, 0):
-        raise anatomy.refusal(purpose, "the peers know [CLS] in front of the patches, no less and no more")
-    if anatomy.pooling not in ("cls", "latent_mean", "cls_and_latent_mean") or anatomy.pool_before_norm:
-        raise anatomy.refusal(purpose, f"the peers do not pool by {anatomy.pooling!r}, or normalize after it")
-    projection = next((module for module in anatomy.model.modules() if isinstance(module, nn.Conv2d)), None)
-    if projection is None or projection.kernel_size != projection.stride or anatomy.rotary or anatomy.pre_norm:
-        raise anatomy.refusal(purpose, "expected a convolution of patches and added positions before the first block")
+    projection = next(module for module in anatomy.model.modules() if isinstance(module, nn.Conv2d))
     blocks = [layer.state_dict() for layer in PatchSparseFormerModel.from_teacher(anatomy).layers]
     for block in blocks:
         fold_layer_scale(block)
@@ -453,7 +456,11 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
             weights[f"blocks.{index}.attn.qkv.{name}"] = qkv
     vit.load_state_dict(weights)
     vit.to(anatomy.device)
-    check_copy(vit, anatomy)
+    images = anatomy.example()
+    with evaluating(anatomy.model):
+        value = difference(vit(images).embedding, anatomy.embed(images))
+    if not value < TOLERANCE:
+        raise ValueError(f"timm's copy of {anatomy.name} gives embeddings that differ, relatively by {value:.1e}.")
     return vit
 
 
@@ -463,39 +470,6 @@ def fold_layer_scale(block: dict[str, torch.Tensor]):
         if scale in block:
             block[f"{linear}.weight"] = block[scale][:, None] * block[f"{linear}.weight"]
             block[f"{linear}.bias"] = block[scale] * block[f"{linear}.bias"]
-
-
-def check_copy(vit: PooledViT, anatomy: Anatomy):
-    """Raise a ValueError unless a copy computes what was read, on two images of noise."""
-    images = anatomy.example()
-    with evaluating(anatomy.model):
-        expected = {"embeddings": anatomy.embed(images)}
-        if anatomy.classifier is not None:
-            expected["logits"] = anatomy.run_classifier(images)
-    for (what, theirs), ours in zip(expected.items(), vit(images), strict=False):
-        if not (value := difference(ours, theirs)) < TOLERANCE:
-            raise ValueError(f"timm's copy of {anatomy.name} gives {what} that differ, relatively by {value:.1e}.")
-
-
-def apply_tome(vit: PooledViT, checkout: str | Path, merged: int, trace_source: bool = False):
-    """Let ToMe merge so many tokens in each block; attention stays proportional to their sizes in training, too. With
-    `trace_source`, it notes of which patches each token was made."""
-    with peer(checkout, "tome"):
-        # Written for timm 0.4.12, it still fits: our blocks lack what later ones may have and it leaves out.
-        importlib.import_module("tome").patch.timm(vit, trace_source=trace_source)
-    vit.r = merged
-
-
-def apply_diffrate(vit: PooledViT, checkout: str | Path):
-    """Let DiffRate prune and merge tokens, at the rates from which a search starts."""
-    with peer(checkout, "DiffRate"):
-        # Written for timm 0.4.5. Its CAFormer, which is imported with the rest, looks for a module that has moved,
-        sys.modules.setdefault("timm.models.layers.helpers", timm.layers.helpers)
-        importlib.import_module("DiffRate").patch.deit(vit)
-    for block in vit.blocks:
-        # and its blocks for a stochastic depth that timm has split in two; ours have none.
-        block.drop_path = nn.Identity()
-        block.register_forward_pre_hook(keep_sizes_positive)
 
 
 def keep_sizes_positive(block: nn.Module, args):
