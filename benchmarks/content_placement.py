@@ -171,7 +171,7 @@ def measure_speed(arguments):
     teacher, _ = load_image_classifier(arguments.teacher, "cpu")
     models = {
         placement: PatchSparseFormerForImageClassification.from_teacher(
-            teacher, elastic_token_counts=TOKENS, placement=placement
+            teacher, TOKENS[-1], elastic_token_counts=TOKENS, placement=placement
         )
         for placement in PLACEMENTS
     }
