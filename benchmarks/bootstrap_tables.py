@@ -9,8 +9,8 @@
 
 `elastic` goes on from the shipped student with the same views: students that are cut to a number of tokens, and one
 that learns with all numbers. `compare` sets them beside smaller images, fewer patches and ToMe off the shelf. Runs are
-kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side before all of
-them are put together. Writes bootstrap_TABLE.json, elastic_cifar10.json, and compare_cifar10.json and .png.
+kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side before all
+of them are put together. Writes bootstrap_TABLE.json, elastic_cifar10.json, and compare_cifar10.json and .png.
 """
 
 import json
