@@ -44,3 +44,5 @@ def test_no_tensor_of_the_cpu_meets_one_of_the_device(name):
     for model_class in KINDS[name].classes:
         model = model_class(KINDS[name].config(model_class)).eval().to("meta")
         assert next(iter(model(torch.empty(2, 3, 32, 32, device="meta")).values())) is not None
+        with pytest.raises(RuntimeError, match="device"):
+            model(torch.zeros(2, 3, 32, 32))
