@@ -46,10 +46,9 @@ def inherit_patches(
     **fields,
 ) -> nn.Module:
     """`from_teacher` of a PatchSparseFormer's class, which documents it."""
-    anatomy, images = read_teacher(model_class, teacher, image_processor, patches=True)
+    anatomy, truncated, images = read_teacher(model_class, teacher, truncate, image_processor, patches=True)
     patches = anatomy.patch_embedding
     _, num_channels, *patch_size = patches.weight.shape
-    truncated = count_truncated(anatomy, truncate)
     inherited = configuration_fields(anatomy) | {
         "num_latent_tokens": default_num_latent_tokens(anatomy, True)
         if num_latent_tokens is None
@@ -94,8 +93,7 @@ def inherit_blocks(
     **fields,
 ) -> nn.Module:
     """`from_teacher` of a SparseFormer's class, which documents it."""
-    anatomy, images = read_teacher(model_class, teacher, image_processor)
-    truncated = count_truncated(anatomy, truncate)
+    anatomy, truncated, images = read_teacher(model_class, teacher, truncate, image_processor)
     inherited = configuration_fields(anatomy) | {
         "num_latent_tokens": default_num_latent_tokens(anatomy) if num_latent_tokens is None else num_latent_tokens,
         "num_hidden_layers": len(anatomy.blocks) - truncated,
@@ -118,10 +116,15 @@ def inherit_blocks(
 
 
 def read_teacher(
-    model_class: type, teacher: str | os.PathLike | nn.Module | Anatomy, image_processor=None, patches: bool = False
-) -> tuple[Anatomy, dict]:
+    model_class: type,
+    teacher: str | os.PathLike | nn.Module | Anatomy,
+    truncate: float | int,
+    image_processor=None,
+    patches: bool = False,
+) -> tuple[Anatomy, int, dict]:
     """Read a teacher, which a name loads with its image processor, and refuse it unless it is a plain vision
-    transformer with an embedding. Return it with the student's fields of preprocessing, unset without a processor."""
+    transformer with an embedding. Return it with the number of leading blocks that are left out and the student's
+    fields of preprocessing, unset without a processor."""
     if isinstance(teacher, str | os.PathLike):
         classifies = model_class.__name__.endswith("ForImageClassification")
         image_processor = image_processor or AutoImageProcessor.from_pretrained(teacher)
@@ -135,12 +138,8 @@ def read_teacher(
         anatomy = read_anatomy(teacher, image_format.size)
         images = image_format.config_fields()
     anatomy.require_plain("bootstrap from", embeds=True, patches=patches)
-    return anatomy, images
-
-
-def count_truncated(anatomy: Anatomy, truncate: float | int) -> int:
-    """Number of leading blocks left out; from 1 on, whole numbers are counts, be they floats or not."""
     blocks = len(anatomy.blocks)
+    # From 1 on, whole numbers are counts, be they floats or not.
     truncated = round(truncate * blocks) if truncate < 1 else int(truncate)
     whole = truncate < 1 or truncate == truncated
     if isinstance(truncate, bool) or truncate < 0 or not whole or truncated >= blocks:
@@ -148,7 +147,7 @@ def count_truncated(anatomy: Anatomy, truncate: float | int) -> int:
             f"`truncate` is {truncate}; expected a fraction below 1 of the teacher's {blocks} blocks, or a count from "
             f"0 to {blocks - 1}, that leaves at least one."
         )
-    return truncated
+    return anatomy, truncated, images
 
 
 def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: int, inherits: bool = True) -> nn.Module:

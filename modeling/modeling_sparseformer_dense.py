@@ -83,10 +83,12 @@ class FeatureMapsMixin(BackboneMixin):
         norm = self.base_model.layernorm
         maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm, self.out_features)
         if not self.config.reshape_hidden_states:
-            maps = tuple(
-                self.in_a_row(each, norm(outputs.hidden_states[index]))
-                for each, index in zip(maps, self.out_indices, strict=True)
-            )
+            # Cells in a row, behind [CLS] or the mean token of the states that the map is of.
+            states = [norm(outputs.hidden_states[index]) for index in self.out_indices]
+            has_class = self.config.num_class_tokens > 0
+            front = [each[:, :1] if has_class else each.mean(dim=1, keepdim=True) for each in states]
+            rows = [each.flatten(2).mT for each in maps]
+            maps = tuple(torch.cat(parts, dim=1) for parts in zip(front, rows, strict=True))
         return SparseFormerBackboneOutput(
             feature_maps=maps,
             hidden_states=outputs.hidden_states,
@@ -95,11 +97,6 @@ class FeatureMapsMixin(BackboneMixin):
             pooler_output=outputs.pooler_output if output_embedding else None,
             attention_forecast=outputs.get("attention_forecast"),
         )
-
-    def in_a_row(self, features: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """A map `(batch, hidden_size, rows, columns)` behind [CLS] or the mean token of the states that it is of."""
-        front = states[:, :1] if self.config.num_class_tokens else states.mean(dim=1, keepdim=True)
-        return torch.cat([front, features.flatten(2).mT], dim=1)
 
 
 class SparseFormerBackbone(FeatureMapsMixin, SparseFormerPreTrainedModel):

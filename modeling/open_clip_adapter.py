@@ -182,20 +182,16 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     model.logit_scale.copy_(clip.logit_scale.squeeze())
     model.vision_model.load_state_dict(visual.model.base_model.state_dict())
     model.eval()
-    if not reads_texts_alike(model, clip):
-        raise ValueError(unlike)
-    return model
-
-
-def reads_texts_alike(model: SparseFormerCLIPModel | SparseFormerSiglipModel, clip: nn.Module) -> bool:
-    """Whether two models embed random token ids, padded with 0, alike."""
+    # Random token ids, padded with 0.
     config = model.config.text_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (8, config.max_position_embeddings), generator=generator)
     ids[:, ids.shape[1] // 2 :] = 0
     expected = clip.encode_text(ids.to(clip.logit_scale.device)).float().cpu()
     given = model.get_text_features(ids).pooler_output
-    return (given - expected).abs().max() < 0.01 * expected.abs().max()
+    if not (given - expected).abs().max() < 0.01 * expected.abs().max():
+        raise ValueError(unlike)
+    return model
 
 
 def text_names(text: nn.Module) -> dict[str, str]:

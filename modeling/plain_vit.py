@@ -47,7 +47,13 @@ def to_plain_vit(
         raise ValueError(f"Got a {type(student).__name__}, expected a classifier or a vision model.")
     count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
     grid = config.grid_of(count)
-    template = template_config(student, like)
+    if like is None and config.teacher_config is None:
+        raise ValueError("The student does not know its teacher's configuration in Transformers; give `like`.")
+    if like is None:
+        like = AutoConfig.for_model(**config.teacher_config)
+    elif not isinstance(like, PreTrainedConfig):
+        like = AutoConfig.from_pretrained(like)
+    template = copy.deepcopy(getattr(like, "vision_config", like))
     try:
         host = build_host(student, resized_config(student, template, grid)).to(student.device, student.dtype).eval()
         anatomy = read_anatomy(host)
@@ -59,18 +65,6 @@ def to_plain_vit(
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{count} tokens of the student do not fit a {template.model_type}: {reason}.") from error
     return host
-
-
-def template_config(student: PreTrainedModel, like) -> PreTrainedConfig:
-    """Configuration of the teacher's tower for images, or of `like`'s."""
-    fields = student.config.teacher_config
-    if like is None and fields is None:
-        raise ValueError("The student does not know its teacher's configuration in Transformers; give `like`.")
-    if like is None:
-        like = AutoConfig.for_model(**fields)
-    elif not isinstance(like, PreTrainedConfig):
-        like = AutoConfig.from_pretrained(like)
-    return copy.deepcopy(getattr(like, "vision_config", like))
 
 
 def resized_config(student: PreTrainedModel, config: PreTrainedConfig, grid: tuple[int, int]) -> PreTrainedConfig:

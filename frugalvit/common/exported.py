@@ -144,22 +144,18 @@ def export_parts(
             component = exported.components["model"]
             file = program_file(name, precision, part_name)
             if name == "onnx":
-                _save_onnx(component.program, folder / file)
+                import onnx_ir
+
+                # One file, as browsers load it, with a batch axis of that name.
+                for value in (*component.program.graph.inputs, *component.program.graph.outputs):
+                    value.shape = onnx_ir.Shape(["batch", *value.shape[1:]])
+                (folder / file).parent.mkdir(exist_ok=True)
+                onnx_ir.save(component.program, folder / file)
             else:
                 exporter.save_program(component.program, folder / file)
             components[part_name] = {"file": file, "metadata": dataclasses.asdict(component.metadata)}
     write_json(folder / MANIFEST, {"export_format": name, "components": components})
     write_json(folder / "config.json", program_config(next(iter(parts.values())).model, precision))
-
-
-def _save_onnx(program, file: Path):
-    """Write an ONNX program as one file, as browsers load it, with a batch axis of that name."""
-    import onnx_ir
-
-    for value in (*program.graph.inputs, *program.graph.outputs):
-        value.shape = onnx_ir.Shape(["batch", *value.shape[1:]])
-    file.parent.mkdir(exist_ok=True)
-    onnx_ir.save(program, file)
 
 
 def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:

@@ -97,19 +97,15 @@ def load_vision_model(
     model, image_processor = load_with_image_processor(name, device, trust_remote_code, kind, _vision_class, _UNREAD)
     tower = getattr(getattr(model, "model", None), "vision_tower", None)
     if tower is not None and model.config.model_type in GRID_VLMS:
-        image_processor = _tile_processor(image_processor, model.config.vision_config)
+        # One tile of an image, of which these models cut several.
+        height, width = pair(model.config.vision_config.image_size)
+        fields = ("image_mean", "image_std", "rescale_factor", "resample")
+        known = {name: getattr(image_processor, name) for name in fields}
+        if known["resample"] == Image.Resampling.LANCZOS:
+            # Training does not follow Lanczos; tiles hardly differ.
+            known["resample"] = Image.Resampling.BICUBIC
+        image_processor = transformers.ViTImageProcessor(size={"height": height, "width": width}, **known)
     return model if tower is None else tower, image_processor
-
-
-def _tile_processor(image_processor, config: PreTrainedConfig) -> transformers.ViTImageProcessor:
-    """Return an image processor that makes one tile of an image, for the tower of a model that cuts several."""
-    height, width = pair(config.image_size)
-    fields = ("image_mean", "image_std", "rescale_factor", "resample")
-    known = {name: getattr(image_processor, name) for name in fields}
-    if known["resample"] == Image.Resampling.LANCZOS:
-        # Training does not follow Lanczos; tiles hardly differ.
-        known["resample"] = Image.Resampling.BICUBIC
-    return transformers.ViTImageProcessor(size={"height": height, "width": width}, **known)
 
 
 def _vision_class(config: PreTrainedConfig) -> type:
