@@ -37,7 +37,7 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.macs import count_macs
 from frugalvit.common.speed import images_per_second
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
-from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating, norm_eps
+from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
@@ -429,7 +429,7 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
         depth=len(blocks),
         num_heads=first.attention.num_heads,
         mlp_ratio=len(first.mlp.up.weight) / anatomy.hidden_size,
-        norm_layer=functools.partial(nn.LayerNorm, eps=norm_eps(first.attention_norm)),
+        norm_layer=functools.partial(nn.LayerNorm, eps=first.attention_norm.eps),
         final_norm=anatomy.norm is not None,
         no_embed_class=True,
     ).eval()

@@ -21,7 +21,6 @@ from .hosts.anatomy import (
     Projection,
     difference,
     evaluating,
-    norm_eps,
     norm_type,
 )
 from .hosts.transformers import read_block, read_head
@@ -218,6 +217,8 @@ def configuration_fields(anatomy: Anatomy) -> dict:
     for name, norm in (("final norm", anatomy.norm), ("norm of queries", attention.query_norm)):
         if norm is not None and norm_type(norm) != norm_type(block.attention_norm):
             raise anatomy.refusal("bootstrap from", f"its {name} is of another kind than those of its blocks")
+    # Of any library's norm; PyTorch's RMSNorm has None by default.
+    eps = getattr(block.attention_norm, "eps", getattr(block.attention_norm, "variance_epsilon", None))
     extra_norms = {"query_key": attention.query_norm, "attention": attention.output_norm, "mlp": mlp.norm}
     fields = {
         "image_size": height if height == width else [height, width],
@@ -228,7 +229,7 @@ def configuration_fields(anatomy: Anatomy) -> dict:
         "gated_mlp": mlp.gate is not None,
         "layer_scale": block.attention_scale is not None,
         "norm_type": norm_type(block.attention_norm),
-        "layer_norm_eps": norm_eps(block.attention_norm),
+        "layer_norm_eps": torch.finfo(torch.float32).eps if eps is None else eps,
         "extra_norms": [name for name, norm in extra_norms.items() if norm is not None],
         "final_norm": "after_pooling" if anatomy.pool_before_norm else "before_pooling",
         "num_class_tokens": anatomy.num_class_tokens,

@@ -52,7 +52,8 @@ def load_images(
     default_names: list[str] | None = None,
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load the columns `image`, not decoded, and `label`, a `ClassLabel`, if there are labels.
+    """Load the columns `image`, not decoded, and `label`, a `ClassLabel`, if there are labels that are not all -1 or
+    missing.
 
     Args:
         dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
@@ -85,7 +86,31 @@ def load_images(
     # Cast before renaming, which would read from a stream.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
-    return name_labels(loaded, class_names, default_names) if label else loaded
+    if not label:
+        return loaded
+    feature = loaded.features["label"]
+    own = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    names = class_names or own or default_names
+    if isinstance(loaded, datasets.IterableDataset):
+        if names is None:
+            raise ValueError("The stream's labels have no names; give them with --class-names.")
+    elif "string" in feature.dtype:
+        names = names or sorted(text for text in loaded.unique("label") if text is not None)
+    else:
+        highest = label_numbers(loaded).max(initial=-1)
+        if highest < 0:
+            # As in ImageNet's test split.
+            return loaded.remove_columns("label")
+        count = len(names) if names else MOST_CLASSES
+        if highest >= count:
+            raise ValueError(f"The labels go up to {highest}, expected less than {count:,} (--class-names).")
+        names = names or [str(number) for number in range(highest + 1)]
+    if names == own:
+        return loaded
+    try:
+        return loaded.cast_column("label", datasets.ClassLabel(names=names))
+    except ValueError as error:
+        raise ValueError(f"Not all labels are among the classes {shortened(names)} ({first_line(error)}).") from error
 
 
 def kind_of(feature) -> str:
@@ -113,33 +138,6 @@ def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what
         count = len(found) or "no"
         raise ValueError(f"{dataset!r} has {count} {what} columns among {', '.join(kinds)}; give --{what}-column.")
     return given or next(iter(found), None)
-
-
-def name_labels(images, names: list[str] | None, default_names: list[str] | None):
-    """Return images with their labels, numbers or texts, as a `ClassLabel`, or without if all are -1 or missing, as in
-    ImageNet's test split; arguments as in `load_images`."""
-    feature = images.features["label"]
-    own = feature.names if isinstance(feature, datasets.ClassLabel) else None
-    names = names or own or default_names
-    if isinstance(images, datasets.IterableDataset):
-        if names is None:
-            raise ValueError("The stream's labels have no names; give them with --class-names.")
-    elif "string" in feature.dtype:
-        names = names or sorted(label for label in images.unique("label") if label is not None)
-    else:
-        highest = label_numbers(images).max(initial=-1)
-        if highest < 0:
-            return images.remove_columns("label")
-        count = len(names) if names else MOST_CLASSES
-        if highest >= count:
-            raise ValueError(f"The labels go up to {highest}, expected less than {count:,} (--class-names).")
-        names = names or [str(label) for label in range(highest + 1)]
-    if names == own:
-        return images
-    try:
-        return images.cast_column("label", datasets.ClassLabel(names=names))
-    except ValueError as error:
-        raise ValueError(f"Not all labels are among the classes {shortened(names)} ({first_line(error)}).") from error
 
 
 def class_names(images) -> list[str] | None:

@@ -472,12 +472,6 @@ def norm_type(norm: nn.Module) -> str:
     raise NotAPlainViT(f"it has a {type(norm).__name__} where a LayerNorm or RMSNorm is expected")
 
 
-def norm_eps(norm: nn.Module) -> float:
-    """The epsilon of a LayerNorm or RMSNorm of any library."""
-    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
-    return torch.finfo(torch.float32).eps if eps is None else eps
-
-
 def find(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:
     """The first of a module's parts that has one of the names, unless it does nothing."""
     parts = (getattr(module, name, None) for name in names)
