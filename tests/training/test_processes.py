@@ -18,8 +18,14 @@ from frugalvit.training import bootstrap
 
 LAUNCH, PROGRAMS = Path(bootstrap.__file__).with_name("launch"), Path(trainings.__file__).parent
 # Two epochs of four steps, of which each draws counts of tokens.
-STUDENT = trainings.SHORT | {"recipe": "paper", "config_overrides": trainings.TINY_STUDENT, "eval_split": "test[:51]"}
-STUDENT |= {"num_tokens": [1, 2, 3, 4, 5], "learning_rate": 1e-3, "warmup_steps": 1, "max_grad_norm": 0.5}
+STUDENT = trainings.SHORT | {"focusing": "paper", "recipe": "paper", "config_overrides": trainings.TINY_STUDENT}
+STUDENT |= {
+    "eval_split": "test[:51]",
+    "num_tokens": [1, 2, 3, 4, 5],
+    "learning_rate": 1e-3,
+    "warmup_steps": 1,
+    "max_grad_norm": 0.5,
+}
 HALF = {"processes": 2, "options": {"per_device_train_batch_size": 8}}
 
 # They start many processes, for which a busy machine takes long.
