@@ -10,12 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerProjectionConfig, SparseFormerVisionModelWithProjection
-from frugalvit.modeling.conversion import (
-    config_from_showlab,
-    infer_showlab_variant,
-    our_name,
-    showlab_model_class,
-)
+from frugalvit.modeling.conversion import config_from_showlab, infer_showlab_variant, our_name, showlab_model_class
 
 
 FIXTURES = {
@@ -120,11 +115,7 @@ class TestCommand:
 
 REFUSED = {
     # name: (checkpoint, arguments, part of the message)
-    "bootstrapped as v1": (
-        checkpoint_of("bootstrapped"),
-        ["--variant", "v1"],
-        "does not fit a v1 SparseFormer",
-    ),
+    "bootstrapped as v1": (checkpoint_of("bootstrapped"), ["--variant", "v1"], "does not fit a v1 SparseFormer"),
     "objects": ({"model": Path("x")}, [], "Cannot read tensors"),
 }
 

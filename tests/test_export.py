@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,15 +14,16 @@ import torch
 import transformers
 from frugalvit_cli import main
 from PIL import Image
+from processes import web_server
 from transformers import AutoImageProcessor
 
 import frugalvit
-from frugalvit import demo, export
+from frugalvit import demo, export, export_page
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import class_names, load_images
 from frugalvit.common.exported import ExportedModule, parts_of
 from frugalvit.common.loading import load_image_classifier
-from frugalvit.export_page import check_page
+from frugalvit.export_page import RUNTIME_FILES, check_page
 from frugalvit.predict import predict
 from tiny import randomize, word_tokenizer
 
@@ -41,6 +43,15 @@ pipeline(task, name)
   .then((run) => run(picture, { top_k: 10, pool: true }))
   .then((found) => console.log(JSON.stringify(found.tolist?.() ?? found)));
 """
+# Logs what the page shows of an image, or why it shows nothing, and closes the browser.
+REPORTER = """<script>
+const shown = document.getElementById("status");
+new MutationObserver(() => {
+  if (shown.textContent === "Ready.") return;
+  console.log(document.getElementById("result").innerText);
+  close();
+}).observe(shown, { childList: true });
+</script>"""
 # Packages that a card's lines must not need.
 BLOCKED = """
 import sys
@@ -60,6 +71,7 @@ def folder(tmp_path_factory) -> Path:
     config = frugalvit.PatchSparseFormerConfig(
         **{"image_size": 32, "resize_size": 36, "patch_size": 4, "num_latent_tokens": 4, "hidden_size": 32},
         **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "num_labels": 10},
+        **{"image_mean": (0.5, 0.45, 0.4), "image_std": (0.45, 0.5, 0.55)},
     )
     torch.manual_seed(0)
     model = randomize(frugalvit.PatchSparseFormerForImageClassification(config), 0.2)
@@ -168,6 +180,16 @@ def test_the_lines_of_the_card_need_only_the_runtime(arguments, write, tmp_path)
     assert process.stdout.strip().endswith(f", {prediction.labels[0][0]!r})")
 
 
+def npm_file(package: str) -> Path:
+    """The file by which node enters a package of NODE_PATH; without it, the test is skipped."""
+    if shutil.which("node"):
+        command = ["node", "-p", f'require.resolve("{package}")']
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not process.returncode:
+            return Path(process.stdout.strip())
+    pytest.skip(f"needs node, and {package} of npm in NODE_PATH")
+
+
 @pytest.fixture(scope="module")
 def transformers_js():
     """Function that runs a pipeline of transformers.js in node."""
@@ -176,9 +198,7 @@ def transformers_js():
         command = ["node", "-e", PIPELINE, task, str(output.parent), output.name, str(picture)]
         return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
-    seek = ["node", "-e", 'require.resolve("@huggingface/transformers")']
-    if shutil.which("node") is None or subprocess.run(seek, capture_output=True, check=False).returncode:
-        pytest.skip("needs node, and @huggingface/transformers of npm in NODE_PATH")
+    npm_file("@huggingface/transformers")
     return run
 
 
@@ -273,3 +293,30 @@ def test_the_page_asks_no_other_host(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="from npm, and there is no npm here"):
         check_page("onnx")
+
+
+def test_the_page_shows_in_a_browser_what_pytorch_computes(folder, tmp_path, monkeypatch):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    # A package that npm packs without a network.
+    package, output = tmp_path / "package", tmp_path / "out"
+    (package / "dist").mkdir(parents=True)
+    (package / "package.json").write_text('{"name": "runtime", "version": "1.0.0"}')
+    for name in RUNTIME_FILES:
+        shutil.copy(npm_file("onnxruntime-web").with_name(name), package / "dist")
+    monkeypatch.setattr(export_page, "PACKAGE", str(package))
+    assert main(["export", "--model", str(folder), "--output", str(output), *FEW, "--page"]) == 0
+    shutil.copy(DOG, output)
+    with (output / "index.html").open("a") as page:
+        page.write(REPORTER)
+    options = ["--headless", "--no-sandbox", "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"]
+    server = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]
+    with web_server(server, output, dict(os.environ)) as address:
+        command = [browser, *options, f"{address}?image={DOG.name}"]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    shown = process.stderr.partition(":CONSOLE")[2]
+    found = {label: float(share) / 100 for label, share in re.findall(r"(\w+)\t+([\d.]+) %", shown)}
+    [prediction] = predict(*load_image_classifier(folder), [Image.open(DOG)])
+    # Browsers resize a little differently.
+    assert found == pytest.approx(dict(prediction.labels), abs=0.01), shown

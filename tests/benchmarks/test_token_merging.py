@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    Dinov2Config,
-    Dinov2ForImageClassification,
-)
+from transformers import Dinov2Config, Dinov2ForImageClassification
 from vision_transformers import KINDS
 
 import frugalvit

@@ -46,22 +46,14 @@ BAD_FIELDS = {
         ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
         ({"num_latent_tokens": 17}, "17 tokens make no grid"),
     ],
-    "content": [
-        ({"placement": "contents"}, "'placement' expected one of .* got contents"),
-    ],
-    "elastic": [
-        ({"elastic_token_counts": [4, 4, 9]}, "expected increasing counts"),
-    ],
-    "vit_impulse_init": [
-        ({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32"),
-    ],
+    "content": [({"placement": "contents"}, "'placement' expected one of .* got contents")],
+    "elastic": [({"elastic_token_counts": [4, 4, 9]}, "expected increasing counts")],
+    "vit_impulse_init": [({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32")],
     "vit_context_broadcast": [
         ({"context_broadcast": "cbs"}, "'context_broadcast' expected one of .* got cbs"),
         ({"context_broadcast_position": "end"}, "'context_broadcast_position' expected one of .* got end"),
     ],
-    "convmixer": [
-        ({"spatial_filters": "gabor"}, r"'spatial_filters' expected one of \('trained', .* got gabor"),
-    ],
+    "convmixer": [({"spatial_filters": "gabor"}, r"'spatial_filters' expected one of \('trained', .* got gabor")],
     "agent_cnn": [
         ({"downsample_after": [6]}, r"`downsample_after` is \[6\], expected blocks from 0 to 5"),
         ({"image_size": 16, "stem": "res", "downsample_after": [0, 1]}, "stride of 32"),

@@ -82,12 +82,7 @@ KINDS = {
         (*PATCH_SPARSEFORMERS[:2], frugalvit.PatchSparseFormerBackbone),
         any_size=False,
     ),
-    "v1": Kind(
-        frugalvit.SparseFormerConfig,
-        "v1-tiny",
-        {**SPARSEFORMER, "num_attention_heads": 16},
-        SPARSEFORMERS,
-    ),
+    "v1": Kind(frugalvit.SparseFormerConfig, "v1-tiny", {**SPARSEFORMER, "num_attention_heads": 16}, SPARSEFORMERS),
     "vit_impulse_init": Kind(
         frugalvit.ViTImpulseInitConfig,
         "vit-tiny-h3-32",

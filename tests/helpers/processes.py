@@ -64,7 +64,7 @@ def web_server(command: list[str], home: Path, environment: dict[str, str]):
             said, address = [], None
             while not address and (line := process.stdout.readline()):
                 said.append(line)
-                address = re.search(r"[Rr]unning on .*?(http://\S+)", line)
+                address = re.search(r"(?:[Rr]unning|Serving HTTP) on .*?(http://[^\s)]+)", line)
             assert address, "".join(said)
             yield address[1]
         finally:

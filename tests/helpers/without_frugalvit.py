@@ -148,13 +148,7 @@ def process(folder: str, outputs: str):
     prompt = {"images": Image.new("RGB", (48, 40)), "text": "<image> what ?", "return_tensors": "pt"}
     own = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=True)
     plain = transformers.LlavaProcessor.from_pretrained(folder)
-    save_file(
-        {
-            "own": own(**prompt, num_image_tokens=4)["input_ids"],
-            "plain": plain(**prompt)["input_ids"],
-        },
-        outputs,
-    )
+    save_file({"own": own(**prompt, num_image_tokens=4)["input_ids"], "plain": plain(**prompt)["input_ids"]}, outputs)
 
 
 def run_source(source: str, *arguments: str):

@@ -6,14 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import compute_without_frugalvit
-from transformers import (
-    AutoModelForImageClassification,
-)
+from transformers import AutoModelForImageClassification
 
-from frugalvit import (
-    BootstrappedViTConfig,
-    BootstrappedViTForImageClassification,
-)
+from frugalvit import BootstrappedViTConfig, BootstrappedViTForImageClassification
 from frugalvit.modeling import modeling_bootstrapped_vit
 from frugalvit.modeling.modeling_bootstrapped_vit import head_products, hint
 from tiny import randomize

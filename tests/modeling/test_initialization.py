@@ -6,13 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    DeiTConfig,
-    DeiTForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTModel,
-)
+from transformers import DeiTConfig, DeiTForImageClassification, ViTConfig, ViTForImageClassification, ViTModel
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel
 from frugalvit.modeling.hosts.transformers import resize_positions_

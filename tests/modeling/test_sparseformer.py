@@ -6,10 +6,7 @@ import transformers
 from torch import nn
 
 import frugalvit
-from frugalvit import (
-    SparseFormerForImageClassification,
-    SparseFormerModel,
-)
+from frugalvit import SparseFormerForImageClassification, SparseFormerModel
 from frugalvit.modeling.focusing import locate_sampling_points, sample_features
 from kinds import SPARSEFORMERS
 

@@ -4,10 +4,7 @@ import pytest
 import torch
 import transformers
 
-from frugalvit import (
-    ViTImpulseInitForImageClassification,
-    ViTImpulseInitModel,
-)
+from frugalvit import ViTImpulseInitForImageClassification, ViTImpulseInitModel
 from frugalvit.modeling import modeling_vit_impulse_init
 from frugalvit.modeling.initialization import initialize_attention_, start_attention_
 

@@ -10,13 +10,7 @@ from safetensors.torch import load_file
 from trainings import logged, run_command
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from frugalvit.training.align_llava import (
-    NO_ANSWER,
-    PALIGEMMA_PROMPT,
-    answer,
-    encode,
-    pad,
-)
+from frugalvit.training.align_llava import NO_ANSWER, PALIGEMMA_PROMPT, answer, encode, pad
 from runs import check_resumes, error_of
 from tiny import (
     IMAGE,

@@ -8,10 +8,7 @@ import torch
 from safetensors.torch import load_file
 from timm.models._hub import save_for_hf
 from trainings import logged, measured, run_command
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-)
+from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from frugalvit import load_context_broadcast, remove_context_broadcast
 from frugalvit.common.loading import load_vision_model

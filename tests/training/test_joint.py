@@ -7,11 +7,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from trainings import logged, run_command
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    ViTForImageClassification,
-)
+from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTForImageClassification
 
 from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
 from frugalvit.common.data import load_images

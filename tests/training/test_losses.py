@@ -9,11 +9,7 @@ import torch.nn.functional as F
 from trainings import STUDENT
 from vision_transformers import KINDS, of_transformers
 
-from frugalvit import (
-    BootstrapArguments,
-    PatchSparseFormerModel,
-    SparseFormerForImageClassification,
-)
+from frugalvit import BootstrapArguments, PatchSparseFormerModel, SparseFormerForImageClassification
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.training import losses
 from frugalvit.training.losses import MapAlignment, MapAlignmentLoss, TokenAlignment
