@@ -253,11 +253,12 @@ class PatchSparseFormerPreTrainedModel(HubModel):
 
     def set_placement(self, placement: str):
         """Choose where tokens look, in place: `"grid"` or `"content"`, see `placement` of the configuration. Weights
-        stay."""
+        stay, but a grid has no forecast of attention."""
         embeddings = self.base_model.embeddings
         self.config.placement = placement
-        embeddings.placement = None
-        if placement == "content":
+        if placement == "grid":
+            embeddings.placement = None
+        elif embeddings.placement is None:
             embeddings.placement = ContentPlacement(self.config).to(embeddings.position_embeddings)
             embeddings.placement.apply(self._init_weights)
 

@@ -131,8 +131,7 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
     if options.placement == "content":
         if not config.embeds_patches:
             raise ValueError("placement content is for tokens that embed patches: focusing inherited.")
-        if config.placement != "content":
-            student.set_placement("content")
+        student.set_placement("content")
     if counts := options.num_tokens:
         if max(counts) != config.num_latent_tokens:
             student.resize_tokens(max(counts))

@@ -146,7 +146,12 @@ def test_a_trained_model_is_placed_anew():
     outputs = model(torch.stack([pixels[0], pixels[0].flip(2)]), output_rois=True)
     assert not torch.equal(*outputs.rois[-1]) and not torch.allclose(model(pixels).logits, expected)
     model.train()(pixels).logits.sum().backward()
-    assert model.sparseformer.embeddings.position_embeddings.grad.abs().sum() > 0
+    embeddings = model.sparseformer.embeddings
+    assert embeddings.position_embeddings.grad.abs().sum() > 0
+    # What it learned of attention stays.
+    learned = embeddings.placement
+    model.set_placement("content")
+    assert embeddings.placement is learned
     model.eval().set_placement("grid")
     assert torch.equal(model(pixels).logits, expected)
 
