@@ -4,14 +4,16 @@ compute."""
 import argparse
 import itertools
 import shlex
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
+from datasets.fingerprint import Hasher
 from matplotlib.figure import Figure
 from torchvision.transforms import v2
 
@@ -25,20 +27,21 @@ from .common.command_line import (
     positive,
 )
 from .common.data import class_names, label_numbers, sample
-from .common.files import whole_folder, write_json, write_text
+from .common.files import whole_file, write_json, write_text
 from .common.loading import choose_device
 from .common.macs import count_macs
 from .common.precision import choose_mixed_precision
 from .common.speed import images_per_second
 from .common.splits import check_labels, match_labels
 from .common.tables import format_markdown, format_table
-from .common.versions import origin
-from .evaluation.images import image_batches, images_to_evaluate
+from .common.versions import origin, versions
+from .evaluation.images import image_batches, images_to_evaluate, reading_options
 from .pictures import save_figure
 
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
+ERRORS = "accuracy ± half of a 68 % Wilson interval, differences ± standard error; "
 # Scores for the picture, the first choice first, and their titles.
 SCORES = {
     "accuracy": "accuracy, %",
@@ -54,11 +57,12 @@ def make_parser() -> CommandParser:
         prog="frugalvit compare",
         description="Compare students with their teacher, and with the teacher on smaller images: accuracy of "
         "classifiers, cosine with the teacher's embedding, multiply-accumulates and images per second. Writes "
-        "compare.json, compare.md and compare.png.",
+        "compare.json and compare.md after each model, and compare.png at the end. The same command goes on where it "
+        "was interrupted; speeds are measured at the end, side by side.",
     )
     parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
     parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
-    parser.add_argument("--output", required=True, metavar="DIR", help="new folder for table and picture")
+    parser.add_argument("--output", required=True, metavar="DIR", help="new folder, or an interrupted comparison's")
     add_dataset_arguments(parser)
     parser.add_argument("--limit", type=positive, help="number of test images, chosen at random")
     parser.add_argument("--rounds", type=positive, default=10, help="timed passes per model (default: %(default)s)")
@@ -72,7 +76,8 @@ def make_parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
     output = Path(arguments.output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    unfinished = output / "unfinished"
+    if output.exists() and not unfinished.is_dir() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
     device = choose_device(arguments.device)
     options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
@@ -83,34 +88,40 @@ def main(argv: list[str] | None = None) -> None:
     if "label" in test.features:
         check_labels(test, split)
     test = sample(test, arguments.limit, seed=0)
-    with whole_folder(output) as folder:
-        rows = compare(
-            baselines,
-            test,
-            precisions=list(PRECISIONS)[: 2 if choose_mixed_precision(device) == "bf16" else 1],
-            rounds=arguments.rounds,
-            batch_size=arguments.batch_size,
-            num_workers=arguments.num_workers,
-            skip_corrupt=arguments.skip_corrupt,
-        )
-        settings = {
-            "dataset": " ".join(arguments.dataset),
-            "split": split,
-            "images": len(test),
-            "device": str(device),
-            "threads": torch.get_num_threads(),
-            "rounds": arguments.rounds,
-            "batch_sizes": BATCH_SIZES,
-        }
-        about = ", ".join(f"{name}: {value}" for name, value in settings.items())
-        errors = "accuracy ± half of a 68 % Wilson interval, differences ± standard error; "
-        legend = f"{errors if 'accuracy' in rows[0] else ''}images/s by batch size. {about}."
-        # Print first: a full disk must not lose what was measured.
-        print(f"{format_table(table_rows(rows))}\n\n{legend}")
-        command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
-        write_json(folder / "compare.json", {"command": command, "settings": settings, **origin(), "rows": rows})
-        write_text(folder / "compare.md", f"{format_markdown(table_rows(rows))}\n\n{legend}\n")
-        save_figure(draw_comparison(rows), folder / "compare.png")
+    settings = {
+        "dataset": " ".join(arguments.dataset),
+        "split": split,
+        "images": len(test),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "rounds": arguments.rounds,
+        "batch_sizes": BATCH_SIZES,
+    }
+    about = ", ".join(f"{name}: {value}" for name, value in settings.items())
+    command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
+
+    def legend(rows: list[dict[str, object]]) -> str:
+        speeds = "images/s by batch size. " if any(rows[0]["images_per_second"].values()) else ""
+        return f"{ERRORS if 'accuracy' in rows[0] else ''}{speeds}{about}."
+
+    def write(rows: list[dict[str, object]]):
+        write_json(output / "compare.json", {"command": command, "settings": settings, **origin(), "rows": rows})
+        write_text(output / "compare.md", f"{format_markdown(table_rows(rows))}\n\n{legend(rows)}\n")
+
+    rows = compare(
+        baselines,
+        test,
+        precisions=list(PRECISIONS)[: 2 if choose_mixed_precision(device) == "bf16" else 1],
+        rounds=arguments.rounds,
+        folder=unfinished,
+        report=write,
+        **reading_options(arguments),
+    )
+    # Print first: a full disk must not lose what was measured.
+    print(f"{format_table(table_rows(rows))}\n\n{legend(rows)}")
+    write(rows)
+    save_figure(draw_comparison(rows), output / "compare.png")
+    shutil.rmtree(unfinished)
     print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
 
 
@@ -120,13 +131,16 @@ def compare(
     *,
     precisions: Sequence[str] = ("float32",),
     rounds: int = 10,
+    folder: Path | None = None,
+    report: Callable[[list[dict[str, object]]], None] = lambda rows: None,
     **reading,
 ) -> list[dict[str, object]]:
     """Measure baselines beside each other, the teacher first; they are in float32, and left in the last precision.
 
     Each has a row: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, `accuracy` as in
     `describe_score`, `cosine`, the mean with the teacher's embedding, and `images_per_second` by precision and batch
-    size. `reading` are options of `image_batches`.
+    size. `report` is called with the rows so far, without speeds, after each image processor's baselines, whose
+    embeddings are kept in `folder`. `reading` are options of `image_batches`.
     """
     # Classes are matched by name before anything is computed.
     classes = [
@@ -135,22 +149,24 @@ def compare(
         else None
         for baseline in baselines
     ]
-    embeddings, indices = embed_all(baselines, test, **reading)
     rows = []
-    of_teacher = None
-    teacher = embeddings[0].mean(0)
-    for number, baseline in enumerate(baselines):
-        macs = count_macs(baseline.model, baseline.image_size).macs_with_attention
-        row = {"model": baseline.name, "method": baseline.method, "image_size": list(baseline.image_size)}
-        row |= {"tokens": baseline.tokens, "parameters": baseline.parameters, "macs": macs}
-        if classes[number] is not None:
-            labels = classes[number][label_numbers(test)[indices]]
-            right = classifies(baseline, embeddings[number], labels)
-            row |= describe_score("accuracy", right, of_teacher)
-            of_teacher = right if number == 0 else of_teacher
-        alike = embeddings[number].shape[-1] == teacher.shape[-1]
-        row["cosine"] = F.cosine_similarity(embeddings[number], teacher, dim=-1).mean().item() if alike else None
-        rows.append(row | {"images_per_second": {precision: {} for precision in precisions}})
+    teacher = of_teacher = None
+    for _, group in itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor)):
+        group = list(group)
+        embeddings, indices = embed_once(folder, group, test, **reading)
+        for baseline, embedded in zip(group, embeddings, strict=True):
+            macs = count_macs(baseline.model, baseline.image_size).macs_with_attention
+            row = {"model": baseline.name, "method": baseline.method, "image_size": list(baseline.image_size)}
+            row |= {"tokens": baseline.tokens, "parameters": baseline.parameters, "macs": macs}
+            if (of_model := classes[len(rows)]) is not None:
+                right = classifies(baseline, embedded, of_model[label_numbers(test)[indices]])
+                row |= describe_score("accuracy", right, of_teacher)
+                of_teacher = right if not rows else of_teacher
+            teacher = embedded.mean(0) if teacher is None else teacher
+            alike = embedded.shape[-1] == teacher.shape[-1]
+            row["cosine"] = F.cosine_similarity(embedded, teacher, dim=-1).mean().item() if alike else None
+            rows.append(row | {"images_per_second": {precision: {} for precision in precisions}})
+        report(rows)
     for precision, batch_size in itertools.product(precisions, BATCH_SIZES):
         models = {}
         images = {}
@@ -161,6 +177,21 @@ def compare(
         for number, speed in images_per_second(models, images, rounds).items():
             rows[number]["images_per_second"][precision][str(batch_size)] = speed
     return rows
+
+
+def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datasets.Dataset, **reading):
+    """Return what `embed_all` does for baselines that share weights, kept in `folder` if one is given, by a hash of
+    weights, images, options and versions."""
+    if folder is None:
+        return embed_all(baselines, images, **reading)
+    origins = [(repr(baseline.model), baseline.image_size, baseline.tokens) for baseline in baselines]
+    origins += [baselines[0].model.state_dict(), repr(baselines[0].image_processor), images, reading, versions()]
+    file = folder / f"{Hasher.hash(origins)}.pt"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(file) as aside:
+            torch.save(embed_all(baselines, images, **reading), aside)
+    return torch.load(file)
 
 
 @torch.inference_mode()
@@ -210,14 +241,12 @@ def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None)
 
 
 def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Format the rows of `compare` for people, accuracies in percent with their standard errors."""
+    """Format the rows of `compare` for people, accuracies in percent with their errors."""
     table = []
     for row in rows:
         cells = {"model": row["model"], "method": row["method"]}
-        for title, name, sign in (
-            ("accuracy, %", "accuracy", ""),
-            ("accuracy - teacher's", "accuracy_difference", "+"),
-        ):
+        scores = (("accuracy, %", "accuracy", ""), ("accuracy - teacher's", "accuracy_difference", "+"))
+        for title, name, sign in scores:
             if row.get(name) is not None:
                 error = row[f"{name}_error"]
                 cells[title] = f"{100 * row[name]:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
@@ -244,7 +273,7 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
             error = factor * (row.get(f"{score}_error") or 0)
             point = (row["images_per_second"][precision][batch_size], factor * row[score], error)
             lines.setdefault(label, []).append(point)
-            if index and row.get("tokens"):
+            if row.get("tokens"):
                 notes.append((str(row["tokens"]), point[:2]))
 
     figure = Figure(figsize=size, dpi=200, layout="constrained")

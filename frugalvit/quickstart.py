@@ -13,7 +13,7 @@ from .common.loading import choose_device, load_image_classifier
 from .common.precision import choose_mixed_precision
 from .common.tables import format_table
 from .common.versions import origin
-from .compare import BATCH_SIZES, compare, draw_comparison, table_rows
+from .compare import BATCH_SIZES, ERRORS, compare, draw_comparison, table_rows
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .training.bootstrap import bootstrap
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     write_json(folder / "results.json", {**settings, "seconds": seconds, **origin(), "rows": rows})
 
     print(
-        f"{format_table(table_rows(rows))}\n\n± is a standard error; images/s are those of batches of "
+        f"{format_table(table_rows(rows))}\n\n{ERRORS}images/s are those of batches of "
         f"{BATCH_SIZES[-1]} in {precision}. It took {seconds} seconds. In {folder}: student/, comparison.png, "
         "rois.png, results.json.\n\nNext, with your own ViT and your own photographs, which need no labels:\n"
         "  frugalvit bootstrap --teacher YOUR_VIT --dataset PHOTOGRAPHS --num_tokens "

@@ -14,7 +14,7 @@ from vision_transformers import KINDS
 from drawn import draw_classes
 from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.baselines import LOWER_RESOLUTION, as_teacher, at_lower_resolution
-from frugalvit.compare import describe_score
+from frugalvit.compare import describe_score, draw_comparison, embed_all
 from frugalvit.modeling.hosts.transformers import resize_positions_
 
 
@@ -68,7 +68,35 @@ def test_rows_files_and_picture(outcome):
     lines = (folder / "compare.md").read_text().splitlines()
     assert len(lines) == 2 + len(rows) + 2 and f"{100 * rows[0]['accuracy']:.1f} ± " in lines[2]
     with Image.open(folder / "compare.png") as picture:
-        assert picture.size == (1200, 800)
+        assert picture.size == (1200, 800) and len(picture.convert("RGB").getcolors(1200 * 800)) > 100
+    notes = [text.get_text() for text in draw_comparison(rows).axes[0].texts]
+    assert notes == [str(row["tokens"]) for row in rows if row["tokens"]]
+
+
+def test_an_interrupted_comparison_goes_on(outcome, tmp_path, monkeypatch):
+    """With the same images; its tables have what was measured, and only all models together have speeds."""
+    embedded, folder = [], tmp_path / "out"
+
+    def embed(baselines, images, **reading):
+        embedded.append(baselines[0].name)
+        if interrupts and baselines[0].name == "cifar10-sparseformer":
+            raise KeyboardInterrupt
+        return embed_all(baselines, images, **reading)
+
+    monkeypatch.setattr("frugalvit.compare.embed_all", embed)
+    students = [STUDENT, checkpoint_path("cifar10-convmixer"), "--rounds", 1, "--output", folder]
+    for split, interrupts in (("test[48:96]", True), (SPLIT, True), (SPLIT, False)):
+        assert run(VIT, *students, "--split", split) == (130 if interrupts else 0)
+        lines = (folder / "compare.md").read_text().splitlines()
+        assert len(lines) == 4 + (4 if interrupts else 6) and ("images/s" in lines[0]) is not interrupts
+    assert embedded == [*["cifar10-vit", "cifar10-sparseformer"] * 2, "cifar10-sparseformer", "cifar10-convmixer"]
+    assert sorted(os.listdir(folder)) == ["compare.json", "compare.md", "compare.png"]
+    for row, expected in zip(
+        json.loads((folder / "compare.json").read_text())["rows"], outcome[1]["rows"], strict=True
+    ):
+        assert row.pop("images_per_second")["float32"].keys() == {"1", "32"}
+        assert row == {name: expected[name] for name in row}
+    assert run(VIT, *students, "--split", SPLIT) == 1
 
 
 @pytest.mark.parametrize("kind", ["timm-vit", "clip"])
