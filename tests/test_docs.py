@@ -43,7 +43,6 @@ NOT_HERE = {
     "frugalvit quickstart": "tests/test_quickstart.py and .ci/run",
     "frugalvit export": "tests/test_export.py exports in each format; int8 alone takes longer than all of this page",
     "frugalvit predict image.png --model exported": "tests/test_export.py, as what is exported",
-    "frugalvit predict docs/dog.png --model exported": "tests/test_export.py, as what is exported",
     "frugalvit bootstrap --teacher google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
     "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
     "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output_dir dinov2-tower": "next",
