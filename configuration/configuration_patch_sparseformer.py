@@ -88,11 +88,6 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         finest = min(image_size[0] // (rows * height), image_size[1] // (columns * width))
         return [(rows << level, columns << level) for level in range(max(finest, 1).bit_length())]
 
-    def round_tokens(self, num_tokens: int) -> int:
-        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for; errors as of
-        `grid_of`."""
-        return math.prod(self.grid_of(num_tokens))
-
     def grid_of(self, num_tokens: int) -> tuple[int, int]:
         """Return the rows and columns of the grid of `num_tokens` tokens; errors as of `choose_grid`."""
         if num_tokens == self.num_latent_tokens:

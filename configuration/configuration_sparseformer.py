@@ -155,10 +155,6 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         """Heads of the focusing layer: the encoder's in v1, then one per 64 channels."""
         return self.num_attention_heads if self.is_v1 else max(self.focusing_hidden_size // 64, 1)
 
-    def round_tokens(self, num_tokens: int) -> int:
-        """Return the count of latent tokens that the model computes with when `num_tokens` are asked for."""
-        return num_tokens
-
     def validate_focusing(self):
         """Widths divide, and v1 has no tokens or rotations that its first block would need."""
         if self.focusing_hidden_size % self.focusing_num_attention_heads:

@@ -1,7 +1,7 @@
 """Vision transformers that need less: fewer tokens, less data, no extra parameters.
 
-Importing this package registers its models with Transformers' Auto classes. Functions and trainings are imported when
-they are first used.
+Importing this package registers its models with Transformers' Auto classes. Trainings and what else reads images are
+imported when they are first used.
 """
 
 import importlib.util
@@ -10,66 +10,88 @@ import importlib.util
 if importlib.util.find_spec("frugalvit.modeling") is None:
     raise ModuleNotFoundError("This clone of frugalvit is not installed; in its folder, run: pip install -e .")
 
+from .common.files import checkpoint_path
+from .common.macs import count_context_broadcast, count_macs
+from .common.packing import pack_linear_layers
+from .modeling.context_broadcast import ContextBroadcast
+from .modeling.context_broadcast_hosts import (
+    insert_context_broadcast,
+    load_context_broadcast,
+    remove_context_broadcast,
+)
+from .modeling.generalized_convolution import GeneralizedConv2d
+from .modeling.heads import swap_backbone
+from .modeling.hosts import Anatomy, read_anatomy, register_reader
+from .modeling.initialization import impulse_init_, initialize_attention_, mimetic_init_
+from .modeling.llava_tower import SparseFormerVisionTower
+from .modeling.modeling_sparseformer_vlm import SparseFormerLlavaProcessor
+from .modeling.open_clip_adapter import OpenClipVisual, from_open_clip, to_open_clip
+from .modeling.swap import match_channels_, matching_processor, swap_vision_tower
 from .registry import register
 from .version import __version__
 
 
-_FUNCTIONS = {
+# What reads images, trains or evaluates, by its module.
+_LAZY = {
     "AlignLlavaArguments": "training.align_llava",
     "AlignLlavaTrainer": "training.align_llava",
     "AlignmentLoss": "training.losses",
-    "Anatomy": "modeling.hosts.anatomy",
     "bootstrap": "training.bootstrap",
     "BootstrapArguments": "training.bootstrap",
     "BootstrapTrainer": "training.bootstrap",
-    "checkpoint_path": "common.files",
     "Classifier": "inference",
-    "ContextBroadcast": "modeling.context_broadcast",
-    "count_context_broadcast": "common.macs",
-    "count_macs": "common.macs",
     "Embedder": "inference",
     "extract_features": "evaluation.features",
-    "from_open_clip": "modeling.open_clip_adapter",
-    "GeneralizedConv2d": "modeling.generalized_convolution",
     "HintDecayCallback": "training.joint",
     "ImageClassificationArguments": "training.train",
     "ImageClassificationTrainer": "training.train",
-    "impulse_init_": "modeling.initialization",
-    "initialize_attention_": "modeling.initialization",
-    "insert_context_broadcast": "modeling.context_broadcast_hosts",
     "JointArguments": "training.joint",
     "JointTrainer": "training.joint",
     "MapAlignmentLoss": "training.losses",
-    "load_context_broadcast": "modeling.context_broadcast_hosts",
-    "match_channels_": "modeling.swap",
-    "matching_processor": "modeling.swap",
     "measure_attention": "attention",
-    "mimetic_init_": "modeling.initialization",
-    "OpenClipVisual": "modeling.open_clip_adapter",
-    "pack_linear_layers": "common.packing",
-    "read_anatomy": "modeling.hosts",
-    "register_reader": "modeling.hosts",
-    "remove_context_broadcast": "modeling.context_broadcast_hosts",
     "SegmentationArguments": "training.segment",
     "SegmentationTrainer": "training.segment",
-    "SparseFormerLlavaProcessor": "modeling.modeling_sparseformer_vlm",
-    "SparseFormerVisionTower": "modeling.llava_tower",
-    "swap_backbone": "modeling.heads",
-    "swap_vision_tower": "modeling.swap",
-    "to_open_clip": "modeling.open_clip_adapter",
 }
 _CLASSES = register()
 
 globals().update(_CLASSES)
-__all__ = ["__version__", *sorted({*_CLASSES, *_FUNCTIONS})]
+__all__ = [
+    "__version__",
+    *_CLASSES,
+    *_LAZY,
+    "Anatomy",
+    "checkpoint_path",
+    "ContextBroadcast",
+    "count_context_broadcast",
+    "count_macs",
+    "from_open_clip",
+    "GeneralizedConv2d",
+    "impulse_init_",
+    "initialize_attention_",
+    "insert_context_broadcast",
+    "load_context_broadcast",
+    "match_channels_",
+    "matching_processor",
+    "mimetic_init_",
+    "OpenClipVisual",
+    "pack_linear_layers",
+    "read_anatomy",
+    "register_reader",
+    "remove_context_broadcast",
+    "SparseFormerLlavaProcessor",
+    "SparseFormerVisionTower",
+    "swap_backbone",
+    "swap_vision_tower",
+    "to_open_clip",
+]
 
 
 def __getattr__(name: str):
-    if name not in _FUNCTIONS:
+    if name not in _LAZY:
         raise AttributeError(f"module 'frugalvit' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_FUNCTIONS[name]}", __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FUNCTIONS})
+    return sorted({*globals(), *_LAZY})

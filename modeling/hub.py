@@ -93,16 +93,17 @@ class HubModel(HubMixin, PreTrainedModel):
             self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
             super().save_pretrained(folder, **kwargs)
             files = {"preprocessor_config.json": self.image_processor_config(), **self.sentence_transformers_config()}
-            files = {name: json.dumps(files[name], indent=2, sort_keys=True) + "\n" for name in files if files[name]}
-            try:
-                from frugalvit.modeling.model_card import model_card
-
-                files["README.md"] = str(model_card(self))
-            except ModuleNotFoundError:
-                pass
             for name, content in files.items():
-                if not (folder / name).exists():
-                    (folder / name).write_text(content, encoding="utf-8")
+                if content and not (folder / name).exists():
+                    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+                    (folder / name).write_text(text, encoding="utf-8")
+            if not (folder / "README.md").exists():
+                try:
+                    from frugalvit.modeling.model_card import model_card
+
+                    model_card(self).save(folder / "README.md")
+                except ModuleNotFoundError:
+                    pass
         if push_to_hub and is_main_process:
             self.push_to_hub(repo_id or folder.name, token=kwargs.get("token"), **upload)
 

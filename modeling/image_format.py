@@ -95,8 +95,7 @@ class ImageFormat:
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """Normalize pixels, `(batch, channels, height, width)` uint8, to float32, on their device."""
-        mean = _channels(self.mean, pixels.device)
-        return pixels.float().mul_(1 / 255).sub_(mean).div_(_channels(self.std, pixels.device))
+        return v2.functional.normalize(v2.functional.to_dtype(pixels, scale=True), self.mean, self.std)
 
     def denormalize(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Turn normalized images back into red, green and blue, 0..1."""

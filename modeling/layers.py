@@ -326,14 +326,13 @@ def reads_class_tokens_alone(config, **kwargs) -> bool:
 
 
 def check_num_tokens(config, num_tokens: int) -> int:
-    """Return the count that a model computes with when `num_tokens` latent tokens are asked for, with the errors of
-    `set_num_tokens`. Warn once if the model was not trained for it."""
+    """Return the count of latent tokens that is asked for, with the errors of `set_num_tokens`. Warn once if the model
+    was not trained for it."""
     if type(num_tokens) is not int or not 1 <= num_tokens <= config.num_latent_tokens:
         raise ValueError(
             f"`num_tokens` is {num_tokens!r}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
             "model has; `resize_tokens` adds more, which then have to be trained."
         )
-    num_tokens = config.round_tokens(num_tokens)
     if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
         trained = ", ".join(map(str, config.trained_token_counts))
         logger.warning_once(

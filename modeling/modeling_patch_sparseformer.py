@@ -235,7 +235,9 @@ class PatchSparseFormerPreTrainedModel(HubModel):
         """Choose the number of latent tokens, [CLS] not counted, for all calls that choose none; `None` for all. The
         model keeps the choice when it is saved, exported or given to a pipeline; weights stay. Raise a ValueError if
         it is below 1, above `num_latent_tokens`, or makes no grid."""
-        self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
+        if num_tokens is not None:
+            self.config.grid_of(check_num_tokens(self.config, num_tokens))
+        self.config.num_tokens = num_tokens
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):

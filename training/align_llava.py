@@ -22,8 +22,16 @@ from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
 from ..modeling.swap import first_layer, matching_processor, swap_vision_tower
-from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, check, run_as_program
-from .augmentation import CAPTION, BootstrapView, EvalView, random_seed
+from .arguments import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    ArgumentParser,
+    DataArguments,
+    ImageTrainingArguments,
+    argument,
+    run_as_program,
+)
+from .augmentation import CAPTION, BootstrapView, EvalView, seeded
 from .cards import without_place
 from .data import as_images
 from .trainer import ImageTrainer, run_command, start
@@ -70,13 +78,12 @@ class AlignLlavaArguments(ImageTrainingArguments):
     answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
     feature_loss_weight: float = argument(1.0, "Weight of the distance of projected tokens' means.")
 
-    def __post_init__(self):
-        super().__post_init__()
-        check(self, lambda value: not value, "0, as answers have no smoothed labels", "label_smoothing_factor")
-        is_prompt = lambda text: "{image}" in text and "{question}" in text  # noqa: E731
-        check(self, is_prompt, "a text with {image} and {question}", "prompt")
-        check(self, lambda value: value >= 0, "0 or more", "feature_loss_weight")
-        check(self, lambda value: value >= 1, "1 or more", "num_tokens", "answer_tokens")
+    expected = {
+        "prompt": ("a text with {image} and {question}", lambda text: "{image}" in text and "{question}" in text),
+        "feature_loss_weight": NOT_NEGATIVE,
+        "num_tokens": POSITIVE,
+        "answer_tokens": POSITIVE,
+    }
 
 
 def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int]:
@@ -227,8 +234,10 @@ class AlignLlavaTrainer(ImageTrainer):
         args = self.args
         indices = batch["index"].tolist()
         epochs = batch["epoch"].tolist() if "epoch" in batch else [0] * len(indices)
-        seeds = [random_seed(args.seed, *key, CAPTION) for key in zip(epochs, indices, strict=True)]
-        questions = [args.questions[seed % len(args.questions)] for seed in seeds]
+        questions = []
+        for epoch, index in zip(epochs, indices, strict=True):
+            with seeded(args.seed, epoch, index, CAPTION):
+                questions.append(args.questions[torch.randint(len(args.questions), ())])
         pixel_values = batch.get("teacher_pixel_values", batch["pixel_values"]).to(self.llava.dtype)
         with self.accelerator.autocast():
             given = answer(self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens)

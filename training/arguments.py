@@ -27,6 +27,10 @@ from ..common.tables import first_line, printable
 
 # YAML files of arguments, one for each row of the papers' tables.
 RECIPES = {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
+# What is expected of values, and whether one is that.
+NOT_NEGATIVE = ("0 or more", lambda value: value >= 0)
+POSITIVE = ("1 or more", lambda value: value >= 1)
+RANGE = ("two positive numbers, the lower first", lambda value: len(value) == 2 and 0 < value[0] <= value[1])
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):
@@ -36,27 +40,19 @@ def argument(default=dataclasses.MISSING, help: str = "", **metadata):
     return field(default=default, metadata={"help": help, **metadata})
 
 
-def check(arguments, fits: Callable, expected: str, *names: str):
-    """Raise a ValueError that names the argument unless values fit or are None."""
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and not fits(value):
-            raise ValueError(f"{name} is {value!r}, expected {expected}.")
-
-
-def check_choices(arguments):
-    """Check the choices of all fields; `HfArgumentParser` checks those of command lines only."""
+def check_fields(arguments):
+    """Raise a ValueError unless the fields of a dataclass are None or have one of their choices, which
+    `HfArgumentParser` checks on command lines alone, and are as the class's `expected` says."""
     for each in dataclasses.fields(arguments):
         choices = each.metadata.get("choices")
         value = getattr(arguments, each.name)
         values = value if isinstance(value, list) else [value]
-        if choices and value is not None and not {*values} <= {*choices}:
+        if value is not None and choices and not {*values} <= {*choices}:
             raise ValueError(f"{each.name} is {value!r}, expected one of {', '.join(choices)}.")
-
-
-def check_ranges(arguments, *names: str):
-    fits = lambda value: len(value) == 2 and 0 < value[0] <= value[1]  # noqa: E731
-    check(arguments, fits, "two positive numbers, the lower first", *names)
+    for name, (expected, fits) in getattr(arguments, "expected", {}).items():
+        value = getattr(arguments, name)
+        if value is not None and not fits(value):
+            raise ValueError(f"{name} is {value!r}, expected {expected}.")
 
 
 @dataclass
@@ -81,7 +77,7 @@ class ImageTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choices(self)
+        check_fields(self)
         # A training that reads it has a default of its own.
         if self.label_smoothing_factor and not type(self).label_smoothing_factor:
             raise ValueError(f"label_smoothing_factor is {self.label_smoothing_factor}, which this training has not.")

@@ -18,24 +18,20 @@ MIX = 1
 CAPTION = 4
 
 
-def random_seed(*keys: int) -> int:
-    """Mix integers into a 32-bit seed (the finalizer of SplitMix64, chained)."""
-    mask = (1 << 64) - 1
-    value = 0
-    for key in keys:
-        value = (value + key + 0x9E3779B97F4A7C15) & mask
-        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
-        value ^= value >> 31
-    return value >> 32
-
-
 @contextmanager
 def seeded(*keys: int):
-    """Seed torch's CPU random numbers from `keys` inside the block, and restore their state after it."""
+    """Seed torch's CPU random numbers from `keys`, mixed by the finalizer of SplitMix64, inside the block, and restore
+    their state after it."""
+    mask = (1 << 64) - 1
+    seed = 0
+    for key in keys:
+        seed = (seed + key + 0x9E3779B97F4A7C15) & mask
+        seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB & mask
+        seed ^= seed >> 31
     state = torch.get_rng_state()
     # Not torch.manual_seed: it also seeds every accelerator and is a hundred times slower.
-    torch.default_generator.manual_seed(random_seed(*keys))
+    torch.default_generator.manual_seed(seed >> 32)
     try:
         yield
     finally:

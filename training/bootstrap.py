@@ -28,12 +28,11 @@ from ..configuration.configuration_base import set_image_size
 from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.image_format import ImageFormat
 from .arguments import (
+    RANGE,
     ArgumentParser,
     DataArguments,
     ImageTrainingArguments,
     argument,
-    check,
-    check_ranges,
     run_as_program,
 )
 from .augmentation import BootstrapView, EvalView
@@ -48,7 +47,7 @@ from .students import (
     freeze,
     token_counts_to_train,
 )
-from .trainer import ImageTrainer, choose_attention, run_command, start
+from .trainer import ImageTrainer, run_command, start
 
 
 PROG = "frugalvit bootstrap"
@@ -127,15 +126,21 @@ class BootstrapArguments(ImageTrainingArguments):
     zoom_out: float = argument(1.0, "Largest factor of a canvas's sides, onto which half of the images are put.")
     attn_implementation: str | None = argument(None, "The student's attention. Default: eager on CPUs.")
 
+    expected = {
+        "tune": (
+            "a share from 0 to below 1, or a count",
+            lambda value: 0 <= value < 1 or (value >= 1 and float(value).is_integer()),
+        ),
+        "crop_scale": RANGE,
+        "crop_ratio": RANGE,
+    }
+
     def __post_init__(self):
         # `TrainingArguments` compares it with numbers.
         given = self.warmup_steps
         self.warmup_steps = self.warmup_steps or 0
         super().__post_init__()
         self.warmup_steps = given
-        fits = lambda value: 0 <= value < 1 or (value >= 1 and float(value).is_integer())  # noqa: E731
-        check(self, fits, "a share from 0 to below 1, or a count", "tune")
-        check_ranges(self, "crop_scale", "crop_ratio")
 
     def complete(self, inherits_patches: bool, pixels: int, continues: bool = False):
         """Fill in what was not given, by a recipe; one that `continues` is shorter and starts with smaller steps."""
@@ -204,7 +209,7 @@ class BootstrapTrainer(ImageTrainer):
         if args.loss == "kl" or args.label_loss_weight:
             check_single_label(config, "loss kl or label_loss_weight")
         teacher.source.eval().requires_grad_(False)
-        self.tuned = freeze(model, args, len(teacher.blocks))
+        tuned = freeze(model, args, len(teacher.blocks))
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
         # A classifier or projection stays frozen, so the base model alone learns; of a backbone, upsamplers, too.
@@ -221,6 +226,8 @@ class BootstrapTrainer(ImageTrainer):
             **kwargs,
         )
         self.trained = self.student = model
+        names = [name for name, parameter in self.model.named_parameters() if parameter in tuned]
+        self.learning_rate_factors = dict.fromkeys(names, args.inherited_lr_factor)
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
         # Parts of fused layers are views, which stay where they were: it is read again.
@@ -228,7 +235,6 @@ class BootstrapTrainer(ImageTrainer):
         self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
             hold_teacher(self.accelerator, teacher.source, teacher.classifier)
-        choose_attention(model, args)
         model.to(args.device)
 
     def evaluation_views(self, images) -> Views:
@@ -257,9 +263,6 @@ class BootstrapTrainer(ImageTrainer):
             losses.append(align(outputs, labels=inputs.get("labels"), **targets))
         loss = torch.stack(losses).mean()
         return (loss, outputs) if return_outputs else loss
-
-    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
-        return dict.fromkeys(self.tuned, self.args.inherited_lr_factor)
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """As in Transformers; inherited weights rest during the warm-up if the focusing stage is new."""

@@ -119,9 +119,6 @@ class Views(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def set_epoch(self, epoch: int):
-        self.epoch.fill_(epoch)
-
     def __getitem__(self, index: int) -> dict:
         for position in range(index, index + len(self)):
             if sample := self.sample(position % len(self), self.images[position % len(self)]):
@@ -161,11 +158,9 @@ class StreamedViews(IterableDataset, Views):
     def __len__(self):
         raise TypeError("a stream has no length")
 
-    def set_epoch(self, epoch: int):
-        super().set_epoch(epoch)
-        self.images.set_epoch(epoch)
-
     def __iter__(self) -> Iterator[dict]:
+        # Its images have another order.
+        self.images.set_epoch(int(self.epoch))
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         samples = (self.sample(first + step * number, record) for number, record in enumerate(self.images))
@@ -174,12 +169,12 @@ class StreamedViews(IterableDataset, Views):
 
 @dataclass
 class SetEpoch(TrainerCallback):
-    """Sets the views' epoch: where a run goes on, Accelerate's `skip_first_batches` hides their `set_epoch`."""
+    """Sets the views' epoch, also where a run goes on in the middle of one."""
 
     views: Views
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        self.views.set_epoch(int(state.epoch))
+        self.views.epoch.fill_(int(state.epoch))
 
 
 def collate(

@@ -23,13 +23,13 @@ from ..configuration.configuration_bootstrapped_vit import VARIANTS, Bootstrappe
 from ..modeling.hub import image_processor_config
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .arguments import ArgumentParser, DataArguments, argument, check, read_values, run_as_program
+from .arguments import ArgumentParser, DataArguments, argument, check_fields, read_values, run_as_program
 from .augmentation import EvalView
 from .cards import name_images, write_card
 from .data import labeled_images
 from .models import configure_start
 from .train import SmallDataArguments, SmallDataView
-from .trainer import ImageTrainer, choose_attention, run_command, start
+from .trainer import ImageTrainer, run_command, start
 
 
 PROG = "frugalvit joint"
@@ -53,9 +53,10 @@ class TwinArguments:
     )
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
 
+    expected = {"without_hint_at": ("numbers above 0, to 1", lambda depths: all(0 < depth <= 1 for depth in depths))}
+
     def __post_init__(self):
-        fits = lambda depths: all(0 < depth <= 1 for depth in depths)  # noqa: E731
-        check(self, fits, "numbers above 0, to 1", "without_hint_at")
+        check_fields(self)
 
 
 @dataclass
@@ -111,8 +112,6 @@ class JointTrainer(ImageTrainer):
             processing_class=processor,
             callbacks=[HintDecayCallback(), *(callbacks or ())],
         )
-        # An agent has no attention.
-        choose_attention(model.vit, args)
         self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:

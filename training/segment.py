@@ -32,12 +32,13 @@ from ..configuration.configuration_base import is_sparseformer
 from ..modeling.image_format import ImageFormat
 from ..modeling.segmentation import semantic_segmentation_loss
 from .arguments import (
+    NOT_NEGATIVE,
+    RANGE,
     ArgumentParser,
     DataArguments,
     ImageTrainingArguments,
     argument,
-    check,
-    check_ranges,
+    check_fields,
     run_as_program,
 )
 from .cards import name_images
@@ -66,12 +67,15 @@ class SegmenterArguments:
     drop_path: float = argument(0.3, "Largest stochastic depth rate.")
     trust_remote_code: bool = argument(False, "Run code that comes with the model.")
 
+    expected = {
+        "drop_path": NOT_NEGATIVE,
+        "image_size": ("one number or two, at least 4", lambda size: len(size) in (1, 2) and min(size) >= 4),
+    }
+
     def __post_init__(self):
         if (self.model is None) == (self.model_type is None):
             raise ValueError("Give either model, to go on from, or model_type, to train from scratch.")
-        check(self, lambda value: value >= 0, "0 or more", "drop_path")
-        fits = lambda size: len(size) in (1, 2) and min(size) >= 4  # noqa: E731
-        check(self, fits, "one number or two, at least 4", "image_size")
+        check_fields(self)
 
 
 @dataclass
@@ -82,10 +86,12 @@ class MaskedDataArguments(DataArguments):
     mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
     num_labels: int | None = argument(None, "Number of classes, where class_names does not name them.")
 
+    expected = {"num_labels": (f"2 to {IGNORED}", lambda count: 2 <= count <= IGNORED)}
+
     def __post_init__(self):
         if self.class_names and self.num_labels not in (None, len(self.class_names)):
             raise ValueError(f"num_labels is {self.num_labels}, class_names has {len(self.class_names)}.")
-        check(self, lambda count: 2 <= count <= IGNORED, f"2 to {IGNORED}", "num_labels")
+        check_fields(self)
 
 
 @dataclass
@@ -108,15 +114,17 @@ class SegmentationArguments(ImageTrainingArguments):
     ignored_labels: list[int] = argument([], "Numbers in the masks that do not count, besides 255.")
     reduce_labels: bool = argument(False, "0 in the masks does not count, 1 is the first class (ADE20K).")
 
+    expected = {
+        "layer_decay": ("a number above 0, up to 1", lambda value: 0 < value <= 1),
+        "head_multiplier": NOT_NEGATIVE,
+        "scale": RANGE,
+    }
+
     def __post_init__(self):
         if self.num_train_epochs is None:
             self.num_train_epochs = 3.0
             self.max_steps = self.max_steps if self.max_steps > 0 else 80_000
         super().__post_init__()
-        check(self, lambda value: 0 < value <= 1, "a number above 0, up to 1", "layer_decay")
-        check(self, lambda value: not value, "0, as pixels have no smoothed labels", "label_smoothing_factor")
-        check(self, lambda value: value >= 0, "0 or more", "head_multiplier")
-        check_ranges(self, "scale")
 
 
 def resize_pair(
@@ -208,6 +216,7 @@ class SegmentationTrainer(ImageTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        self.learning_rate_factors = learning_rate_factors(model, args.head_multiplier, args.layer_decay)
         # Models that do not compute a loss themselves have labels, too.
         self.label_names = ["labels"]
         self.scores = SegmentationScores(self.num_labels)
@@ -225,9 +234,6 @@ class SegmentationTrainer(ImageTrainer):
         logits = model(pixel_values=inputs["pixel_values"]).logits
         loss = semantic_segmentation_loss(logits, inputs["labels"])
         return (loss, {"logits": logits}) if return_outputs else loss
-
-    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
-        return learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch to the scores, at the masks' resolution; return these with the last one."""

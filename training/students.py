@@ -23,7 +23,7 @@ from ..modeling.modeling_sparseformer import (
     SparseFormerVisionModelWithProjection,
 )
 from ..modeling.modeling_sparseformer_dense import PatchSparseFormerBackbone, SparseFormerBackbone
-from .arguments import argument, check, check_choices, read_values
+from .arguments import argument, check_fields, read_values
 
 
 # Classes of students by `focusing`, and by what they inherit.
@@ -62,9 +62,9 @@ class StudentArguments:
     trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
 
     def __post_init__(self):
-        check_choices(self)
-        if self.student is None and self.focusing != "inherited":
-            check(self, lambda placement: placement == "grid", "grid with focusing paper", "placement")
+        check_fields(self)
+        if self.student is None and self.focusing == "paper" and self.placement != "grid":
+            raise ValueError(f"placement is {self.placement!r}, expected grid with focusing paper.")
 
 
 def build_student(
@@ -136,7 +136,8 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
         if max(counts) != config.num_latent_tokens:
             student.resize_tokens(max(counts))
         if len({*counts}) > 1:
-            config.elastic_token_counts = sorted({*map(config.round_tokens, counts)})
+            config.elastic_token_counts = sorted({*counts})
+            config.validate()
     student.set_num_tokens(None)
     return student
 

@@ -25,7 +25,7 @@ from .augmentation import EvalView
 from .cards import name_images
 from .data import labeled_images, mixing
 from .models import build_model
-from .trainer import ImageTrainer, choose_attention, learning_rate_factors, run_command, start
+from .trainer import ImageTrainer, learning_rate_factors, run_command, start
 
 
 PROG = "frugalvit train"
@@ -157,11 +157,11 @@ class ImageClassificationTrainer(ImageTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        self.learning_rate_factors = learning_rate_factors(model, args.head_multiplier, args.layer_decay)
         # Models that do not compute a loss themselves have labels, too.
         self.label_names = ["labels"]
         self.accuracies = accuracies()
         self.teacher = None
-        choose_attention(model, args)
         if args.distill_from:
             self.teacher, processor = load_image_classifier(args.distill_from, args.device, args.trust_remote_code)
             check_single_label(self.teacher.config, "distill_from")
@@ -203,9 +203,6 @@ class ImageClassificationTrainer(ImageTrainer):
         if self.args.distill_kind == "hard":
             return F.cross_entropy(logits, expected.argmax(1))
         return divergence(logits, expected, self.args.distill_temperature)
-
-    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
-        return learning_rate_factors(model, self.args.head_multiplier, self.args.layer_decay)
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch to `accuracy` and `top5_accuracy`; return these with the last one."""

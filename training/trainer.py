@@ -86,6 +86,8 @@ class ImageTrainer(Trainer):
         )
         # The model that is saved, of which `model` may be a part.
         self.trained = model
+        # By names of parameters, in whose place FSDP puts others.
+        self.learning_rate_factors = {}
         # The loss is a mean over a batch, whatever the model's own would be.
         self.model_accepts_loss_kwargs = False
         # For the card: names of the images, and the command.
@@ -93,6 +95,10 @@ class ImageTrainer(Trainer):
         self.command = None
         # Arguments of `write_card`, where the task's do not fit.
         self.card = {}
+        if hasattr(args, "attn_implementation"):
+            # Fused attention has a slow backward pass on CPUs.
+            usual = "eager" if args.device.type == "cpu" else model.config._attn_implementation
+            model.set_attn_implementation(args.attn_implementation or usual)
         # Step and time of the first step, for the speed in the logs.
         self.begun = None
         # Images to measure the model on that was chosen on others.
@@ -119,17 +125,16 @@ class ImageTrainer(Trainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """As in Transformers. Matrices and filters decay; biases, norms, positions, [CLS] and what
-        `model.no_weight_decay()` names do not. The learning rate is multiplied by a parameter's factor, if any."""
+        `model.no_weight_decay()` names do not. The learning rate is multiplied by `learning_rate_factors`."""
         if self.optimizer is None:
             model = model or self.model
-            factors = self.learning_rate_factors(model)
             spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
             words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
             parameters = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
-                    parameters.setdefault((spare, factors.get(parameter, 1.0)), []).append(parameter)
+                    parameters.setdefault((spare, self.learning_rate_factors.get(name, 1.0)), []).append(parameter)
             groups = [
                 {
                     "params": parameters[spare, factor],
@@ -143,10 +148,6 @@ class ImageTrainer(Trainer):
                 kind = sharpness_aware(kind, self.args.sam_rho)
             self.optimizer = kind(groups, **options)
         return self.optimizer
-
-    def learning_rate_factors(self, model) -> dict[torch.nn.Parameter, float]:
-        """Return factors of the learning rate, where it is not that of `args`."""
-        return {}
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """As in Transformers; SAM computes a second gradient."""
@@ -284,12 +285,11 @@ class SaveWhenInterrupted(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def learning_rate_factors(
-    model: torch.nn.Module, head_multiplier: float, layer_decay: float
-) -> dict[torch.nn.Parameter, float]:
-    """Return the factor of each parameter's learning rate: 1 for the last block, of the longest list of blocks, and
-    what follows it, `layer_decay` times that of the next for each block before and for what precedes the first, and
-    `head_multiplier` for the head, outside of the base model or, in timm's models, the classifier within."""
+def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_decay: float) -> dict[str, float]:
+    """Return the factor of each parameter's learning rate by its name: 1 for the last block, of the longest list of
+    blocks, and what follows it, `layer_decay` times that of the next for each block before and for what precedes the
+    first, and `head_multiplier` for the head, outside of the base model or, in timm's models, the classifier within.
+    """
     base = model.base_model
     if base is model and head_multiplier != 1:
         raise ValueError(f"head_multiplier is {head_multiplier}, expected 1 for a {type(model).__name__}.")
@@ -300,7 +300,8 @@ def learning_rate_factors(
     last = len(blocks) - 1
     index = -1
     heads = classifiers_inside(base)
-    factors = dict.fromkeys(model.parameters(), head_multiplier)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    factors = dict.fromkeys(names.values(), head_multiplier)
     for full_name, parameter in base.named_parameters():
         if full_name.startswith(heads):
             continue
@@ -308,7 +309,7 @@ def learning_rate_factors(
             index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
         elif index >= 0:
             index = last
-        factors[parameter] = layer_decay ** (last - index)
+        factors[names[parameter]] = layer_decay ** (last - index)
     return factors
 
 
@@ -348,12 +349,6 @@ def last_checkpoint(folder: str | Path) -> str | None:
             with suppress(FileNotFoundError):
                 shutil.rmtree(path)
     return None
-
-
-def choose_attention(model, args):
-    """Set `args.attn_implementation`, or eager attention on CPUs, whose fused attention has a slow backward pass."""
-    if attention := args.attn_implementation or ("eager" if args.device.type == "cpu" else None):
-        model.set_attn_implementation(attention)
 
 
 def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] | None) -> int:

@@ -76,7 +76,7 @@ def assert_same(batches, expected):
 def test_a_view_is_a_function_of_seed_epoch_and_index(images):
     """Whoever draws it, after whatever."""
     views = Views(images, VIEW_OF_TRAINING, seed=1)
-    views.set_epoch(3)
+    views.epoch.fill_(3)
     before = torch.get_rng_state()
     sample = views[5]
     assert torch.equal(torch.get_rng_state(), before)
@@ -88,12 +88,12 @@ def test_a_view_is_a_function_of_seed_epoch_and_index(images):
     assert_same(loaded(views, num_workers=2), expected)
     for epoch, seed in ((2, 1), (3, 2)):
         other = Views(images, VIEW_OF_TRAINING, seed)
-        other.set_epoch(epoch)
+        other.epoch.fill_(epoch)
         assert not torch.equal(other[5]["pixel_values"], pixels)
     # Workers that stay have the epoch, too.
     loader = DataLoader(views, 8, num_workers=1, persistent_workers=True)
     for epoch in range(2):
-        views.set_epoch(epoch)
+        views.epoch.fill_(epoch)
         assert {*torch.cat([batch["epoch"] for batch in loader]).tolist()} == {epoch}
     # Labels are the model's numbers.
     numbers = [Views(images, EvalView(FORMAT), classes=range(9, -1, -1))[index]["labels"] for index in range(32)]
@@ -103,7 +103,7 @@ def test_a_view_is_a_function_of_seed_epoch_and_index(images):
 def stream_of(write_parquet, workers=0, epoch=0, skip_corrupt=False, corrupt=()) -> list[dict]:
     stream = load_images(write_parquet(count=12, corrupt=corrupt), streaming=True)
     views = StreamedViews(stream, VIEW_OF_TRAINING, 42, skip_corrupt)
-    views.set_epoch(epoch)
+    views.epoch.fill_(epoch)
     return loaded(views, num_workers=workers)
 
 

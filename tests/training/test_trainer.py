@@ -266,7 +266,7 @@ def test_rates_fall_with_depth(library, make):
     names |= {block.format(0): 0.5, block.format(1): 1.0}
     factors, parameters = learning_rate_factors(model, 5.0, 0.5), dict(model.named_parameters())
     trainer = make()
-    trainer.learning_rate_factors = lambda model: factors
+    trainer.learning_rate_factors = factors
     groups = trainer.create_optimizer(model).param_groups
     rates = {id(each): group["lr"] for group in groups for each in group["params"]}
     assert {name: rates[id(parameters[name])] / trainer.args.learning_rate for name in names} == pytest.approx(names)
