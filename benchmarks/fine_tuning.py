@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--teacher", default="checkpoints/caltech101-vit", help="default: %(default)s")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 36, 16], help="default: 64 36 16")
     parser.add_argument("--images", type=int, nargs="+", default=[100], help="to fine-tune with (default: 100)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="default: all")
     parser.add_argument("--test-images", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--bootstrap-images", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=5e-5, help="default: Trainer's, %(default)s")
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None):
     measured = {tuple(row[key] for key in KEYS) for row in rows}
     settings = {"test_images": arguments.test_images, "bootstrap_images": arguments.bootstrap_images, "seed": 42}
     for count, data, method, tokens in itertools.product(
-        arguments.images, ("clothing", "caltech"), METHODS, (None, *arguments.tokens)
+        arguments.images, ("clothing", "caltech"), arguments.methods, (None, *arguments.tokens)
     ):
         model = "teacher" if tokens is None else f"student, {tokens} tokens"
         row = dict(zip(KEYS, (data, count, arguments.learning_rate, method, model), strict=True))
