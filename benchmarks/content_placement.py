@@ -1,19 +1,20 @@
 """Placement of tokens by content: students whose cells are chosen for each image beside students with grids.
 
-    python benchmarks/content_placement.py teacher --model VIT --train TRAIN --test TEST       # Clothing's, 224 pixels
+    python benchmarks/content_placement.py teacher --name clothing --model VIT --train TRAIN --test TEST
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
     python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
     python benchmarks/content_placement.py picture --student STUDENT --test TEST
 
+`teacher` fits a linear classifier to the embedding of a pretrained vision transformer, which stays as it is.
 `students` bootstraps a student of each of --placements for six counts of tokens, all on the same views, half of them
 zoomed out. Each is asked about test photographs, the same as small objects (on a canvas whose sides are 2.5 times
 theirs), and the same on other photographs; so is the teacher. Runs are kept under --runs-dir and found again; `table`
-puts all that are there into content_students_NAME.json. Caltech-101's teacher is that of caltech101.py. `speed` times
-both placements (content_placement_speed.json). `picture` draws what tokens of a grid see and those that a student
-places (content_placement.webp).
+puts all that are there into content_students_NAME.json. `speed` times both placements (content_placement_speed.json).
+`picture` draws what tokens of a grid see and those that a student places (content_placement.webp).
 """
 
+import argparse
 import functools
 import json
 import statistics
@@ -24,19 +25,22 @@ import torch
 import torch.nn.functional as F
 from caltech101 import CANVAS, VIEWS, accuracy_of, outputs_for, print_accuracy, put_on_canvas, run_command
 from matplotlib.figure import Figure
+from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from frugalvit.baselines import load_teacher
-from frugalvit.common.data import load_images
+from frugalvit.common.data import class_names, load_images
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.configuration.configuration_base import pair
+from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
 from frugalvit.pictures import save_figure
-from frugalvit.training import bootstrap, train
+from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView
+from linear_probe import fit_probe
 from shared import (
     add_precision_argument,
     add_run_arguments,
@@ -61,7 +65,7 @@ PICTURE_TOKENS, PICTURES = 25, 6
 def main():
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--model", help="pretrained ViT to fine-tune")
+    parser.add_argument("--model", help="folder or hub id of a pretrained ViT")
     parser.add_argument("--teacher", help="folder of the teacher")
     parser.add_argument("--student", help="folder of a student")
     parser.add_argument("--train", help="parquet file or folder of training images")
@@ -80,15 +84,22 @@ def main():
     run_command(parser, COMMANDS)
 
 
-def train_teacher(arguments):
+def make_teacher(arguments):
     folder = arguments.runs_dir / f"{arguments.name}-teacher"
-    argv = [
-        *("--model", arguments.model, "--dataset", arguments.train, "--eval_split", "none", "--crop", "resized"),
-        *("--num_train_epochs", "12", "--per_device_train_batch_size", "64", "--crop_scale", "0.4", "1.0"),
-        *("--learning_rate", "2e-4", "--layer_decay", "0.85", "--head_multiplier", "5"),
-        *("--warmup_steps", str(1 / 12), "--mixup", "0.1", *precision_arguments(arguments)),
-    ]
-    run_training(train, folder, argv)
+    processor = AutoImageProcessor.from_pretrained(arguments.model)
+    image_format = ImageFormat.from_processor(processor)
+    names = class_names(load_images([arguments.train], "train"))
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    model = AutoModelForImageClassification.from_pretrained(arguments.model, dtype=torch.float32, **labels).eval()
+    anatomy = read_anatomy(model.to(choose_device()), image_format.size)
+    seen = argparse.Namespace(**vars(arguments) | {"test": arguments.train, "test_images": None})
+    probe = fit_probe(*outputs_for(seen, anatomy.embed, image_format))
+    with torch.no_grad():
+        # Of features that are not standardized.
+        model.classifier.weight.copy_(probe.linear.weight / probe.std)
+        model.classifier.bias.copy_(probe.linear.bias - model.classifier.weight.cpu() @ probe.mean)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
     print_accuracy(arguments, folder)
 
 
@@ -234,7 +245,7 @@ def seen_by(image: torch.Tensor, rois: torch.Tensor, patch_size: tuple[int, int]
 
 
 COMMANDS = {
-    "teacher": (train_teacher, ["model", "train", "test"]),
+    "teacher": (make_teacher, ["model", "train", "test"]),
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
     "speed": (measure_speed, ["teacher"]),
