@@ -204,6 +204,8 @@ def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(make, tmp_path
 def test_it_is_a_trainer(make, images, pictures, tmp_path, hub, monkeypatch):
     """A notebook calls its methods."""
     monkeypatch.setattr("transformers.utils.hub._hf_api", None)
+    # Before a training, TensorBoard writes to a folder here.
+    monkeypatch.chdir(tmp_path)
     own = make(num_train_epochs=1, hub_model_id="someone/model", report_to="tensorboard")
     assert own.evaluate().keys() >= {"eval_loss", "eval_accuracy"} and own.train().global_step == 4
     assert own.evaluate(images, metric_key_prefix="other")["other_accuracy"] == own.metrics["accuracy"]
