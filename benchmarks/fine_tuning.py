@@ -31,7 +31,8 @@ from shared import add_results_argument, make_parser, read_rows, write_table
 
 
 NEW_CLASSES = 20
-METHODS = ("all weights", "all weights, head at 1e-3", "LoRA", "head")
+TWO_RATES = "all weights, head at 1e-3"
+METHODS = ("all weights", TWO_RATES, "LoRA", "head")
 # What tells rows apart.
 KEYS = ("data", "images", "learning_rate", "method", "model")
 
@@ -87,7 +88,7 @@ def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str,
     processor = AutoImageProcessor.from_pretrained(folder)
     train, test = (each.with_transform(functools.partial(prepare, processor, classes)) for each in (train, test))
     optimizer = None
-    if method == METHODS[1]:
+    if method == TWO_RATES:
         groups = [{"params": model.base_model.parameters()}, {"params": model.classifier.parameters(), "lr": 1e-3}]
         optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate, weight_decay=args.weight_decay)
     trainer = Trainer(learners(model, method), args, train_dataset=train, optimizers=(optimizer, None))
