@@ -95,10 +95,9 @@ class ImageTrainer(Trainer):
         self.command = None
         # Arguments of `write_card`, where the task's do not fit.
         self.card = {}
-        if hasattr(args, "attn_implementation"):
+        if hasattr(args, "attn_implementation") and (args.attn_implementation or args.device.type == "cpu"):
             # Fused attention has a slow backward pass on CPUs.
-            usual = "eager" if args.device.type == "cpu" else model.config._attn_implementation
-            model.set_attn_implementation(args.attn_implementation or usual)
+            model.set_attn_implementation(args.attn_implementation or "eager")
         # Step and time of the first step, for the speed in the logs.
         self.begun = None
         # Images to measure the model on that was chosen on others.
