@@ -20,26 +20,11 @@ from pathlib import Path
 from transformers import AutoModelForImageClassification
 
 import frugalvit
+import shared
 from frugalvit.baselines import load_students, load_teacher, load_teachers
 from frugalvit.common.data import load_images
 from frugalvit.compare import compare
 from frugalvit.training import bootstrap, train
-from shared import (
-    STUDENT,
-    add_data_arguments,
-    add_precision_argument,
-    add_run_arguments,
-    data_arguments,
-    folder_name,
-    last_accuracies,
-    make_parser,
-    precision_arguments,
-    run_training,
-    spread,
-    wanted_rows,
-    write_comparison,
-    write_table,
-)
 from token_merging import merging, with_random_patches
 
 
@@ -75,7 +60,7 @@ TABLES = {
         "equal initial RoIs left equal, as paper and code do": ["--no_break_ties"],
         "RoIs encoded as the paper prints it, not as its code does": [
             "--config_overrides",
-            f"{STUDENT},roi_encoding=paper",
+            f"{shared.STUDENT},roi_encoding=paper",
         ],
     },
 }
@@ -86,7 +71,7 @@ ELASTIC = {**{f"{count} tokens": [count] for count in COUNTS}, "all numbers": CO
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = shared.make_parser(__doc__)
     parser.add_argument("table", choices=[*TABLES, "elastic", "compare"])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
@@ -94,11 +79,11 @@ def main():
     parser.add_argument("--epochs", type=int, default=3, help="of runs that do not go on from others (default: 3)")
     parser.add_argument("--continued-epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="default: %(default)s")
-    add_precision_argument(parser, "no")
-    add_data_arguments(parser)
+    shared.add_precision_argument(parser, "no")
+    shared.add_data_arguments(parser)
     parser.add_argument("--tome", help="checkout of ToMe, for compare")
     parser.add_argument("--rounds", type=int, default=20, help="timed passes of compare (default: %(default)s)")
-    add_run_arguments(parser, "runs/bootstrap_tables")
+    shared.add_run_arguments(parser, "runs/bootstrap_tables")
     arguments = parser.parse_args()
     if arguments.table in ("elastic", "compare"):
         {"elastic": train_elastic, "compare": compare_elastic}[arguments.table](arguments)
@@ -106,7 +91,7 @@ def main():
 
     teacher_accuracy = run(arguments, "16 tokens", [], arguments.seeds[0])["eval_teacher_accuracy"]
     rows = []
-    for name in wanted_rows(arguments, TABLES[arguments.table]):
+    for name in shared.wanted_rows(arguments, TABLES[arguments.table]):
         extra = TABLES[arguments.table][name]
         measured = [run(arguments, name, extra, seed) for seed in arguments.seeds]
         folder = folder_of(arguments, name, arguments.seeds[0])
@@ -115,7 +100,7 @@ def main():
         rows.append(
             {
                 "row": name,
-                **(accuracies := last_accuracies(measured)),
+                **(accuracies := shared.last_accuracies(measured)),
                 "of_teacher": accuracies["accuracy"] / teacher_accuracy,
                 "tokens": model.config.num_latent_tokens + model.config.num_prefix_tokens,
                 "parameters": model.num_parameters(),
@@ -123,7 +108,7 @@ def main():
             }
         )
         settings = ("images", "epochs", "continued_epochs", "learning_rate", "seeds", "mixed_precision")
-        write_table(
+        shared.write_table(
             arguments.results_dir / f"bootstrap_{arguments.table}.json",
             {name: getattr(arguments, name) for name in settings},
             rows,
@@ -136,28 +121,28 @@ def folder_of(arguments, name: str, seed: int) -> Path:
     """The folder of a run; equal runs of different tables share one."""
     if name in ("bootstrapping", "default: truncate 2, tune 2 of 4", "ours"):
         name = "16 tokens"
-    return arguments.runs_dir / folder_name(name, seed)
+    return arguments.runs_dir / shared.folder_name(name, seed)
 
 
 def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     folder = folder_of(arguments, name, seed)
-    shared = [
+    common = [
         *("--train_split", f"train[:{arguments.images}]", "--seed", str(seed)),
-        *("--per_device_train_batch_size", "64", *precision_arguments(arguments)),
+        *("--per_device_train_batch_size", "64", *shared.precision_arguments(arguments)),
     ]
     if extra == "train":
-        return run_training(train, folder, [*shared, *scratch_arguments(arguments)])
+        return shared.run_training(train, folder, [*common, *scratch_arguments(arguments)])
     continued = "--student" in extra
     extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
     epochs = arguments.continued_epochs if continued else arguments.epochs
     # The paper continues at a quarter of the first learning rate.
     rate, warmup = (arguments.learning_rate / 4, 0) if continued else (arguments.learning_rate, 1 / epochs)
     argv = [
-        *(*shared, "--teacher", arguments.teacher, "--focusing", "paper", "--config_overrides", STUDENT),
+        *(*common, "--teacher", arguments.teacher, "--focusing", "paper", "--config_overrides", shared.STUDENT),
         *("--recipe", "paper"),
         *("--num_train_epochs", str(epochs), "--learning_rate", str(rate), "--warmup_steps", str(warmup), *extra),
     ]
-    return run_training(bootstrap, folder, argv)
+    return shared.run_training(bootstrap, folder, argv)
 
 
 def scratch_arguments(arguments) -> list[str]:
@@ -168,7 +153,7 @@ def scratch_arguments(arguments) -> list[str]:
     fields += ("intermediate_size", "focusing_hidden_size", "layer_norm_eps")
     sizes = ",".join(f"{field}={json.dumps(getattr(config, field))}" for field in fields)
     return [
-        *("--model_type", "sparseformer", "--config_overrides", f"{sizes},{STUDENT}"),
+        *("--model_type", "sparseformer", "--config_overrides", f"{sizes},{shared.STUDENT}"),
         *("--num_train_epochs", str(arguments.epochs), "--warmup_steps", str(1 / arguments.epochs)),
         *("--learning_rate", str(arguments.learning_rate), "--image_std", "0.25", "0.25", "0.25"),
     ]
@@ -182,22 +167,28 @@ def train_elastic(arguments):
             metric = "eval_accuracy" if len(counts) == 1 else f"eval_accuracy_{count}"
             accuracies = [result[metric] for result in results]
             row = {"student": name, "num_tokens": count, "accuracy": statistics.mean(accuracies)}
-            row |= {"spread": spread(accuracies), "accuracies": accuracies}
+            row |= {"spread": shared.spread(accuracies), "accuracies": accuracies}
             rows.append(row | {"teacher_accuracy": results[0]["eval_teacher_accuracy"]})
     data = f"CIFAR-10, {' '.join(arguments.dataset)}, 32 px"
-    write_table(arguments.results_dir / "elastic_cifar10.json", {"seeds": arguments.seeds}, rows, data=data)
+    shared.write_table(arguments.results_dir / "elastic_cifar10.json", {"seeds": arguments.seeds}, rows, data=data)
 
 
 def run_elastic(arguments, name: str, seed: int) -> dict:
     """Results of a student that goes on from the one that ships, trained now or before."""
     argv = [
-        *("--teacher", arguments.teacher, "--student", "checkpoints/cifar10-sparseformer", *data_arguments(arguments)),
+        *(
+            "--teacher",
+            arguments.teacher,
+            "--student",
+            "checkpoints/cifar10-sparseformer",
+            *shared.data_arguments(arguments),
+        ),
         *("--eval_split", "train" if arguments.eval_dataset else "test", "--crop_scale", "0.8", "1"),
         *("--token_loss_weight", "2", "--num_tokens", *map(str, ELASTIC[name])),
         *("--per_device_train_batch_size", "64", "--warmup_steps", "0.1", "--num_train_epochs", "1"),
         *("--learning_rate", "1e-3", "--seed", str(seed)),
     ]
-    return run_training(bootstrap, arguments.runs_dir / folder_name(name, seed), argv)
+    return shared.run_training(bootstrap, arguments.runs_dir / shared.folder_name(name, seed), argv)
 
 
 def compare_elastic(arguments):
@@ -207,12 +198,14 @@ def compare_elastic(arguments):
     baselines += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]
     for name in ELASTIC:
         method = "one student for all numbers" if name == "all numbers" else "one student for each number"
-        baselines += load_students(str(arguments.runs_dir / folder_name(name, seed)), method, f"student, {name}")
+        baselines += load_students(
+            str(arguments.runs_dir / shared.folder_name(name, seed)), method, f"student, {name}"
+        )
     if arguments.tome:
         baselines += [merging(*load_teacher(arguments.teacher), arguments.tome, merged) for merged in (4, 8, 12)]
     images = load_images(arguments.eval_dataset or arguments.dataset, "train" if arguments.eval_dataset else "test")
     rows = compare(baselines, images, rounds=arguments.rounds)
-    write_comparison(arguments, "compare_cifar10", len(images), rows, "CIFAR-10, test images, 32 px")
+    shared.write_comparison(arguments, "compare_cifar10", len(images), rows, "CIFAR-10, test images, 32 px")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 
 import datasets
@@ -36,6 +36,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+import shared
 from frugalvit.baselines import WithTokens, load_students, load_teacher, load_teachers
 from frugalvit.common.data import class_names, label_numbers, load_images, sample
 from frugalvit.common.decoding import decode_image
@@ -50,19 +51,6 @@ from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from frugalvit.training.augmentation import EvalView, seeded
 from linear_probe import fit_probe
-from shared import (
-    ROOT,
-    add_precision_argument,
-    add_run_arguments,
-    make_parser,
-    measured_once,
-    precision_arguments,
-    print_rows,
-    run_training,
-    spread,
-    write_comparison,
-    write_table,
-)
 from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, tome, tune, with_random_patches
 
 
@@ -96,7 +84,7 @@ LEFT_OUT = range(0, 100, 5)
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = shared.make_parser(__doc__)
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
@@ -111,8 +99,8 @@ def main():
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fixed"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36, 64], help="default: 16 36 64")
     parser.add_argument("--steps", type=int, nargs="+", default=[218], help=f"of {BATCH_SIZE} views (default: 218)")
-    add_precision_argument(parser, "bf16")
-    add_run_arguments(parser, "runs/caltech101")
+    shared.add_precision_argument(parser, "bf16")
+    shared.add_run_arguments(parser, "runs/caltech101")
     run_command(parser, COMMANDS)
 
 
@@ -127,17 +115,25 @@ def run_command(parser, commands: Mapping[str, tuple[Callable, tuple[str, ...]]]
 
 def train_teacher(arguments):
     """Fine-tune a teacher for five epochs at half of the size, then for half an epoch at the model's size."""
-    shared = [
-        *("--dataset", arguments.train, "--eval_split", "none", "--crop", "resized", *precision_arguments(arguments)),
+    common = [
+        *(
+            "--dataset",
+            arguments.train,
+            "--eval_split",
+            "none",
+            "--crop",
+            "resized",
+            *shared.precision_arguments(arguments),
+        ),
         *("--attn_implementation", "eager", "--layer_decay", "0.85", "--warmup_steps", "0.1"),
     ]
     small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"
     first = ["--model", arguments.model, "--image_size", "112", "--num_train_epochs", "5", "--mixup", "0.1"]
     first += ["--learning_rate", "3e-4", "--head_multiplier", "5", "--crop_scale", "0.3", "1.0"]
-    run_training(train, small, [*shared, *first, "--per_device_train_batch_size", str(BATCH_SIZE)])
+    shared.run_training(train, small, [*common, *first, "--per_device_train_batch_size", str(BATCH_SIZE)])
     second = ["--model", str(small), "--max_steps", "55", "--crop_scale", "0.4", "1.0", "--learning_rate", "1e-4"]
     second += ["--image_size", "224", "--mixup", "0", "--gradient_accumulation_steps", "4"]
-    run_training(train, teacher, [*shared, *second, "--per_device_train_batch_size", str(BATCH_SIZE // 4)])
+    shared.run_training(train, teacher, [*common, *second, "--per_device_train_batch_size", str(BATCH_SIZE // 4)])
     print_accuracy(arguments, teacher)
 
 
@@ -151,7 +147,7 @@ def train_students(arguments):
     for steps, seed, tokens, variant in itertools.product(
         arguments.steps, arguments.seeds, arguments.tokens, arguments.variants
     ):
-        print_rows(train_student(arguments, variant, tokens, steps, seed))
+        shared.print_rows(train_student(arguments, variant, tokens, steps, seed))
 
 
 def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> list[dict]:
@@ -159,15 +155,15 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
     folder = arguments.runs_dir / f"{variant.replace(' ', '-')}-{tokens}tokens-{steps}steps-seed{seed}"
     argv = shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed)
     argv += ["--max_steps", str(steps), "--num_tokens", str(tokens), *VARIANTS[variant]]
-    run_training(bootstrap, folder, argv)
+    shared.run_training(bootstrap, folder, argv)
     about = {"variant": variant, "views": steps * BATCH_SIZE, "seed": seed}
-    return measured_once(folder, lambda folder: [about | row for row in measure_student(arguments, folder)])
+    return shared.measured_once(folder, lambda folder: [about | row for row in measure_student(arguments, folder)])
 
 
 def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: int) -> list[str]:
     return [
         *("--teacher", str(teacher), "--dataset", str(images), "--eval_split", "none", "--seed", str(seed)),
-        *("--per_device_train_batch_size", str(BATCH_SIZE), *precision_arguments(arguments)),
+        *("--per_device_train_batch_size", str(BATCH_SIZE), *shared.precision_arguments(arguments)),
     ]
 
 
@@ -226,17 +222,25 @@ def test_images(
     test: str, image_format: ImageFormat, view: str, backgrounds: str | None = None, limit: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Test images as one of `VIEWS`, `(images, 3, height, width)` uint8, and their labels."""
-    records, pixels = sample(load_images([test], "train"), limit, seed=0), []
+    records, view_of = sample(load_images([test], "train"), limit, seed=0), EvalView(image_format)
+    shown = tqdm(views_of(records, image_format, view, backgrounds), view, len(records), leave=False)
+    pixels = [view_of(image)["pixel_values"] for image in shown]
+    return torch.stack(pixels), torch.tensor(records["label"])
+
+
+def views_of(
+    records: datasets.Dataset, image_format: ImageFormat, view: str, backgrounds: str | None = None
+) -> Iterator[Image.Image]:
+    """Show images as one of `VIEWS`."""
     others = load_images([backgrounds], "train") if view == VIEWS[2] else None
-    for index in tqdm(range(len(records)), desc=view, leave=False):
+    for index in range(len(records)):
         image = decode_image(records[index]["image"], index)
         if view == VIEWS[1]:
             image = put_on_canvas(image, index, image_format)
         elif view == VIEWS[2]:
             number = index % len(others)
             image = put_on(decode_image(others[number]["image"], number), image, index)
-        pixels.append(EvalView(image_format)(image)["pixel_values"])
-    return torch.stack(pixels), torch.tensor(records["label"])
+        yield image
 
 
 @torch.no_grad()
@@ -297,7 +301,7 @@ def compare_all(arguments):
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
     rows = compare(baselines, images, batch_size=32, precisions=precisions, rounds=arguments.rounds)
     data = f"{arguments.title}, test images chosen at random, 224 px"
-    write_comparison(arguments, f"compare_{file_name(arguments)}", len(images), rows, data=data)
+    shared.write_comparison(arguments, f"compare_{file_name(arguments)}", len(images), rows, data=data)
 
 
 def file_name(arguments) -> str:
@@ -326,7 +330,7 @@ def measure_peers(arguments):
             about = {"merged": merged, "tuned": seed is not None, "seed": seed}
             rows.append(about | measure_peer(arguments, model, teacher, processor))
     file = arguments.results_dir / f"caltech101_{arguments.what}.json"
-    write_table(file, settings, rows, data="Caltech-101, test images, 224 px")
+    shared.write_table(file, settings, rows, data="Caltech-101, test images, 224 px")
 
 
 def tuned_diffrate(arguments, teacher, processor, seed: int) -> MergedViT:
@@ -378,7 +382,7 @@ def compare_features(arguments):
         train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
     student = runs / f"features-elastic-seed{seed}"
     argv = shared_arguments(arguments, arguments.model, kept, seed)
-    run_training(bootstrap, student, [*argv, "--num_train_epochs", str(epochs), *VARIANTS["elastic"]])
+    shared.run_training(bootstrap, student, [*argv, "--num_train_epochs", str(epochs), *VARIANTS["elastic"]])
     baselines = load_teachers(arguments.model, "ViT-S/14", RESOLUTIONS)
     teacher = load_teacher(arguments.model)
     baselines += [with_random_patches(*teacher, (side // 14) ** 2, seed) for side in RESOLUTIONS]
@@ -394,7 +398,7 @@ def compare_features(arguments):
         for name, values in right.items():
             row |= describe_score(name, values, teachers.get(name))
         teachers = teachers or right
-    write_table(
+    shared.write_table(
         arguments.results_dir / f"{file_name(arguments)}_features.json",
         {"images": len(test), "train_images": len(train), "epochs": epochs, "left_out": left_out},
         rows,
@@ -460,7 +464,7 @@ def make_table(arguments):
     settings = {"batch_size": BATCH_SIZE, "canvas": CANVAS, "mixed_precision": arguments.mixed_precision}
     for name, rows in (("students", students), ("adaptive", adaptive)):
         if rows:
-            write_table(
+            shared.write_table(
                 arguments.results_dir / f"caltech101_{name}.json",
                 settings | {"seeds": "as listed"},
                 rows,
@@ -477,7 +481,7 @@ def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None
         accuracies = [run[images]["accuracy"] for run in runs]
         row |= {
             f"{images}_accuracy": statistics.mean(accuracies),
-            f"{images}_spread": spread(accuracies),
+            f"{images}_spread": shared.spread(accuracies),
             f"{images}_of_teacher": statistics.mean(accuracies) / runs[0][images]["teacher_accuracy"],
             **{f"{images}_{name}": statistics.mean(run[images][name] for run in runs) for name in names},
         }
@@ -516,7 +520,7 @@ def draw_photographs(arguments):
         "test": sample(load_images([arguments.test], "train"), 300, seed=0),
     }
     for name, images in parts.items():
-        with whole_file(ROOT / "training" / "caltech101" / f"{name}.parquet") as aside:
+        with whole_file(shared.ROOT / "training" / "caltech101" / f"{name}.parquet") as aside:
             images.cast_column("image", datasets.Image()).to_parquet(aside)
 
 

@@ -3,6 +3,8 @@
     python benchmarks/content_placement.py teacher --name clothing --model VIT --train TRAIN --test TEST
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
+    python benchmarks/content_placement.py larger --name caltech101 --test TEST --backgrounds IMAGES
+    python benchmarks/content_placement.py rivals --student STUDENT --test TEST --backgrounds IMAGES --apt CHECKOUT
     python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
     python benchmarks/content_placement.py picture --student STUDENT --test TEST
 
@@ -15,20 +17,29 @@ puts all that are there into content_students_NAME.json. `speed` times both plac
 """
 
 import argparse
+import dataclasses
 import functools
+import importlib
+import itertools
 import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import caltech101
 import torch
 import torch.nn.functional as F
-from caltech101 import CANVAS, VIEWS, accuracy_of, outputs_for, print_accuracy, put_on_canvas, run_command
 from matplotlib.figure import Figure
+from timm.data.naflex_transforms import ResizeToSequence
+from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg, checkpoint_filter_fn
+from torch import nn
+from torchvision.transforms.v2.functional import pil_to_tensor
+from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+import shared
 from frugalvit.baselines import load_teacher
-from frugalvit.common.data import class_names, load_images
+from frugalvit.common.data import class_names, load_images, sample
 from frugalvit.common.decoding import decode_image
 from frugalvit.common.files import write_json
 from frugalvit.common.loading import choose_device, load_image_classifier
@@ -41,17 +52,7 @@ from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView
 from linear_probe import fit_probe
-from shared import (
-    add_precision_argument,
-    add_run_arguments,
-    make_parser,
-    measured_once,
-    precision_arguments,
-    print_rows,
-    run_training,
-    spread,
-    write_table,
-)
+from token_merging import as_timm, peer
 
 
 PLACEMENTS = ("grid", "content")
@@ -60,10 +61,12 @@ TOKENS = [9, 16, 25, 36, 49, 64]
 ZOOM_OUT = 3.0
 # Of the picture.
 PICTURE_TOKENS, PICTURES = 25, 6
+# Sizes of patches that the authors of Adaptive Patch Transformer draw.
+SCALES = 3
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = shared.make_parser(__doc__)
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--model", help="folder or hub id of a pretrained ViT")
     parser.add_argument("--teacher", help="folder of the teacher")
@@ -71,6 +74,7 @@ def main():
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
     parser.add_argument("--backgrounds", help="of other photographs")
+    parser.add_argument("--apt", help="checkout of Adaptive Patch Transformer")
     parser.add_argument("--name", default="caltech101", help="of the data (default: %(default)s)")
     parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=PLACEMENTS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
@@ -79,9 +83,10 @@ def main():
     parser.add_argument("--batch-size", type=int, default=192, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
     parser.add_argument("--inherited-learning-rate", type=float, default=0.04, help="default: %(default)s")
-    add_precision_argument(parser, "bf16")
-    add_run_arguments(parser, "runs/content_placement")
-    run_command(parser, COMMANDS)
+    shared.add_precision_argument(parser, "bf16")
+    parser.add_argument("--training-precision", choices=["no", "bf16"], help="if another one than of measuring")
+    shared.add_run_arguments(parser, "runs/content_placement")
+    caltech101.run_command(parser, COMMANDS)
 
 
 def make_teacher(arguments):
@@ -93,40 +98,41 @@ def make_teacher(arguments):
     model = AutoModelForImageClassification.from_pretrained(arguments.model, dtype=torch.float32, **labels).eval()
     anatomy = read_anatomy(model.to(choose_device()), image_format.size)
     seen = argparse.Namespace(**vars(arguments) | {"test": arguments.train, "test_images": None})
-    probe = fit_probe(*outputs_for(seen, anatomy.embed, image_format))
+    probe = fit_probe(*caltech101.outputs_for(seen, anatomy.embed, image_format))
     with torch.no_grad():
         # Of features that are not standardized.
         model.classifier.weight.copy_(probe.linear.weight / probe.std)
         model.classifier.bias.copy_(probe.linear.bias - model.classifier.weight.cpu() @ probe.mean)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    print_accuracy(arguments, folder)
+    caltech101.print_accuracy(arguments, folder)
 
 
 def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict[str, float]:
     """Accuracy of a function that returns logits, on each of `VIEWS`."""
-    return {view: accuracy_of(*outputs_for(arguments, classify, image_format, view)) for view in VIEWS}
+    return {
+        view: caltech101.accuracy_of(*caltech101.outputs_for(arguments, classify, image_format, view))
+        for view in caltech101.VIEWS
+    }
 
 
-def measure(arguments, model, processor, placement: str) -> list[dict]:
-    """Accuracy of a classifier on each of `VIEWS`, for each count of tokens."""
-    model.to(choose_device()).eval()
+def measure(arguments, folder: Path, placement: str, scale: int = 1) -> list[dict]:
+    """Accuracy of a student on each of `VIEWS`, in images so many times as large, for each count of tokens."""
+    model, processor = load_image_classifier(folder, str(choose_device()))
     image_format = ImageFormat.from_processor(processor)
-    return [
-        {"placement": placement, "tokens": count}
-        | accuracies(arguments, functools.partial(logits_of, model, count), image_format)
-        for count in arguments.tokens
-    ]
-
-
-def logits_of(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
-    return model(pixel_values, num_tokens=num_tokens).logits
+    size = tuple(scale * side for side in image_format.size)
+    image_format = dataclasses.replace(image_format, size=size, resize=scale * image_format.resize)
+    rows = []
+    for count in arguments.tokens:
+        found = accuracies(arguments, lambda pixels, count=count: model(pixels, num_tokens=count).logits, image_format)
+        rows.append({"placement": placement, "tokens": count} | found)
+    return rows
 
 
 def train_students(arguments):
     for seed in arguments.seeds:
         for placement in arguments.placements:
-            print_rows(train_student(arguments, placement, seed))
+            shared.print_rows(train_student(arguments, placement, seed))
     anatomy, processor = load_teacher(arguments.teacher, str(choose_device()))
     found = accuracies(arguments, anatomy.run_classifier, ImageFormat.from_processor(processor))
     row = {"placement": "teacher", "tokens": anatomy.num_patches} | found
@@ -144,20 +150,21 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         *("--zoom_out", str(ZOOM_OUT)),
         *("--max_steps", str(arguments.steps), "--per_device_train_batch_size", str(arguments.batch_size)),
         *("--learning_rate", str(arguments.learning_rate)),
-        *("--inherited_lr_factor", str(arguments.inherited_learning_rate), *precision_arguments(arguments)),
+        *("--inherited_lr_factor", str(arguments.inherited_learning_rate)),
+        *shared.precision_arguments(arguments, arguments.training_precision),
     ]
-    run_training(bootstrap, folder, argv)
+    shared.run_training(bootstrap, folder, argv)
     about = {"seed": seed, "steps": arguments.steps, "batch_size": arguments.batch_size, "inherited_rate": rate}
-    return measured_once(folder, lambda folder: [row | about for row in measure_student(arguments, folder, placement)])
+    return shared.measured_once(folder, lambda folder: [row | about for row in measure(arguments, folder, placement)])
 
 
-def measure_student(arguments, folder: Path, placement: str) -> list[dict]:
-    model, processor = load_image_classifier(folder, "cpu")
-    rows = measure(arguments, model, processor, placement)
-    if placement == "content":
-        model.set_placement("grid")
-        rows += measure(arguments, model, processor, "content, asked by grid")
-    return rows
+def measure_larger(arguments):
+    rows = []
+    for placement in PLACEMENTS:
+        (folder,) = arguments.runs_dir.glob(f"{arguments.name}-{placement}-*seed{arguments.seeds[0]}")
+        rows += measure(arguments, folder, placement, scale=2)
+    settings = {name: getattr(arguments, name) for name in ("test_images", "mixed_precision")}
+    shared.write_table(arguments.results_dir / f"content_larger_{arguments.name}.json", settings, rows)
 
 
 def make_table(arguments):
@@ -166,16 +173,122 @@ def make_table(arguments):
     groups: dict[tuple, list[dict]] = {}
     for file in sorted(arguments.runs_dir.glob(f"{arguments.name}-[a-z]*/measured.json")):
         for row in json.loads(file.read_text(encoding="utf-8")):
-            key = tuple((name, value) for name, value in row.items() if name not in (*VIEWS, "seed"))
+            key = tuple((name, value) for name, value in row.items() if name not in (*caltech101.VIEWS, "seed"))
             groups.setdefault(key, []).append(row)
     for key, found in groups.items():
         row = dict(key) | {"seeds": len(found)}
-        for name in VIEWS:
+        for name in caltech101.VIEWS:
             values = [each[name] for each in found]
-            row |= {name: statistics.mean(values), f"{name}: spread": spread(values)}
+            row |= {name: statistics.mean(values), f"{name}: spread": shared.spread(values)}
         rows.append(row)
-    settings = {"canvas": CANVAS, "zoom_out": ZOOM_OUT, "test_images": arguments.test_images}
-    write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
+    settings = {name: getattr(arguments, name) for name in ("test_images", "mixed_precision")}
+    settings |= {"canvas": caltech101.CANVAS, "zoom_out": ZOOM_OUT}
+    shared.write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
+
+
+@torch.inference_mode()
+def compare_rivals(arguments):
+    model, processor = load_image_classifier(arguments.student, "cpu")
+    image_format, rows = ImageFormat.from_processor(processor), {}
+    for view, count, method in itertools.product(caltech101.VIEWS, arguments.tokens, RIVALS):
+        pixels, labels = caltech101.test_images(
+            arguments.test, image_format, view, arguments.backgrounds, arguments.test_images
+        )
+        images = image_format.normalize(pixels)
+        logits, tokens = RIVALS[method](arguments, model, image_format, images, count, view)
+        row = rows.setdefault((method, count), {"method": method, "tokens": count})
+        row |= {view: caltech101.accuracy_of(logits, labels), f"{view}: tokens": tokens}
+    settings = {"student": Path(arguments.student).name, "test_images": len(labels), "precision": "float32"}
+    shared.write_table(arguments.results_dir / f"content_rivals_{arguments.name}.json", settings, [*rows.values()])
+
+
+def classify_placed(placement, arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
+    """Return logits and, as all `RIVALS` do, how many tokens an image has on average."""
+    model.set_placement(placement)
+    logits = torch.cat([model(batch, num_tokens=count).logits for batch in images.split(32)])
+    model.set_placement("grid")
+    return logits, count
+
+
+def classify_apt(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
+    """Embed the patches that Adaptive Patch Transformer chooses, as `from_teacher` embeds cells: its own addition to
+    them, of their parts, begins as zero."""
+    with peer(arguments.apt, "src"):
+        make = importlib.import_module("src.models.patch_tokenizer").PatchTokenizer
+    embeddings, size = model.base_model.embeddings, image_format.size[0]
+    tokenizer = make(SCALES, embeddings.patch_size[0], size, [], image_format.mean, image_format.std)
+    maps = [tokenizer.compute_importance_maps(batch) for batch in tqdm(images.split(4), desc="entropy", leave=False)]
+    maps = {side: torch.cat([each[side] for each in maps]) for side in maps[0]}
+    low, high = 0.0, 9.0
+    for _ in range(20):
+        tokenizer.thresholds = [(low + high) / 2] * (SCALES - 1)
+        found = sum(tokenizer.construct_masks(maps)[2]) / len(images) - 1
+        low, high = (tokenizer.thresholds[0], high) if found > count else (low, tokenizer.thresholds[0])
+    logits = []
+    for start in tqdm(range(0, len(images), 8), desc=view, leave=False):
+        batch = images[start : start + 8]
+        chosen = tokenizer(batch, {side: each[start : start + 8] for side, each in maps.items()})
+        embeddings.embed_each = lambda *_, batch=batch, chosen=chosen: embed_apt(embeddings, batch, chosen, size)
+        logits.append(model(batch, num_tokens=torch.full((len(batch),), count)).logits)
+    del embeddings.embed_each
+    return torch.cat(logits), found
+
+
+def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> tuple:
+    """As `embed_each` of the embeddings, of what the tokenizer has chosen."""
+    tokens, areas = [], []
+    for level in range(SCALES):
+        side = embeddings.patch_size[0] * 2**level
+        mask = chosen[f"pos_embed_mask_{side}"]
+        positions = embeddings.positions_of((size // side, size // side)).expand(*mask.shape, -1)
+        patches = embeddings.projection(chosen[f"resized_patches_{side}"].flatten(1)) + positions[mask]
+        tokens.append(positions.masked_scatter(mask.unsqueeze(-1), patches))
+        areas.append(mask * 4.0**level)
+    areas, order = torch.cat(areas, dim=1).sort(dim=1, descending=True, stable=True)
+    most = (areas > 0).sum(1).max()
+    tokens = torch.cat(tokens, dim=1).gather(1, order.unsqueeze(-1).expand(-1, -1, tokens[0].shape[-1]))[:, :most]
+    tokens = torch.cat([embeddings.cls_token.expand(len(images), -1, -1), tokens], dim=1)
+    return tokens, torch.zeros(len(images), most, 4), areas[:, :most], None
+
+
+def classify_naflex(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
+    """Give timm's NaFlexViT, with the student's weights, each image in its own aspect ratio, one at a time."""
+    vit, model = as_naflex(model)
+    resize, logits, lengths = ResizeToSequence(vit.embeds.patch_size[0], count), [], []
+    records = sample(load_images([arguments.test], "train"), arguments.test_images, seed=0)
+    shown = caltech101.views_of(records, image_format, view, arguments.backgrounds)
+    for image in tqdm(shown, view, len(records), leave=False):
+        tokens = vit.forward_features(image_format.normalize(pil_to_tensor(resize(image))[None]))
+        logits.append(model.forward_head(tokens).logits)
+        lengths.append(tokens.shape[1] - 1)
+    return torch.cat(logits), statistics.mean(lengths)
+
+
+@functools.cache
+def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module, nn.Module]:
+    """A NaFlexViT with a student's weights, and a ViT of timm that pools and classifies its tokens."""
+    vit = as_timm(model.to_plain_vit(model.config.num_latent_tokens))
+    side, block = vit.patch_embed.grid_size[0], vit.blocks[0]
+    config = NaFlexVitCfg(
+        patch_size=vit.patch_embed.patch_size[0],
+        embed_dim=vit.embed_dim,
+        depth=len(vit.blocks),
+        num_heads=block.attn.num_heads,
+        class_token=True,
+        pos_embed_grid_size=(side, side),
+        global_pool="token",
+    )
+    flexible = NaFlexVit(config, num_classes=0).eval()
+    flexible.load_state_dict(checkpoint_filter_fn(vit.state_dict(), flexible), strict=False)
+    return flexible, vit
+
+
+RIVALS = {
+    "grid": functools.partial(classify_placed, "grid"),
+    "content, by detail alone": functools.partial(classify_placed, "content"),
+    "Adaptive Patch Transformer": classify_apt,
+    "NaFlexViT": classify_naflex,
+}
 
 
 def measure_speed(arguments):
@@ -193,7 +306,7 @@ def measure_speed(arguments):
         speeds = images_per_second(calls, pixel_values, rounds=20)
         rows += [{"placement": name, "tokens": count, "images_per_second": speed} for name, speed in speeds.items()]
     settings = {"batch_size": 32, "precision": "float32"}
-    write_table(arguments.results_dir / "content_placement_speed.json", settings, rows)
+    shared.write_table(arguments.results_dir / "content_placement_speed.json", settings, rows)
 
 
 def draw_picture(arguments):
@@ -209,7 +322,7 @@ def draw_picture(arguments):
     view, images = EvalView(image_format), []
     for number, index in enumerate(chosen):
         image = decode_image(records[index]["image"], index)
-        images.append(image if number % 2 == 0 else put_on_canvas(image, index, image_format))
+        images.append(image if number % 2 == 0 else caltech101.put_on_canvas(image, index, image_format))
     pixels = torch.stack([view(image)["pixel_values"] for image in images])
     pixel_values = image_format.normalize(pixels)
     figure = Figure(figsize=(1.9 * PICTURES, 6.2), layout="constrained")
@@ -248,6 +361,8 @@ COMMANDS = {
     "teacher": (make_teacher, ["model", "train", "test"]),
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
+    "larger": (measure_larger, ["test", "backgrounds"]),
+    "rivals": (compare_rivals, ["student", "test", "backgrounds", "apt"]),
     "speed": (measure_speed, ["teacher"]),
     "picture": (draw_picture, ["student", "test"]),
 }

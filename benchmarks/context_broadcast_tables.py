@@ -28,6 +28,7 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
+import shared
 from frugalvit import (
     ViTContextBroadcastConfig,
     ViTContextBroadcastForImageClassification,
@@ -44,16 +45,6 @@ from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.training import train
 from frugalvit.training.arguments import run_as_program
 from local_vit import LocalViTConfig
-from shared import (
-    budget_settings,
-    evaluation_images,
-    measured_once,
-    parse_table,
-    run_row,
-    spread,
-    wanted_rows,
-    write_table,
-)
 
 
 VIT = "image_size=32,resize_size=null,patch_size=4,hidden_size=96,num_hidden_layers=4,num_attention_heads=4"
@@ -194,31 +185,35 @@ BATCH_SIZE, ROUNDS = 8, 40
 
 
 def main():
-    arguments = parse_table(__doc__, [*TABLES, "inserted", "speed"], 6000, "runs/context_broadcast_tables")
+    arguments = shared.parse_table(__doc__, [*TABLES, "inserted", "speed"], 6000, "runs/context_broadcast_tables")
     file = arguments.results_dir / f"context_broadcast_{arguments.table}.json"
     if arguments.table == "speed":
         settings = {"model": "vit-small-plain-224", "batch_size": BATCH_SIZE, "rounds": ROUNDS}
-        write_table(file, settings, measure_speed())
+        shared.write_table(file, settings, measure_speed())
         return
     table, rows = TABLES.get(arguments.table, INSERTED), []
-    names = wanted_rows(arguments, table)
-    test_images = evaluation_images(arguments)
+    names = shared.wanted_rows(arguments, table)
+    test_images = shared.evaluation_images(arguments)
     if arguments.table == "inserted":
-        write_table(file, {}, inserted(names, test_images))
+        shared.write_table(file, {}, inserted(names, test_images))
         return
 
     def measure_run(folder: Path) -> dict[str, float]:
         return measure(*load_image_classifier(folder, "cpu"), test_images, arguments.table != "hierarchical")
 
     for name in names:
-        folders = [run_row(arguments, train, name, seed, REDUCED | table[name])[0] for seed in arguments.seeds]
-        measured = [measured_once(folder, measure_run) for folder in folders]
+        folders = [shared.run_row(arguments, train, name, seed, REDUCED | table[name])[0] for seed in arguments.seeds]
+        measured = [shared.measured_once(folder, measure_run) for folder in folders]
         row = {"row": name}
         for column in measured[0]:
             values = [each[column] for each in measured]
-            row |= {column: statistics.mean(values), f"{column}_spread": spread(values), f"{column}_values": values}
+            row |= {
+                column: statistics.mean(values),
+                f"{column}_spread": shared.spread(values),
+                f"{column}_values": values,
+            }
         rows.append(row)
-        write_table(file, budget_settings(arguments), rows)
+        shared.write_table(file, shared.budget_settings(arguments), rows)
 
 
 def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:

@@ -4,13 +4,11 @@
 
 CHECKOUTs are clones of github.com/showlab/sparseformer and github.com/facebookresearch/ToMe; without one, its rows are
 left out. Each row is written to on_gpu.json once it is measured, and no section starts a row after its seconds: the
-same command goes on, and tries again what failed. Models are in bfloat16; `products_share` is the time that a model's
-products and attention take alone, divided by the model's.
+same command goes on, and tries again what failed. Models are in bfloat16.
 """
 
 import copy
 import functools
-import importlib
 import itertools
 import tempfile
 import time
@@ -22,10 +20,9 @@ import datasets
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.io import decode_jpeg, encode_jpeg
 from torchvision.transforms.functional import to_pil_image
 
+import shared
 from bootstrap_speed import plain_loop, recipe, save_teacher
 from frugalvit import PatchSparseFormerForImageClassification
 from frugalvit.common.choices import PLACEMENTS, SUBSET
@@ -35,22 +32,12 @@ from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.common.speed import images_per_second
 from frugalvit.common.tables import first_line
 from frugalvit.modeling.hosts import read_anatomy
-from shared import (
-    add_results_argument,
-    build_model,
-    make_parser,
-    precision_arguments,
-    read_rows,
-    run_training,
-    save_table,
-)
 from sparseformer_speed import SIZES, check_same_logits, load_reference
-from tiny_llava import untrained_llava
 from token_merging import tome
 
 
 # Seconds of each section.
-SECONDS = {"papers": 160, "student": 150, "bootstrap": 70, "agreement": 30, "trainings": 70}
+SECONDS = {"papers": 160, "student": 150, "bootstrap": 70, "agreement": 30}
 MODES, BATCH_SIZES, IMAGE_SIZE = ("eager", "compiled"), (1, 64, 256), 224
 TEACHER, STUDENT, COUNTS = "checkpoints/caltech101-vit", "checkpoints/caltech101-sparseformer", [16, 36, 64]
 # Timed steps of bootstrapping, and images of each.
@@ -63,7 +50,7 @@ class Rows:
 
     def __init__(self, file: Path):
         self.file, self.end = file, {}
-        self.rows = [row for row in read_rows(file) if "error" not in row]
+        self.rows = [row for row in shared.read_rows(file) if "error" not in row]
 
     def measure(self, section: str, name: str, function: Callable[..., dict], *arguments, **key):
         """Add what a function returns to a row, which a section, a name and a key tell from others."""
@@ -77,7 +64,7 @@ class Rows:
         except (Exception, SystemExit) as error:
             values = {"error": first_line(error)}
         self.rows.append(key | values)
-        save_table(self.file, {}, self.rows)
+        shared.save_table(self.file, {}, self.rows)
         print(self.rows[-1], flush=True)
 
     def measure_speeds(self, section: str, name: str, make: Callable[..., nn.Module], *arguments):
@@ -88,11 +75,11 @@ class Rows:
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = shared.make_parser(__doc__)
     parser.add_argument("--reference", type=Path, help="clone of SparseFormer's reference implementation")
     parser.add_argument("--tome", type=Path, help="clone of ToMe")
     parser.add_argument("--only", nargs="+", choices=SECONDS, default=list(SECONDS), help="sections (default: all)")
-    add_results_argument(parser)
+    shared.add_results_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.results_dir / "on_gpu.json")
     for section in arguments.only:
@@ -105,14 +92,7 @@ def speed(make: Callable[[], nn.Module], mode: str, batch_size: int) -> dict:
     if mode == "compiled":
         torch.compiler.reset()
         model = torch.compile(model, mode="reduce-overhead", dynamic=False)
-    found = with_memory(rate, model, pixel_values)
-    if mode == "eager":
-        found["products_share"] = found["images_per_second"] / rate(products_of(model, pixel_values), pixel_values)
-    return found
-
-
-def rate(model: Callable, inputs: torch.Tensor) -> float:
-    return images_per_second({"": model}, inputs)[""]
+    return with_memory(lambda: images_per_second({"": model}, pixel_values)[""])
 
 
 def with_memory(function: Callable[..., float], *arguments) -> dict:
@@ -124,26 +104,10 @@ def with_memory(function: Callable[..., float], *arguments) -> dict:
     return {"images_per_second": speed, "peak_memory_mb": torch.cuda.max_memory_allocated() / 1e6}
 
 
-@torch.no_grad()
-def products_of(model: nn.Module, pixel_values: torch.Tensor) -> Callable:
-    """Return a function that computes a forward pass's products, convolutions and attention again."""
-    calls = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            if any(part in operator.__name__ for part in ("mm", "dot_product", "convolution")):
-                calls.append(functools.partial(operator, *args, **kwargs or {}))
-            return operator(*args, **kwargs or {})
-
-    with Recorder():
-        model(pixel_values)
-    return lambda _: [call() for call in calls]
-
-
 def measure_papers(rows: Rows, arguments):
     """SparseFormers beside the reference implementation with the same weights, and ViTs with each attention."""
     for variant, theirs, vit in SIZES.values():
-        rows.measure_speeds("papers", variant, build_model, variant)
+        rows.measure_speeds("papers", variant, shared.build_model, variant)
         if arguments.reference:
             reference = functools.partial(load_reference, arguments.reference, theirs)
             rows.measure("papers", f"logits of {variant}", logits_difference, variant, reference)
@@ -153,11 +117,11 @@ def measure_papers(rows: Rows, arguments):
 
 
 def logits_difference(variant: str, reference: Callable[[], nn.Module]) -> dict:
-    return {"difference": check_same_logits(build_model(variant), reference())}
+    return {"difference": check_same_logits(shared.build_model(variant), reference())}
 
 
 def vit_with(name: str, attention: str) -> nn.Module:
-    model = build_model(name)
+    model = shared.build_model(name)
     model.set_attn_implementation(attention)
     return model
 
@@ -192,12 +156,6 @@ def measure_bootstrap(rows: Rows, arguments):
         options.sparseformer = arguments.reference
         for loop in (recipe, plain_loop) if arguments.reference else (recipe,):
             rows.measure("bootstrap", loop.__name__, with_memory, loop, options, folder)
-    files = [encode_jpeg(each) for each in photographs[:STEP_SIZE]]
-    for device in {"cpu", DEVICE.type}:
-        decode = functools.partial(lambda device, _: decode_jpeg(files, device=device), device)
-        rows.measure(
-            "bootstrap", f"decoding, {device}", with_memory, rate, decode, torch.empty(STEP_SIZE, device=device)
-        )
 
 
 def measure_agreement(rows: Rows, arguments):
@@ -215,33 +173,6 @@ def agreement(model: nn.Module, pixel_values: torch.Tensor, dtype: str) -> dict:
     found = copy.deepcopy(model).to(**there)(pixel_values.to(**there)).logits.float().cpu()
     same = (found.argmax(-1) == expected.argmax(-1)).float().mean().item()
     return {"min_cosine": F.cosine_similarity(found, expected).min().item(), "same_label": same}
-
-
-def measure_trainings(rows: Rows, arguments):
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        for part in untrained_llava():
-            part.save_pretrained(folder / "llava")
-        images = [decode_image(record["image"], 0) for record in load_images(SUBSET, "train[:32]")]
-        masks = [image.convert("L").point(lambda value: value > 127) for image in images]
-        datasets.Dataset.from_dict({"image": images, "mask": masks}).to_parquet(folder / "masks.parquet")
-        vit, student = "checkpoints/cifar10-vit", "checkpoints/cifar10-sparseformer"
-        trainings = {
-            "bootstrap": ["--teacher", vit],
-            "train": ["--model", vit],
-            "joint": [],
-            "segment": ["--model", student, "--dataset", str(folder / "masks.parquet"), "--num_labels", "2"],
-            "align_llava": ["--model", str(folder / "llava"), "--vision_model", student],
-        }
-        for name, argv in trainings.items():
-            rows.measure("trainings", name, train, name, argv, folder / name)
-
-
-def train(name: str, argv: list[str], folder: Path) -> dict:
-    argv = ["--train_split", "train[:32]", "--eval_split", "none", *argv]
-    argv += ["--max_steps", "2", "--per_device_train_batch_size", "8"]
-    argv += precision_arguments(SimpleNamespace(mixed_precision="bf16"))
-    return {"loss": run_training(importlib.import_module(f"frugalvit.training.{name}"), folder, argv)["loss"]}
 
 
 if __name__ == "__main__":

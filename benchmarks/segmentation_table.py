@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForSemanticSegmentation, ViTConfig, ViTModel, ViTPreTrainedModel
 from transformers.modeling_outputs import SemanticSegmenterOutput
 
+import shared
 from frugalvit import count_macs
 from frugalvit.common.loading import load_with_image_processor
 from frugalvit.common.masks import MaskReader, load_masked_images
@@ -27,15 +28,6 @@ from frugalvit.common.speed import images_per_second
 from frugalvit.evaluation.segmentation import segmentation_scores
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import segment
-from shared import (
-    add_run_arguments,
-    folder_name,
-    make_parser,
-    peak_memory,
-    run_training,
-    spread,
-    write_table,
-)
 
 
 # CamVid's classes as SegNet merged them; 11 is void.
@@ -83,11 +75,11 @@ ROWS = {
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = shared.make_parser(__doc__)
     parser.add_argument("--dataset", nargs="+", required=True, help="CamVid to train on, as in `frugalvit segment`")
     parser.add_argument("--eval-dataset", nargs="+", required=True, help="CamVid to evaluate on")
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
-    add_run_arguments(parser, "runs/segmentation_table")
+    shared.add_run_arguments(parser, "runs/segmentation_table")
     arguments = parser.parse_args()
 
     settings = {"image_size": SIZE, "tokens": TOKENS, "epochs": arguments.epochs, "seeds": arguments.seeds}
@@ -96,18 +88,18 @@ def main():
         folders = [train(arguments, name, recipe, seed) for seed in arguments.seeds]
         rows.append({"row": name, **measure(arguments, folders)})
         data = "CamVid, 200 training and 60 validation images, 11 classes, scored at 240 x 320 pixels"
-        write_table(arguments.results_dir / "segmentation.json", settings, rows, data=data)
+        shared.write_table(arguments.results_dir / "segmentation.json", settings, rows, data=data)
 
 
 def train(arguments, name: str, recipe: list[str], seed: int) -> Path:
-    folder = arguments.runs_dir / folder_name(name, seed)
+    folder = arguments.runs_dir / shared.folder_name(name, seed)
     argv = [
         *("--dataset", *arguments.dataset, "--eval_dataset", *arguments.eval_dataset, "--seed", str(seed)),
         *("--class_names", *CLASSES, "--ignored_labels", str(VOID), "--image_size", *map(str, SIZE)),
         *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", "8"),
         *("--warmup_steps", "50", "--drop_path", "0", "--scale", "0.8", "2", *recipe),
     ]
-    run_training(segment, folder, argv)
+    shared.run_training(segment, folder, argv)
     return folder
 
 
@@ -122,12 +114,12 @@ def measure(arguments, folders: list[Path]) -> dict[str, object]:
     mean_ious = [score["mean_iou"] for score in scores]
     return {
         "mean_iou": statistics.mean(mean_ious),
-        "spread": spread(mean_ious),
+        "spread": shared.spread(mean_ious),
         "pixel_accuracy": statistics.mean(score["pixel_accuracy"] for score in scores),
         "parameters": model.num_parameters(),
         "macs_with_attention": count_macs(model, image_format.size).macs_with_attention,
         "images_per_second": images_per_second({"": model}, torch.randn(8, 3, *image_format.size), rounds=7)[""],
-        "memory_mb": peak_memory(make_pass, folders[0], image_format.size),
+        "memory_mb": shared.peak_memory(make_pass, folders[0], image_format.size),
         "mean_ious": mean_ious,
     }
 

@@ -84,10 +84,11 @@ def add_precision_argument(parser: argparse.ArgumentParser, default: str):
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default=default, help="default: %(default)s")
 
 
-def precision_arguments(arguments) -> list[str]:
-    """The precision as a training's command line names it; with bf16, Transformers wants to be told of a CPU."""
+def precision_arguments(arguments, precision: str | None = None) -> list[str]:
+    """A precision, or that of the arguments, as a training's command line names it. With bf16, Transformers wants to
+    be told of a CPU."""
     on_cpu = choose_device().type == "cpu"
-    return ["--bf16", "--use_cpu", str(on_cpu)] if arguments.mixed_precision == "bf16" else []
+    return ["--bf16", "--use_cpu", str(on_cpu)] if (precision or arguments.mixed_precision) == "bf16" else []
 
 
 def parse_table(description: str, tables: Iterable[str], images: int, runs_dir: str) -> argparse.Namespace:

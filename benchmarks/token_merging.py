@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+import shared
 from frugalvit.baselines import Baseline, Vision, as_teacher
 from frugalvit.common.choices import SUBSET
 from frugalvit.common.data import load_images
@@ -43,17 +44,6 @@ from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView
-from shared import (
-    Views,
-    add_run_arguments,
-    cropped,
-    folder_name,
-    last_accuracies,
-    make_parser,
-    print_rows,
-    run_training,
-    write_table,
-)
 
 
 # Of a block: our names of its parts, timm's.
@@ -72,7 +62,7 @@ BATCH_SIZE = 64
 
 
 def main():
-    parser = make_parser(__doc__)
+    parser = shared.make_parser(__doc__)
     parser.add_argument("--tome", required=True, help="checkout of ToMe")
     parser.add_argument("--diffrate", help="checkout of DiffRate")
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
@@ -82,7 +72,7 @@ def main():
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of fine-tuning (default: %(default)s)")
-    add_run_arguments(parser, "runs/token_merging")
+    shared.add_run_arguments(parser, "runs/token_merging")
     arguments = parser.parse_args()
 
     teacher, processor = load_image_classifier(arguments.teacher, "cpu")
@@ -103,16 +93,16 @@ def main():
         """Add a row; models that differ in weights alone are one in speed."""
         models.setdefault(name, model)
         macs = count_macs(model, image_format.size).macs_with_attention
-        accuracies = last_accuracies(results or [evaluate(model, test, image_format)])
+        accuracies = shared.last_accuracies(results or [evaluate(model, test, image_format)])
         share = macs / rows[0]["macs_with_attention"] if rows else 1.0
         row = {"row": name, "training": training, **accuracies, "macs_with_attention": macs, "of_teacher": share}
         rows.append(row)
-        print_rows(rows[-1:])
+        shared.print_rows(rows[-1:])
 
     def add_tuned(name: str, make: Callable[[], MergedViT]):
         results = []
         for seed in arguments.seeds:
-            folder = arguments.runs_dir / folder_name(name, seed)
+            folder = arguments.runs_dir / shared.folder_name(name, seed)
             model = tuned(folder, make(), loss="teacher", learning_rate=arguments.learning_rate, seed=seed)
             results.append(evaluate(model, test, image_format))
         add(name, model, "fine-tuned", results)
@@ -123,19 +113,22 @@ def main():
         add(f"ToMe@{merged}", make(), "off the shelf")
         add_tuned(f"ToMe@{merged}", make)
     if arguments.diffrate:
-        rates, seed = arguments.runs_dir / folder_name("DiffRate, searched", arguments.seeds[0]), arguments.seeds[0]
+        rates, seed = (
+            arguments.runs_dir / shared.folder_name("DiffRate, searched", arguments.seeds[0]),
+            arguments.seeds[0],
+        )
         macs = arguments.diffrate_share * rows[0]["macs_with_attention"]
         search = diffrate(anatomy, arguments.diffrate)
         tuned(rates, search, loss="labels", search_macs=macs, learning_rate=SEARCH_RATE, seed=seed)
         make = functools.partial(diffrate, anatomy, arguments.diffrate, rates)
         add("DiffRate", make(), "rates searched")
         add_tuned("DiffRate", make)
-    folders = [arguments.runs_dir / folder_name("student", seed) for seed in arguments.seeds]
+    folders = [arguments.runs_dir / shared.folder_name("student", seed) for seed in arguments.seeds]
     budget = ["--train_split", f"train[:{arguments.images}]", "--num_train_epochs", str(arguments.epochs)]
     budget += ["--per_device_train_batch_size", str(BATCH_SIZE), "--warmup_steps", str(0.5 / arguments.epochs)]
     budget += ["--teacher", arguments.teacher, "--focusing", "paper", "--recipe", "small"]
     results = [
-        run_training(bootstrap, folder, [*budget, "--seed", str(seed)])
+        shared.run_training(bootstrap, folder, [*budget, "--seed", str(seed)])
         for folder, seed in zip(folders, arguments.seeds, strict=True)
     ]
     add("student", load_image_classifier(folders[0], "cpu")[0], "bootstrapped", results)
@@ -146,7 +139,7 @@ def main():
     for row in rows:
         row["images_per_second"] = speeds[row["row"]]
     settings = ("merged", "diffrate_share", "images", "epochs", "learning_rate", "seeds")
-    write_table(
+    shared.write_table(
         arguments.results_dir / "token_merging.json",
         {name: getattr(arguments, name) for name in settings},
         rows,
@@ -294,7 +287,9 @@ def fit(
 ):
     """Minimize a loss of images and labels on random crops of a `scale`, by AdamW with a cosine schedule."""
     torch.manual_seed(seed)
-    loader = DataLoader(Views(images, cropped(image_format, scale)), BATCH_SIZE, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        shared.Views(images, shared.cropped(image_format, scale)), BATCH_SIZE, shuffle=True, drop_last=True
+    )
     optimizer, device = torch.optim.AdamW(param_groups_weight_decay(model, 0.05), learning_rate), choose_device()
     warmup_steps, steps = round(warmup_epochs * len(loader)), epochs * len(loader)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps)
@@ -325,7 +320,7 @@ def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageForm
     """Accuracy of a model, as a run's results have it."""
     view, right, device = EvalView(image_format), [], choose_device()
     model.to(device).eval()
-    for batch in DataLoader(Views(images, lambda image: view(image)["pixel_values"]), 256):
+    for batch in DataLoader(shared.Views(images, lambda image: view(image)["pixel_values"]), 256):
         logits = model(image_format.normalize(batch["pixel_values"].to(device))).logits
         right.append(logits.argmax(1).cpu() == batch["labels"])
     return {"eval_accuracy": torch.cat(right).float().mean().item()}

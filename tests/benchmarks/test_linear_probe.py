@@ -6,15 +6,11 @@ import torch.nn.functional as F
 import linear_probe
 
 
-def noise(images: int = 60, size: int = 8, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(classes, (images,), generator=generator)
-    return torch.randn(images, size, generator=generator) + torch.eye(classes, size)[labels], labels
-
-
 def test_linear_probe_is_the_minimum():
     """The gradient of the penalized mean cross-entropy is zero there, and features' scales do not matter."""
-    (features, labels), penalty = noise(), 0.01
+    generator, penalty = torch.Generator().manual_seed(0), 0.01
+    labels = torch.randint(3, (60,), generator=generator)
+    features = torch.randn(60, 8, generator=generator) + torch.eye(3, 8)[labels]
     probe = linear_probe.LinearProbe(features, labels, 3, penalty)
     inputs = (features - features.mean(0)) / features.std(0, correction=0)
     weight, bias = probe.linear.weight, probe.linear.bias

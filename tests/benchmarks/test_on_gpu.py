@@ -5,8 +5,6 @@ from pathlib import Path
 
 import on_gpu
 import pytest
-import torch
-from torch import nn
 from transformers import ViTConfig
 
 
@@ -26,19 +24,12 @@ def test_a_run_that_is_cut_off_goes_on(tmp_path, monkeypatch):
         rows.measure("papers", "first", measure, 2, batch_size=2)
         rows.measure("student", "second", measure, 3, attempt == 0)
         written = json.loads((tmp_path / "on_gpu.json").read_text())["rows"]
-        assert written[-1] == {"section": "student", "row": "second"} | (
-            {"value": 3} if attempt else {"error": "too large"}
-        )
+        found = {"value": 3} if attempt else {"error": "too large"}
+        assert written[-1] == {"section": "student", "row": "second"} | found
     assert calls == [1, 2, 3, 3] and len(written) == 3
     monkeypatch.setitem(on_gpu.SECONDS, "bootstrap", -1)
     rows.measure("bootstrap", "late", measure, 4)
     assert len(calls) == 4
-
-
-def test_products_are_those_of_the_model():
-    model, inputs = nn.Sequential(nn.Linear(4, 3), nn.GELU(), nn.Linear(3, 2)), torch.randn(5, 4)
-    first, second = on_gpu.products_of(model, inputs)(None)
-    assert torch.equal(first, model[0](inputs)) and torch.equal(second, model(inputs))
 
 
 @pytest.mark.nightly
@@ -58,4 +49,4 @@ def test_every_section_is_measured(tmp_path, monkeypatch):
     assert {row["section"] for row in rows} == set(on_gpu.SECONDS)
     # Packages and kernels of GPUs alone.
     failed = {row["row"] for row in rows if "error" in row and "flash_attention_2" not in row["row"]}
-    assert not failed and len(rows) > 25
+    assert not failed and len(rows) > 20
