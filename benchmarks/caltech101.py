@@ -483,6 +483,7 @@ def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None
             f"{images}_accuracy": statistics.mean(accuracies),
             f"{images}_spread": shared.spread(accuracies),
             f"{images}_of_teacher": statistics.mean(accuracies) / runs[0][images]["teacher_accuracy"],
+            f"{images}_teacher_accuracy": runs[0][images]["teacher_accuracy"],
             **{f"{images}_{name}": statistics.mean(run[images][name] for run in runs) for name in names},
         }
     return row

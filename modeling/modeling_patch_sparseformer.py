@@ -1,6 +1,6 @@
 """PatchSparseFormer: a vision transformer whose few tokens each embed a cell of the image as a teacher embeds a patch.
 
-Cells are those of a grid, or of a quadtree that is chosen for each image (`placement.py`). Positions are the
+Cells are those of a grid, or of its blocks and parts, chosen for each image (`placement.py`). Positions are the
 teacher's, interpolated, so that a new student is its teacher at a lower resolution, which bootstrapping (Gao et al.,
 *Bootstrapping SparseFormers from Vision Foundation Models*, CVPR 2024) then aligns with the teacher.
 """
