@@ -176,13 +176,8 @@ def train_elastic(arguments):
 def run_elastic(arguments, name: str, seed: int) -> dict:
     """Results of a student that goes on from the one that ships, trained now or before."""
     argv = [
-        *(
-            "--teacher",
-            arguments.teacher,
-            "--student",
-            "checkpoints/cifar10-sparseformer",
-            *shared.data_arguments(arguments),
-        ),
+        *("--teacher", arguments.teacher, "--student", "checkpoints/cifar10-sparseformer"),
+        *shared.data_arguments(arguments),
         *("--eval_split", "train" if arguments.eval_dataset else "test", "--crop_scale", "0.8", "1"),
         *("--token_loss_weight", "2", "--num_tokens", *map(str, ELASTIC[name])),
         *("--per_device_train_batch_size", "64", "--warmup_steps", "0.1", "--num_train_epochs", "1"),

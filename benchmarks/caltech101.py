@@ -116,15 +116,8 @@ def run_command(parser, commands: Mapping[str, tuple[Callable, tuple[str, ...]]]
 def train_teacher(arguments):
     """Fine-tune a teacher for five epochs at half of the size, then for half an epoch at the model's size."""
     common = [
-        *(
-            "--dataset",
-            arguments.train,
-            "--eval_split",
-            "none",
-            "--crop",
-            "resized",
-            *shared.precision_arguments(arguments),
-        ),
+        *("--dataset", arguments.train, "--eval_split", "none", "--crop", "resized"),
+        *shared.precision_arguments(arguments),
         *("--attn_implementation", "eager", "--layer_decay", "0.85", "--warmup_steps", "0.1"),
     ]
     small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"

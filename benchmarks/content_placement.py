@@ -12,8 +12,13 @@
 `students` bootstraps a student of each of --placements for six counts of tokens, all on the same views, half of them
 zoomed out. Each is asked about test photographs, the same as small objects (on a canvas whose sides are 2.5 times
 theirs), and the same on other photographs; so is the teacher. Runs are kept under --runs-dir and found again; `table`
-puts all that are there into content_students_NAME.json. `speed` times both placements (content_placement_speed.json).
-`picture` draws what tokens of a grid see and those that a student places (content_placement.webp).
+puts all that are there into content_students_NAME.json. `larger` shows those of a seed images of twice the size
+(content_larger_NAME.json). `rivals` gives a student's weights, which learned on a grid, to other ways of spending as
+many tokens (content_rivals_NAME.json): cells by detail alone; Adaptive Patch Transformer, whose CHECKOUT
+(github.com/rccchoudhury/apt) needs ipdb, einops and cv2, with one threshold of entropy, by which images have as many
+tokens on average, and 16 at least; and timm's NaFlexViT, which sees images whole, where the others see a square.
+`speed` times both placements (content_placement_speed.json). `picture` draws what tokens of a grid see and those that
+a student places (content_placement.webp).
 """
 
 import argparse
@@ -61,7 +66,7 @@ TOKENS = [9, 16, 25, 36, 49, 64]
 ZOOM_OUT = 3.0
 # Of the picture.
 PICTURE_TOKENS, PICTURES = 25, 6
-# Sizes of patches that the authors of Adaptive Patch Transformer draw.
+# Sizes of patches in the pictures of Adaptive Patch Transformer's authors, who train with two.
 SCALES = 3
 
 
@@ -84,7 +89,7 @@ def main():
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
     parser.add_argument("--inherited-learning-rate", type=float, default=0.04, help="default: %(default)s")
     shared.add_precision_argument(parser, "bf16")
-    parser.add_argument("--training-precision", choices=["no", "bf16"], help="if another one than of measuring")
+    parser.add_argument("--training-precision", choices=["no", "bf16"], help="if not that of measuring")
     shared.add_run_arguments(parser, "runs/content_placement")
     caltech101.run_command(parser, COMMANDS)
 
@@ -121,7 +126,8 @@ def measure(arguments, folder: Path, placement: str, scale: int = 1) -> list[dic
     model, processor = load_image_classifier(folder, str(choose_device()))
     image_format = ImageFormat.from_processor(processor)
     size = tuple(scale * side for side in image_format.size)
-    image_format = dataclasses.replace(image_format, size=size, resize=scale * image_format.resize)
+    resize = image_format.resize and scale * image_format.resize
+    image_format = dataclasses.replace(image_format, size=size, resize=resize)
     rows = []
     for count in arguments.tokens:
         found = accuracies(arguments, lambda pixels, count=count: model(pixels, num_tokens=count).logits, image_format)
@@ -163,7 +169,7 @@ def measure_larger(arguments):
     for placement in PLACEMENTS:
         (folder,) = arguments.runs_dir.glob(f"{arguments.name}-{placement}-*seed{arguments.seeds[0]}")
         rows += measure(arguments, folder, placement, scale=2)
-    settings = {name: getattr(arguments, name) for name in ("test_images", "mixed_precision")}
+    settings = {name: getattr(arguments, name) for name in ("test_images", "mixed_precision", "seeds")}
     shared.write_table(arguments.results_dir / f"content_larger_{arguments.name}.json", settings, rows)
 
 
@@ -181,7 +187,7 @@ def make_table(arguments):
             values = [each[name] for each in found]
             row |= {name: statistics.mean(values), f"{name}: spread": shared.spread(values)}
         rows.append(row)
-    settings = {name: getattr(arguments, name) for name in ("test_images", "mixed_precision")}
+    settings = {name: getattr(arguments, name) for name in ("test_images", "mixed_precision", "training_precision")}
     settings |= {"canvas": caltech101.CANVAS, "zoom_out": ZOOM_OUT}
     shared.write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
 
@@ -211,8 +217,8 @@ def classify_placed(placement, arguments, model, image_format, images, count, vi
 
 
 def classify_apt(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Embed the patches that Adaptive Patch Transformer chooses, as `from_teacher` embeds cells: its own addition to
-    them, of their parts, begins as zero."""
+    """Embed the patches that Adaptive Patch Transformer chooses, without what it adds from a patch's parts: that
+    starts at zero."""
     with peer(arguments.apt, "src"):
         make = importlib.import_module("src.models.patch_tokenizer").PatchTokenizer
     embeddings, size = model.base_model.embeddings, image_format.size[0]
@@ -224,14 +230,15 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
         tokenizer.thresholds = [(low + high) / 2] * (SCALES - 1)
         found = sum(tokenizer.construct_masks(maps)[2]) / len(images) - 1
         low, high = (tokenizer.thresholds[0], high) if found > count else (low, tokenizer.thresholds[0])
-    logits = []
+    tokenizer.thresholds, logits, found = [high] * (SCALES - 1), [], []
     for start in tqdm(range(0, len(images), 8), desc=view, leave=False):
         batch = images[start : start + 8]
         chosen = tokenizer(batch, {side: each[start : start + 8] for side, each in maps.items()})
+        found += [length - 1 for length in chosen["seqlens"]]
         embeddings.embed_each = lambda *_, batch=batch, chosen=chosen: embed_apt(embeddings, batch, chosen, size)
         logits.append(model(batch, num_tokens=torch.full((len(batch),), count)).logits)
     del embeddings.embed_each
-    return torch.cat(logits), found
+    return torch.cat(logits), statistics.mean(found)
 
 
 def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> tuple:
@@ -279,7 +286,8 @@ def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module
         global_pool="token",
     )
     flexible = NaFlexVit(config, num_classes=0).eval()
-    flexible.load_state_dict(checkpoint_filter_fn(vit.state_dict(), flexible), strict=False)
+    # The classifier is the other's.
+    assert not flexible.load_state_dict(checkpoint_filter_fn(vit.state_dict(), flexible), strict=False).missing_keys
     return flexible, vit
 
 

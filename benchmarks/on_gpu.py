@@ -1,4 +1,4 @@
-"""All that is measured on a GPU, within eight minutes of one H100.
+"""All that is measured on a GPU, within seven minutes of one H100.
 
     python benchmarks/on_gpu.py --reference CHECKOUT --tome CHECKOUT --results-dir results
 

@@ -113,10 +113,8 @@ def main():
         add(f"ToMe@{merged}", make(), "off the shelf")
         add_tuned(f"ToMe@{merged}", make)
     if arguments.diffrate:
-        rates, seed = (
-            arguments.runs_dir / shared.folder_name("DiffRate, searched", arguments.seeds[0]),
-            arguments.seeds[0],
-        )
+        seed = arguments.seeds[0]
+        rates = arguments.runs_dir / shared.folder_name("DiffRate, searched", seed)
         macs = arguments.diffrate_share * rows[0]["macs_with_attention"]
         search = diffrate(anatomy, arguments.diffrate)
         tuned(rates, search, loss="labels", search_macs=macs, learning_rate=SEARCH_RATE, seed=seed)

@@ -1,4 +1,4 @@
-"""The code that the rows of peers (ToMe, DiffRate) stand on, without their own code."""
+"""The code that the rows of peers stand on, without their own code."""
 
 from pathlib import Path
 
