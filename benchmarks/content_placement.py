@@ -220,11 +220,15 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
     """Embed the patches that Adaptive Patch Transformer chooses, without what it adds from a patch's parts: that
     starts at zero."""
     with peer(arguments.apt, "src"):
-        make = importlib.import_module("src.models.patch_tokenizer").PatchTokenizer
+        theirs = importlib.import_module("src.models.patch_tokenizer")
     embeddings, size = model.base_model.embeddings, image_format.size[0]
-    tokenizer = make(SCALES, embeddings.patch_size[0], size, [], image_format.mean, image_format.std)
-    maps = [tokenizer.compute_importance_maps(batch) for batch in tqdm(images.split(4), desc="entropy", leave=False)]
-    maps = {side: torch.cat([each[side] for each in maps]) for side in maps[0]}
+    side = embeddings.patch_size[0]
+    tokenizer = theirs.PatchTokenizer(SCALES, side, size, [], image_format.mean, image_format.std)
+    shown = (255 * tokenizer.unnorm(images)).clamp(0, 255)
+    maps = [
+        theirs.compute_patch_entropy_vectorized(image, side, SCALES) for image in tqdm(shown, "entropy", leave=False)
+    ]
+    maps = {side: torch.stack([each[side] for each in maps]) for side in maps[0]}
     low, high = 0.0, 9.0
     for _ in range(20):
         tokenizer.thresholds = [(low + high) / 2] * (SCALES - 1)
