@@ -169,7 +169,8 @@ def measure_larger(arguments):
     for placement in PLACEMENTS:
         (folder,) = arguments.runs_dir.glob(f"{arguments.name}-{placement}-*seed{arguments.seeds[0]}")
         rows += measure(arguments, folder, placement, scale=2)
-    settings = {name: getattr(arguments, name) for name in ("test_images", "mixed_precision", "seeds")}
+    settings = {name: getattr(arguments, name) for name in ("test_images", "mixed_precision")}
+    settings["seed"] = arguments.seeds[0]
     shared.write_table(arguments.results_dir / f"content_larger_{arguments.name}.json", settings, rows)
 
 
