@@ -160,9 +160,10 @@ VIT_TABLES = {
         for name, row in ROWS.items()
     }
     | {
-        "width 256, 4 heads, mimetic, small steps": BASELINES["mimetic"]
+        f"width 256, 4 heads, {name}, small steps": row
         | {"learning_rate": 3e-4, "warmup_epochs": 3}
         | {"config_overrides": "hidden_size=256,num_hidden_layers=8,num_attention_heads=4"}
+        for name, row in ROWS.items()
     },
 }
 CONVMIXER = {
