@@ -197,14 +197,15 @@ def make_table(arguments):
 def compare_rivals(arguments):
     model, processor = load_image_classifier(arguments.student, "cpu")
     image_format, rows = ImageFormat.from_processor(processor), {}
-    for view, count, method in itertools.product(caltech101.VIEWS, arguments.tokens, RIVALS):
+    for view in caltech101.VIEWS:
         pixels, labels = caltech101.test_images(
             arguments.test, image_format, view, arguments.backgrounds, arguments.test_images
         )
         images = image_format.normalize(pixels)
-        logits, tokens = RIVALS[method](arguments, model, image_format, images, count, view)
-        row = rows.setdefault((method, count), {"method": method, "tokens": count})
-        row |= {view: caltech101.accuracy_of(logits, labels), f"{view}: tokens": tokens}
+        for count, method in itertools.product(arguments.tokens, RIVALS):
+            logits, tokens = RIVALS[method](arguments, model, image_format, images, count, view)
+            row = rows.setdefault((method, count), {"method": method, "tokens": count})
+            row |= {view: caltech101.accuracy_of(logits, labels), f"{view}: tokens": tokens}
     settings = {"student": Path(arguments.student).name, "test_images": len(labels), "precision": "float32"}
     shared.write_table(arguments.results_dir / f"content_rivals_{arguments.name}.json", settings, [*rows.values()])
 
@@ -226,9 +227,8 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
     side = embeddings.patch_size[0]
     tokenizer = theirs.PatchTokenizer(SCALES, side, size, [], image_format.mean, image_format.std)
     shown = (255 * tokenizer.unnorm(images)).clamp(0, 255)
-    maps = [
-        theirs.compute_patch_entropy_vectorized(image, side, SCALES) for image in tqdm(shown, "entropy", leave=False)
-    ]
+    measure_entropy = theirs.compute_patch_entropy_vectorized
+    maps = [measure_entropy(image, side, SCALES) for image in tqdm(shown, "entropy", leave=False)]
     maps = {side: torch.stack([each[side] for each in maps]) for side in maps[0]}
     low, high = 0.0, 9.0
     for _ in range(20):
