@@ -5,12 +5,10 @@ from setuptools import setup
 
 PACKAGES = {
     "frugalvit": "frugalvit",
-    "frugalvit_cli": "frugalvit/cli",
     "frugalvit.evaluation": "frugalvit/evaluation",
     "frugalvit.configuration": "configuration",
     "frugalvit.modeling": "modeling",
     "frugalvit.modeling.hosts": "modeling/hosts",
-    "frugalvit.common": "frugalvit/common",
     "frugalvit.training": "training",
     "frugalvit.checkpoints": "checkpoints",
 }

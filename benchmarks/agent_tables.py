@@ -25,10 +25,10 @@ import torch
 from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
-from frugalvit.common.data import class_names, load_images
-from frugalvit.common.decoding import decode_image
 from frugalvit.training import joint, train
 from frugalvit.training.arguments import run_as_program
+from frugalvit.training.data import class_names, load_images
+from frugalvit.training.decoding import decode_image
 from shared import budget_settings, last_accuracies, parse_table, run_row, spread, wanted_rows, write_table
 
 

@@ -29,13 +29,13 @@ from PIL import Image
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
 from frugalvit.attention import LayerStatistics, measure_attention, patch_grid, stable_rank
-from frugalvit.common.choices import INITIALIZATIONS, SUBSET
-from frugalvit.common.data import load_images
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.loading import load_image_classifier
 from frugalvit.modeling.initialization import initialize_attention_
 from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train
+from frugalvit.training.choices import INITIALIZATIONS, SUBSET
+from frugalvit.training.data import load_images
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.models import build_model
 from shared import add_results_argument, make_parser, print_rows, write_table
 

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from frugalvit import bootstrap
-from frugalvit.common.data import load_images
-from frugalvit.common.loading import choose_device
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.data import load_images
+from frugalvit.training.loading import choose_device
 from shared import Views, add_results_argument, cropped, make_parser, write_table
 from sparseformer_speed import load_reference
 

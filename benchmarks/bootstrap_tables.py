@@ -22,9 +22,9 @@ from transformers import AutoModelForImageClassification
 import frugalvit
 import shared
 from frugalvit.baselines import load_students, load_teacher, load_teachers
-from frugalvit.common.data import load_images
 from frugalvit.compare import compare
 from frugalvit.training import bootstrap, train
+from frugalvit.training.data import load_images
 from token_merging import merging, with_random_patches
 
 

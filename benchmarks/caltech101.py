@@ -38,18 +38,18 @@ from tqdm import tqdm
 
 import shared
 from frugalvit.baselines import WithTokens, load_students, load_teacher, load_teachers
-from frugalvit.common.data import class_names, label_numbers, load_images, sample
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.files import whole_file
-from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import count_macs
-from frugalvit.common.precision import choose_mixed_precision
 from frugalvit.compare import compare, describe_score, draw_comparison, embed_all
 from frugalvit.evaluation.knn import neighbor_scores
+from frugalvit.macs import count_macs
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from frugalvit.training.augmentation import EvalView, seeded
+from frugalvit.training.data import class_names, label_numbers, load_images, sample
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.files import whole_file
+from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.precision import choose_mixed_precision
 from linear_probe import fit_probe
 from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, tome, tune, with_random_patches
 

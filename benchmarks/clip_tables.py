@@ -39,15 +39,15 @@ from frugalvit import (
     matching_processor,
     swap_vision_tower,
 )
-from frugalvit.common.data import class_names, load_images
-from frugalvit.common.loading import load_llava, load_vision_model
-from frugalvit.common.splits import default_split
 from frugalvit.evaluation.images import image_batches, take_first
 from frugalvit.evaluation.retrieval import embed_all_images, retrieval_recall
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
 from frugalvit.swap import pixel_pairs
 from frugalvit.training import align_llava, bootstrap
+from frugalvit.training.data import class_names, load_images
+from frugalvit.training.loading import load_llava, load_vision_model
+from frugalvit.training.splits import default_split
 from shared import (
     STUDENT,
     add_data_arguments,

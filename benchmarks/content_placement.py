@@ -44,18 +44,18 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import shared
 from frugalvit.baselines import load_teacher
-from frugalvit.common.data import class_names, load_images, sample
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.files import write_json
-from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.speed import images_per_second
 from frugalvit.configuration.configuration_base import pair
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
 from frugalvit.pictures import save_figure
+from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView
+from frugalvit.training.data import class_names, load_images, sample
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.files import write_json
+from frugalvit.training.loading import choose_device, load_image_classifier
 from linear_probe import fit_probe
 from token_merging import as_timm, peer
 

@@ -37,13 +37,13 @@ from frugalvit import (
     insert_context_broadcast,
 )
 from frugalvit.attention import measure_attention
-from frugalvit.common.choices import CONTEXT_BROADCASTS
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.loading import load_image_classifier
-from frugalvit.common.speed import images_per_second
 from frugalvit.evaluation.classification import classification_accuracy
+from frugalvit.speed import images_per_second
 from frugalvit.training import train
 from frugalvit.training.arguments import run_as_program
+from frugalvit.training.choices import CONTEXT_BROADCASTS
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.loading import load_image_classifier
 from local_vit import LocalViTConfig
 
 

@@ -34,16 +34,16 @@ from transformers import ViTImageProcessor
 
 from frugalvit import BootstrapArguments, BootstrapTrainer, PatchSparseFormerBackbone, SparseFormerBackbone
 from frugalvit.baselines import Vision
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.loading import choose_device, load_vision_model
-from frugalvit.common.macs import count_macs
-from frugalvit.common.masks import MaskReader, load_masked_images
-from frugalvit.common.speed import images_per_second
 from frugalvit.compare import draw_comparison
+from frugalvit.macs import count_macs
 from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
+from frugalvit.speed import images_per_second
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.loading import choose_device, load_vision_model
+from frugalvit.training.masks import MaskReader, load_masked_images
 from linear_probe import LinearProbe
 from shared import add_precision_argument, add_run_arguments, folder_name, make_parser, spread, write_table
 from token_merging import PooledViT, RandomPatches, tome

@@ -14,12 +14,11 @@ import torch
 from transformers import ViTImageProcessor
 
 from frugalvit import checkpoint_path, export
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images, sample
-from frugalvit.common.exported import REPORT, ExportedModule
-from frugalvit.common.files import shipped_checkpoints
-from frugalvit.common.loading import load_image_classifier
 from frugalvit.evaluation.classification import classification_accuracy
+from frugalvit.exported import REPORT, ExportedModule, load_classifier
+from frugalvit.training.choices import SUBSET
+from frugalvit.training.data import load_images, sample
+from frugalvit.training.files import shipped_checkpoints
 from shared import VITS, add_results_argument, build_model, make_parser, measure_speeds, write_table
 
 
@@ -78,7 +77,7 @@ def accuracies(name: str, program: ExportedModule, arguments) -> dict[str, float
     """Accuracy of a model that ships and of its program, on the images that they were compared on."""
     dataset = SUBSET if name.startswith("cifar10") else arguments.caltech[1]
     images = sample(load_images(dataset, "test" if dataset == SUBSET else "train"), 300, seed=0)
-    model, image_processor = load_image_classifier(checkpoint_path(name), "cpu")
+    model, image_processor = load_classifier(checkpoint_path(name), "cpu")
     found = {"original_accuracy": model, "accuracy": program}
     return {key: classification_accuracy(each, image_processor, images)["accuracy"] for key, each in found.items()}
 

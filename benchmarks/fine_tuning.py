@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from frugalvit import bootstrap
-from frugalvit.common.data import class_names, load_images, sample
+from frugalvit.training.data import class_names, load_images, sample
 from shared import add_results_argument, make_parser, read_rows, write_table
 
 

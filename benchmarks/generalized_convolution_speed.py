@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from frugalvit import GeneralizedConv2d
-from frugalvit.common.speed import images_per_second
 from frugalvit.modeling.generalized_convolution import window_size
+from frugalvit.speed import images_per_second
 from shared import add_results_argument, make_parser, peak_memory, write_table
 
 

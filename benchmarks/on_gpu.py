@@ -25,13 +25,13 @@ from torchvision.transforms.functional import to_pil_image
 import shared
 from bootstrap_speed import plain_loop, recipe, save_teacher
 from frugalvit import PatchSparseFormerForImageClassification
-from frugalvit.common.choices import PLACEMENTS, SUBSET
-from frugalvit.common.data import load_images
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.speed import images_per_second
-from frugalvit.common.tables import first_line
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.speed import images_per_second
+from frugalvit.training.choices import PLACEMENTS, SUBSET
+from frugalvit.training.data import load_images
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.text import first_line
 from sparseformer_speed import SIZES, check_same_logits, load_reference
 from token_merging import tome
 

@@ -22,12 +22,12 @@ from transformers.modeling_outputs import SemanticSegmenterOutput
 
 import shared
 from frugalvit import count_macs
-from frugalvit.common.loading import load_with_image_processor
-from frugalvit.common.masks import MaskReader, load_masked_images
-from frugalvit.common.speed import images_per_second
 from frugalvit.evaluation.segmentation import segmentation_scores
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.speed import images_per_second
 from frugalvit.training import segment
+from frugalvit.training.loading import load_with_image_processor
+from frugalvit.training.masks import MaskReader, load_masked_images
 
 
 # CamVid's classes as SegNet merged them; 11 is void.

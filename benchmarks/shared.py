@@ -20,20 +20,20 @@ from torchvision.transforms import v2
 from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.command_line import CommandParser
-from frugalvit.common.data import load_images
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.files import shipped_checkpoints, write_json
-from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import count_macs
-from frugalvit.common.speed import images_per_second
-from frugalvit.common.splits import default_split
-from frugalvit.common.tables import format_table
-from frugalvit.common.versions import origin
+from frugalvit.command_line import CommandParser
 from frugalvit.compare import draw_comparison, table_rows
+from frugalvit.macs import count_macs
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
+from frugalvit.speed import images_per_second
+from frugalvit.training.choices import SUBSET
+from frugalvit.training.data import load_images
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.files import shipped_checkpoints, write_json
+from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.splits import default_split
+from frugalvit.training.text import format_table
+from frugalvit.versions import origin
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,8 +26,8 @@ from transformers import (
     set_seed,
 )
 
-from frugalvit.common.data import class_names
-from frugalvit.common.files import whole_folder
+from frugalvit.training.data import class_names
+from frugalvit.training.files import whole_folder
 from shared import Views
 
 

@@ -24,10 +24,10 @@ from caltech101 import accuracy_of, file_name, outputs_for, pooled, run_command
 
 from frugalvit import PatchSparseFormerForImageClassification, checkpoint_path
 from frugalvit.baselines import load_teacher
-from frugalvit.common.data import load_images
-from frugalvit.common.loading import choose_device, load_image_classifier
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.data import load_images
+from frugalvit.training.loading import choose_device, load_image_classifier
 from shared import add_precision_argument, add_run_arguments, make_parser, read_rows, write_table
 from token_merging import fit
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from frugalvit.common.choices import DTYPES
 from frugalvit.modeling.conversion import convert_showlab
+from frugalvit.training.choices import DTYPES
 from shared import add_results_argument, build_model, make_parser, measure_speeds, write_table
 
 

@@ -12,10 +12,10 @@ from clip_tables import answer_accuracy, make_llava, train_answers
 from transformers import AutoModelForImageClassification, LlavaForConditionalGeneration, LlavaProcessor
 
 from frugalvit import SparseFormerLlavaForConditionalGeneration, SparseFormerLlavaProcessor, checkpoint_path
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.command_line import positive
-from frugalvit.common.data import load_images
-from frugalvit.common.loading import load_image_processor
+from frugalvit.command_line import positive
+from frugalvit.training.choices import SUBSET
+from frugalvit.training.data import load_images
+from frugalvit.training.loading import load_image_processor
 from shared import make_parser
 
 

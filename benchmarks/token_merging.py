@@ -31,19 +31,19 @@ from tqdm import tqdm
 
 import shared
 from frugalvit.baselines import Baseline, Vision, as_teacher
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images
-from frugalvit.common.files import whole_file
-from frugalvit.common.loading import choose_device, load_image_classifier
-from frugalvit.common.macs import count_macs
-from frugalvit.common.speed import images_per_second
+from frugalvit.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
 from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
+from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView
+from frugalvit.training.choices import SUBSET
+from frugalvit.training.data import load_images
+from frugalvit.training.files import whole_file
+from frugalvit.training.loading import choose_device, load_image_classifier
 
 
 # Of a block: our names of its parts, timm's.

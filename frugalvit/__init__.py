@@ -10,9 +10,7 @@ import importlib.util
 if importlib.util.find_spec("frugalvit.modeling") is None:
     raise ModuleNotFoundError("This clone of frugalvit is not installed; in its folder, run: pip install -e .")
 
-from .common.files import checkpoint_path
-from .common.macs import count_context_broadcast, count_macs
-from .common.packing import pack_linear_layers
+from .macs import count_context_broadcast, count_macs
 from .modeling.context_broadcast import ContextBroadcast
 from .modeling.context_broadcast_hosts import (
     insert_context_broadcast,
@@ -26,8 +24,10 @@ from .modeling.initialization import impulse_init_, initialize_attention_, mimet
 from .modeling.llava_tower import SparseFormerVisionTower
 from .modeling.modeling_sparseformer_vlm import SparseFormerLlavaProcessor
 from .modeling.open_clip_adapter import OpenClipVisual, from_open_clip, to_open_clip
+from .modeling.packing import pack_linear_layers
 from .modeling.swap import match_channels_, matching_processor, swap_vision_tower
 from .registry import register
+from .training.files import checkpoint_path
 from .version import __version__
 
 

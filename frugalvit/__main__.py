@@ -2,7 +2,7 @@
 
 import sys
 
-from frugalvit_cli import main
+from .cli import main
 
 
 if __name__ == "__main__":

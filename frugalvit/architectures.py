@@ -10,10 +10,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import frugalvit
 
-from .common.exported import ExportedModule
-from .common.loading import load_pretrained, one_error, split_revision, vision_config_of
 from .configuration.configuration_sparseformer import SparseFormerProjectionConfig
+from .exported import ExportedModule
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
+from .training.loading import load_pretrained, one_error, split_revision, vision_config_of
 
 
 # Kinds of models that are expected, for messages.

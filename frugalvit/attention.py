@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from .common.scores import check_scores
 from .configuration.configuration_base import pair
 from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
+from .training.scores import check_scores
 
 
 # Largest distance, in patches, of the neighbor that a head attends to most.

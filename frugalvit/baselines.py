@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .common.loading import load_vision_model
-from .common.views import size_made_by
 from .configuration.configuration_base import is_sparseformer
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
 from .modeling.hosts import Anatomy, read_anatomy
@@ -18,6 +16,8 @@ from .modeling.modeling_patch_sparseformer import (
     PatchSparseFormerVisionModel,
     PatchSparseFormerVisionModelWithProjection,
 )
+from .training.loading import load_vision_model
+from .training.preprocessing import size_made_by
 
 
 LOWER_RESOLUTION = "teacher at lower resolution"

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torchvision.transforms import v2
 
 from .baselines import Baseline, load_students, load_teachers
-from .common.command_line import (
+from .command_line import (
     CommandParser,
     add_dataset_arguments,
     add_device_argument,
@@ -26,17 +26,17 @@ from .common.command_line import (
     add_trust_argument,
     positive,
 )
-from .common.data import class_names, label_numbers, sample
-from .common.files import whole_file, write_json, write_text
-from .common.loading import choose_device
-from .common.macs import count_macs
-from .common.precision import choose_mixed_precision
-from .common.speed import images_per_second
-from .common.splits import check_labels, match_labels
-from .common.tables import format_markdown, format_table
-from .common.versions import origin, versions
 from .evaluation.images import image_batches, images_to_evaluate, reading_options
+from .macs import count_macs
 from .pictures import save_figure
+from .speed import images_per_second
+from .training.data import class_names, label_numbers, sample
+from .training.files import whole_file, write_json, write_text
+from .training.loading import choose_device
+from .training.precision import choose_mixed_precision
+from .training.splits import check_labels, match_labels
+from .training.text import format_markdown, format_table
+from .versions import origin, versions
 
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}

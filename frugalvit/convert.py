@@ -3,10 +3,10 @@
 import torch
 from timm.data import ImageNetInfo
 
-from .common.choices import CONVERTED_VARIANTS
-from .common.command_line import CommandParser
-from .common.files import whole_folder
+from .command_line import CommandParser
 from .modeling.conversion import config_from_showlab, convert_showlab, load_showlab_checkpoint, showlab_model_class
+from .training.choices import CONVERTED_VARIANTS
+from .training.files import whole_folder
 
 
 def make_parser() -> CommandParser:

@@ -10,12 +10,12 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from .architectures import has_rois
-from .common.command_line import CommandParser, add_device_argument, add_trust_argument
-from .common.data import load_images
-from .common.decoding import decode_image, read_image
-from .common.files import checkpoint_path, shipped_checkpoints, shipped_images
-from .common.loading import load_image_classifier
+from .command_line import CommandParser, add_device_argument, add_trust_argument
+from .exported import load_classifier
 from .predict import draw_predictions, format_labels, predict
+from .training.data import load_images
+from .training.decoding import decode_image, read_image
+from .training.files import checkpoint_path, shipped_checkpoints, shipped_images
 
 
 MAX_PIXELS = 50_000_000
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("Two of the models have the same name; rename a folder.")
     # Refuse a model that cannot be loaded before the page is there.
     for model in arguments.models:
-        load_image_classifier(model, arguments.device, arguments.trust_remote_code)
+        load_classifier(model, arguments.device, arguments.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
         # gradio reads it when it is imported.
         os.environ["GRADIO_TEMP_DIR"] = folder
@@ -79,7 +79,7 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
 
     @functools.lru_cache(maxsize=4)
     def load(name: str):
-        return load_image_classifier(folders[name], device, trust_remote_code)
+        return load_classifier(folders[name], device, trust_remote_code)
 
     def show(file: str | None, name: str, num_tokens: int):
         if file is None:

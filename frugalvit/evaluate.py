@@ -4,8 +4,7 @@ import importlib
 import json
 from pathlib import Path
 
-from .common.choices import DTYPES, OPEN_CLIP
-from .common.command_line import (
+from .command_line import (
     CommandParser,
     add_dataset_arguments,
     add_device_map_argument,
@@ -16,8 +15,9 @@ from .common.command_line import (
     add_training_images_arguments,
     positive,
 )
-from .common.files import check_file_path, write_json
-from .common.tables import format_table
+from .training.choices import DTYPES, OPEN_CLIP
+from .training.files import check_file_path, write_json
+from .training.text import format_table
 
 
 FOLDER = "folder or hub id (@revision, too)"

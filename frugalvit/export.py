@@ -11,9 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from .architectures import has_rois, load_model
-from .common.command_line import CommandParser, add_dataset_arguments, positive
-from .common.data import class_names, load_images, sample, split_names
-from .common.exported import (
+from .command_line import CommandParser, add_dataset_arguments, positive
+from .configuration.configuration_base import pair
+from .evaluation.images import image_batches, images_to_evaluate
+from .evaluation.two_towers import load_tokenizer
+from .export_card import rows, write_card
+from .export_page import check_page, write_page
+from .export_plain import write_plain_card, write_smaller_processor
+from .exported import (
     FORMATS,
     PRECISIONS,
     REPORT,
@@ -24,19 +29,14 @@ from .common.exported import (
     parts_of,
     program_file,
 )
-from .common.files import check_apart, whole_folder, write_json
-from .common.loading import load_image_processor, vision_config_of
-from .common.scores import check_scores
-from .common.tables import format_table
-from .configuration.configuration_base import pair
-from .evaluation.images import image_batches, images_to_evaluate
-from .evaluation.two_towers import load_tokenizer
-from .export_card import rows, write_card
-from .export_page import check_page, write_page
-from .export_plain import write_plain_card, write_smaller_processor
 from .inference import choose_tokens
 from .modeling.hosts import read_anatomy
 from .modeling.image_format import ImageFormat
+from .training.data import class_names, load_images, sample, split_names
+from .training.files import check_apart, whole_folder, write_json
+from .training.loading import load_image_processor, vision_config_of
+from .training.scores import check_scores
+from .training.text import format_table
 from .version import __version__
 
 

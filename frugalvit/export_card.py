@@ -5,12 +5,12 @@ from pathlib import Path
 from PIL.Image import Resampling
 from transformers import PreTrainedModel
 
-from .common.exported import OUTPUTS, openvino_precision, program_file
-from .common.loading import split_revision
-from .common.tables import format_markdown
+from .exported import OUTPUTS, openvino_precision, program_file
 from .modeling.image_format import ImageFormat
 from .modeling.model_card import TASKS, auto_class, make_card
 from .training.cards import license_of
+from .training.loading import split_revision
+from .training.text import format_markdown
 
 
 PIPELINE = """import {{ pipeline }} from "@huggingface/transformers";

@@ -7,7 +7,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from .common.files import write_text
+from .training.files import write_text
 
 
 # The browser's runtime: the package of npm, and the files of it that the page loads.

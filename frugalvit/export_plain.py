@@ -6,12 +6,12 @@ from pathlib import Path
 from PIL.Image import Resampling
 from transformers import PreTrainedModel
 
-from .common.files import write_json
-from .common.loading import split_revision
-from .common.views import ImageFormat
 from .modeling.hub import image_processor_config
 from .modeling.model_card import make_card
 from .training.cards import license_of
+from .training.files import write_json
+from .training.loading import split_revision
+from .training.preprocessing import ImageFormat
 
 
 def write_smaller_processor(folder: Path, image_format: ImageFormat, size: tuple[int, int]):

@@ -11,16 +11,16 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from .common.decoding import CorruptImageError, open_record, to_rgb
-from .common.exported import is_exported, load_exported
-from .common.loading import load_image_classifier, load_image_processor, load_vision_model
-from .common.packing import pack_linear_layers
-from .common.reading import read_ahead, stack_pixels
-from .common.scores import check_scores
-from .common.tables import first_line
-from .common.views import prepare_images, size_made_by
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
+from .exported import is_exported, load_classifier, load_exported
 from .modeling.layers import class_scores
+from .modeling.packing import pack_linear_layers
+from .reading import read_ahead, stack_pixels
+from .training.decoding import CorruptImageError, open_record, to_rgb
+from .training.loading import load_image_processor, load_vision_model
+from .training.preprocessing import prepare_images, size_made_by
+from .training.scores import check_scores
+from .training.text import first_line
 
 
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
@@ -165,7 +165,7 @@ class Classifier(_Application):
     """
 
     what = "scores"
-    _load = staticmethod(load_image_classifier)
+    _load = staticmethod(load_classifier)
 
     def __init__(self, model, image_processor=None, *, confidence: float | None = None, **options):
         super().__init__(model, image_processor, **options)

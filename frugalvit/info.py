@@ -9,14 +9,14 @@ from tqdm import tqdm
 
 from .architectures import COUNTED, architecture_of, image_side, variants
 from .baselines import WithTokens
-from .common.command_line import CommandParser, add_device_argument, positive
-from .common.files import shipped_checkpoints
-from .common.loading import check_complete, choose_device, load_image_processor, one_error, split_revision
-from .common.macs import count_macs
-from .common.speed import images_per_second
-from .common.tables import format_table
-from .common.views import size_made_by
+from .command_line import CommandParser, add_device_argument, positive
 from .configuration.configuration_base import is_sparseformer, pair
+from .macs import count_macs
+from .speed import images_per_second
+from .training.files import shipped_checkpoints
+from .training.loading import check_complete, choose_device, load_image_processor, one_error, split_revision
+from .training.preprocessing import size_made_by
+from .training.text import format_table
 
 
 def make_parser() -> CommandParser:

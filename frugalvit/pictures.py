@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from .common.files import check_file_path, whole_file
+from .training.files import check_file_path, whole_file
 
 
 # Boxes that reach farther beyond the image, as a share of it, run off the picture.

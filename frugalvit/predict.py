@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .architectures import has_rois
-from .common.command_line import (
+from .command_line import (
     CommandParser,
     add_device_argument,
     add_reading_arguments,
@@ -24,16 +24,16 @@ from .common.command_line import (
     add_trust_argument,
     positive,
 )
-from .common.data import METADATA_FILES, NOT_READ, files_within, find_column, kind_of, leave_out
-from .common.decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, CorruptImageError
-from .common.loading import load_image_classifier
-from .common.packing import pack_linear_layers
-from .common.scores import check_scores
-from .common.tables import printable
-from .common.views import prepare_images, restore_images
+from .exported import load_classifier
 from .inference import Classifier, choose_tokens
 from .modeling.layers import class_scores
+from .modeling.packing import pack_linear_layers
 from .pictures import check_picture_path, draw_rois, save_figure
+from .training.data import METADATA_FILES, NOT_READ, files_within, find_column, kind_of, leave_out
+from .training.decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, CorruptImageError
+from .training.preprocessing import prepare_images, restore_images
+from .training.scores import check_scores
+from .training.text import printable
 
 
 # Images of a picture.
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     paths = find_images(arguments.images)
     if arguments.rois:
         check_picture_path(arguments.rois)
-    model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
+    model, image_processor = load_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     if arguments.rois and not has_rois(model):
         raise ValueError(f"--rois: {type(model).__name__} has no RoIs to draw, expected a SparseFormer as --model.")
     choose_tokens(model, arguments.num_tokens, arguments.confidence)

@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_model
-from .common.command_line import CommandParser
-from .common.files import COMPANIONS, check_apart, forget_code, is_picture_of, read_text, whole_folder
-from .common.loading import load_image_processor, split_revision
+from .command_line import CommandParser
 from .modeling.hub import HubModel
 from .modeling.model_card import auto_class, model_card
 from .modeling.notebook import write_notebook
+from .training.files import COMPANIONS, check_apart, forget_code, is_picture_of, read_text, whole_folder
+from .training.loading import load_image_processor, split_revision
 from .without_package import outputs_of
 
 

@@ -4,19 +4,19 @@ import time
 from pathlib import Path
 
 from .baselines import load_students, load_teachers
-from .common.choices import NO_EVALUATION
-from .common.command_line import CommandParser
-from .common.data import load_images
-from .common.decoding import decode_image
-from .common.files import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images, write_json
-from .common.loading import choose_device, load_image_classifier
-from .common.precision import choose_mixed_precision
-from .common.tables import format_table
-from .common.versions import origin
+from .command_line import CommandParser
 from .compare import BATCH_SIZES, ERRORS, compare, draw_comparison, table_rows
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .training.bootstrap import bootstrap
+from .training.choices import NO_EVALUATION
+from .training.data import load_images
+from .training.decoding import decode_image
+from .training.files import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images, write_json
+from .training.loading import choose_device, load_image_classifier
+from .training.precision import choose_mixed_precision
+from .training.text import format_table
+from .versions import origin
 
 
 TEACHER = "caltech101-vit"

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import datasets
 import torch
 
-from .common.choices import DTYPES, QUANTIZATIONS
-from .common.command_line import CommandParser, add_device_map_argument, add_skip_argument, positive
-from .common.data import load_images, sample
-from .common.files import check_apart, whole_folder
-from .common.loading import load_llava, load_vision_model
+from .command_line import CommandParser, add_device_map_argument, add_skip_argument, positive
 from .configuration.configuration_sparseformer_vlm import image_grid
 from .evaluation.images import image_batches
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
+from .training.choices import DTYPES, QUANTIZATIONS
+from .training.data import load_images, sample
+from .training.files import check_apart, whole_folder
+from .training.loading import load_llava, load_vision_model
 
 
 def make_parser() -> CommandParser:

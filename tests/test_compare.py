@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from frugalvit_cli import main
 from PIL import Image
 from transformers import ViTForImageClassification
 from vision_transformers import KINDS
@@ -14,6 +13,7 @@ from vision_transformers import KINDS
 from drawn import draw_classes
 from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.baselines import LOWER_RESOLUTION, as_teacher, at_lower_resolution
+from frugalvit.cli import main
 from frugalvit.compare import describe_score, draw_comparison, embed_all
 from frugalvit.modeling.hosts.transformers import resize_positions_
 

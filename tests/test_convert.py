@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from frugalvit_cli import main as frugalvit
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerProjectionConfig, SparseFormerVisionModelWithProjection
+from frugalvit.cli import main as frugalvit
 from frugalvit.modeling.conversion import config_from_showlab, infer_showlab_variant, our_name, showlab_model_class
 
 

@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from frugalvit_cli import main
 from PIL import Image
 from processes import web_server
 
 import frugalvit
 from frugalvit import demo
-from frugalvit.common.loading import load_image_classifier
+from frugalvit.cli import main
+from frugalvit.training.loading import load_image_classifier
 
 
 NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from frugalvit_cli import main
 from PIL import Image
 from transformers import (
     CLIPConfig,
@@ -28,6 +27,7 @@ from transformers import (
 )
 
 from drawn import noise
+from frugalvit.cli import main
 from tiny import make_llava, make_processor, word_tokenizer
 
 

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from frugalvit_cli import main
 from PIL import Image
 from processes import web_server
 from transformers import AutoImageProcessor
 
 import frugalvit
 from frugalvit import demo, export, export_page
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import class_names, load_images
-from frugalvit.common.exported import ExportedModule, parts_of
-from frugalvit.common.loading import load_image_classifier
+from frugalvit.cli import main
 from frugalvit.export_page import RUNTIME_FILES, check_page
+from frugalvit.exported import ExportedModule, load_classifier, parts_of
 from frugalvit.predict import predict
+from frugalvit.training.choices import SUBSET
+from frugalvit.training.data import class_names, load_images
 from tiny import randomize, word_tokenizer
 
 
@@ -120,7 +119,7 @@ def test_a_student_becomes_a_model_of_transformers(student, tmp_path, capsys):
     assert dict(processor.size) == {"shortest_edge": 14} and processor.resample == 2
     images = torch.randn(2, 3, 32, 32)
     resized = torch.nn.functional.interpolate(images, (12, 12), mode="bilinear", antialias=True)
-    model, _ = load_image_classifier(student)
+    model, _ = load_classifier(student)
     with torch.no_grad():
         torch.testing.assert_close(host(resized).logits, model(images, num_tokens=9).logits, rtol=0, atol=1e-4)
     card = (output / "README.md").read_text(encoding="utf-8")
@@ -140,8 +139,8 @@ def test_a_student_becomes_a_model_of_transformers(student, tmp_path, capsys):
 def test_a_program_is_the_model(arguments, tolerance, write, folder):
     """In batches of any size; with fewer bits nearly, and the report has how near."""
     output = write(*arguments)
-    model, _ = load_image_classifier(folder)
-    program, _ = load_image_classifier(output)
+    model, _ = load_classifier(folder)
+    program, _ = load_classifier(output)
     generator = torch.Generator().manual_seed(1)
     for size in (1, 2, 7, 64) if tolerance else (1, 3):
         pixel_values = torch.randn(size, 3, 32, 32, generator=generator)
@@ -175,7 +174,7 @@ def test_the_lines_of_the_card_need_only_the_runtime(arguments, write, tmp_path)
     copied = shutil.copytree(output, tmp_path / "elsewhere")
     process = subprocess.run([sys.executable, "-c", script], cwd=copied, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    model, image_processor = load_image_classifier(output)
+    model, image_processor = load_classifier(output)
     [prediction] = predict(model, image_processor, [Image.open(DOG).convert("RGB")])
     assert process.stdout.strip().endswith(f", {prediction.labels[0][0]!r})")
 
@@ -206,7 +205,7 @@ def transformers_js():
 def test_transformers_js_labels_a_picture(arguments, write, transformers_js):
     output = write(*arguments)
     found = {each["label"]: each["score"] for each in transformers_js("image-classification", output, DOG)}
-    [prediction] = predict(*load_image_classifier(output), [Image.open(DOG)], top=10)
+    [prediction] = predict(*load_classifier(output), [Image.open(DOG)], top=10)
     assert found == pytest.approx(dict(prediction.labels), abs=0.02)
 
 
@@ -244,7 +243,7 @@ def test_commands_take_exported_folders(write, tmp_path, capsys, folder):
     assert (tmp_path / "rois.png").stat().st_size > 10_000
     assert main(["evaluate", "classification", "--model", output, "--limit", "16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["images"] == 16
-    labels, rois = demo.look(*load_image_classifier(output), Image.open(DOG).convert("RGB"))
+    labels, rois = demo.look(*load_classifier(output), Image.open(DOG).convert("RGB"))
     assert len(labels) == 5
     assert rois is not None
 
@@ -281,7 +280,7 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
     # Without a name, the one that sees.
     assert ExportedModule(tmp_path / "out").outputs == ["image_embeds"]
     with pytest.raises(ValueError, match="as an image classifier: it computes image_embeds"):
-        load_image_classifier(tmp_path / "out")
+        load_classifier(tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
@@ -317,6 +316,6 @@ def test_the_page_shows_in_a_browser_what_pytorch_computes(folder, tmp_path, mon
         process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     shown = process.stderr.partition(":CONSOLE")[2]
     found = {label: float(share) / 100 for label, share in re.findall(r"(\w+)\t+([\d.]+) %", shown)}
-    [prediction] = predict(*load_image_classifier(folder), [Image.open(DOG)])
+    [prediction] = predict(*load_classifier(folder), [Image.open(DOG)])
     # Browsers resize a little differently.
     assert found == pytest.approx(dict(prediction.labels), abs=0.01), shown

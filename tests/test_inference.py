@@ -18,11 +18,11 @@ from frugalvit import (
     checkpoint_path,
     extract_features,
 )
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images
-from frugalvit.common.decoding import CorruptImageError, decode_image
-from frugalvit.common.reading import count_threads, read_ahead
-from frugalvit.common.views import prepare_images
+from frugalvit.reading import count_threads, read_ahead
+from frugalvit.training.choices import SUBSET
+from frugalvit.training.data import load_images
+from frugalvit.training.decoding import CorruptImageError, decode_image
+from frugalvit.training.preprocessing import prepare_images
 
 
 MODEL = checkpoint_path("cifar10-sparseformer")

@@ -9,10 +9,10 @@ from safetensors import safe_open
 from transformers import ViTConfig, ViTForImageClassification
 
 import frugalvit
-import frugalvit.common.files
-from frugalvit.common.macs import count_macs
-from frugalvit.common.tables import format_table
+import frugalvit.training.files
 from frugalvit.info import describe, main
+from frugalvit.macs import count_macs
+from frugalvit.training.text import format_table
 
 
 # Variant: tokens, image size, parameters, GMACs without and with attention's two products (None: not counted there).
@@ -76,7 +76,7 @@ def test_macs_by_hand(make):
     assert count_macs(make(), (32, 32)) == (VIT_MACS, VIT_MACS + VIT_ATTENTION_MACS)
 
 
-@pytest.mark.parametrize("name", frugalvit.common.files.shipped_checkpoints())
+@pytest.mark.parametrize("name", frugalvit.training.files.shipped_checkpoints())
 def test_shipped_models(name):
     row = describe(name)
     size, most = (224, 7e9) if name.startswith("caltech101") else (32, 3e8)

@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from frugalvit_cli import COMMANDS
+from frugalvit.cli import COMMANDS
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from frugalvit_cli import main
 from PIL import Image
 from transformers import ViTImageProcessor, pipeline
 
 from drawn import noise
 from frugalvit import Classifier
-from frugalvit.common.loading import load_image_classifier
+from frugalvit.cli import main
 from frugalvit.demo import look
 from frugalvit.predict import find_images, format_labels, format_prediction, predict
+from frugalvit.training.loading import load_image_classifier
 from kinds import KINDS
 from tiny import make_vit, randomize
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from frugalvit_cli import main
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -23,6 +22,7 @@ from transformers import (
 
 import frugalvit
 from frugalvit import publish
+from frugalvit.cli import main
 from kinds import KINDS
 from render import render
 

@@ -8,14 +8,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from frugalvit_cli import COMMANDS
 from PIL import Image
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
 import frugalvit
-from frugalvit.common.command_line import CommandParser
-from frugalvit.common.files import shipped_checkpoints
+from frugalvit.cli import COMMANDS
+from frugalvit.command_line import CommandParser
 from frugalvit.training.arguments import ArgumentParser
+from frugalvit.training.files import shipped_checkpoints
 
 
 ROOT = Path(__file__).resolve().parents[1]

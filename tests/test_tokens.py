@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from frugalvit_cli import main
 
-from frugalvit.common.files import shipped_images
+from frugalvit.cli import main
+from frugalvit.training.files import shipped_images
 
 
 MODEL, IMAGES = "caltech101-sparseformer", str(shipped_images("caltech101") / "test.parquet")

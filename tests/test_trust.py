@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from frugalvit_cli import main
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, exporters
 
-from frugalvit.common.exported import ExportedModule
-from frugalvit.common.loading import load_image_classifier
+from frugalvit.cli import main
+from frugalvit.exported import ExportedModule, load_classifier
 from tiny import save_vit
 
 
@@ -131,5 +130,5 @@ def test_pickles_run_nothing(tmp_path, monkeypatch):
     (save_vit(tmp_path / "vit") / "model.safetensors").unlink()
     torch.save({"classifier.bias": Trap()}, "vit/pytorch_model.bin")
     with pytest.raises(ValueError, match="Cannot load 'vit"):
-        load_image_classifier("vit", "cpu")
+        load_classifier("vit", "cpu")
     assert os.listdir() == ["vit"]

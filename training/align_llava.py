@@ -16,8 +16,6 @@ import torch
 from torch import nn
 from transformers import PaliGemmaProcessor, PreTrainedModel
 
-from ..common.loading import load_llava, load_vision_model
-from ..common.splits import load_splits
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
@@ -33,8 +31,10 @@ from .arguments import (
 )
 from .augmentation import CAPTION, BootstrapView, EvalView, seeded
 from .cards import without_place
-from .data import as_images
+from .loading import load_llava, load_vision_model
+from .splits import load_splits
 from .trainer import ImageTrainer, run_command, start
+from .views import as_images
 
 
 PROG = "frugalvit align-llava"

@@ -20,9 +20,9 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from transformers import HfArgumentParser, TrainingArguments
 
-from ..common.choices import NO_EVALUATION, SUBSET
-from ..common.files import end_on_sigterm, read_text
-from ..common.tables import first_line, printable
+from .choices import NO_EVALUATION, SUBSET
+from .files import end_on_sigterm, read_text
+from .text import first_line, printable
 
 
 # YAML files of arguments, one for each row of the papers' tables.

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torchvision.transforms import v2
 
-from ..common.views import middle_of
 from ..modeling.image_format import ImageFormat
+from .preprocessing import middle_of
 
 
 # Purposes of random numbers: uses that share (seed, epoch, index) must not share numbers.

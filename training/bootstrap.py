@@ -20,10 +20,6 @@ import torch.nn.functional as F
 from transformers import HfArgumentParser, PreTrainedModel
 from transformers.backbone_utils import BackboneMixin
 
-from ..common.loading import load_vision_model
-from ..common.precision import hold_teacher
-from ..common.splits import check_single_label, load_splits, match_classes
-from ..common.tables import format_markdown
 from ..configuration.configuration_base import set_image_size
 from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.image_format import ImageFormat
@@ -37,8 +33,10 @@ from .arguments import (
 )
 from .augmentation import BootstrapView, EvalView
 from .cards import without_place
-from .data import Views, as_images, split_off
+from .loading import load_vision_model
 from .losses import AlignmentLoss, attended_cells
+from .precision import hold_teacher
+from .splits import check_single_label, load_splits, match_classes
 from .students import (
     StudentArguments,
     build_student,
@@ -47,7 +45,9 @@ from .students import (
     freeze,
     token_counts_to_train,
 )
+from .text import format_markdown
 from .trainer import ImageTrainer, run_command, start
+from .views import Views, as_images, split_off
 
 
 PROG = "frugalvit bootstrap"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 
-from ..common.choices import OPEN_CLIP, SUBSET
-from ..common.loading import split_revision
 from ..modeling.model_card import TASKS, auto_class, code_examples, make_card
 from .arguments import DataArguments
+from .choices import OPEN_CLIP, SUBSET
+from .loading import split_revision
 
 
 # The data set that the shipped subset is from.

@@ -1,201 +1,353 @@
-"""Images in the forms in which people have them, and their views as data sets of PyTorch.
+"""Images to train and evaluate on, from any source, in one form."""
 
-The view of an image is a function of (seed, epoch, index) alone: it depends neither on workers and processes nor on
-the batch, and a run that goes on from a checkpoint sees what it would have seen.
-"""
-
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import atexit
+import functools
+import glob
+import os
+import re
+import shutil
+import sys
+import tempfile
+import unicodedata
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
-from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
-from torchvision.transforms import v2
-from transformers import TrainerCallback
+from accelerate import PartialState
 
-from ..common.data import class_names, load_images
-from ..common.decoding import CorruptImageError, decode_image
-from ..common.splits import check_same_classes, hold_back
-from ..modeling.image_format import ImageFormat
-from .augmentation import MIX, VIEW, seeded
+from .choices import SUBSET
+from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS
+from .files import read_text, shipped_images
+from .loading import split_revision
+from .text import first_line, printable, shortened
 
 
-# Images among which a stream is shuffled, besides its files.
-SHUFFLE_BUFFER = 1_000
+EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
+# Splits, by the names of their folders.
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
+# Tables of images and labels that `datasets` reads.
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Folders that operating systems and network disks make, for thumbnails, copies and deleted files.
+SYSTEM_FOLDERS = re.compile(r"[.@].*|__macosx|\$recycle\.bin|system volume information|lost\+found", re.IGNORECASE)
+NOT_READ = "these are not read (convert them to JPEG or PNG; pip install 'frugalvit[pictures]' reads .heic and .jxl)"
+# Classes that get their numbers for names.
+MOST_CLASSES = 100_000
 
 
-class PlainImages:
-    """A PyTorch dataset or a list of PIL images with the interface of a `datasets.Dataset`.
-
-    Items of `source` are images, pairs of image and label, or dictionaries with `image` and perhaps `label`. Its
-    attribute `classes`, as torchvision's data sets have it, names the labels.
-    """
-
-    def __init__(self, source, features: datasets.Features | None = None):
-        self.source = source
-        self.features = features or datasets.Features({"image": datasets.Image()})
-        names = getattr(source.dataset if isinstance(source, Subset) else source, "classes", None)
-        if features is None and names:
-            self.features["label"] = datasets.ClassLabel(names=list(names))
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> dict:
-        item = self.source[index]
-        if isinstance(item, dict):
-            item = (item["image"], item.get("label"))
-        image, *label = item if isinstance(item, tuple | list) else (item,)
-        if not isinstance(image, Image.Image):
-            raise ValueError(f"Item {index} of the images is a {type(image).__name__}, expected a PIL image.")
-        return {"image": image} | ({"label": int(label[0])} if "label" in self.features else {})
-
-    def select(self, indices) -> "PlainImages":
-        return PlainImages(Subset(self.source, list(indices)), self.features)
-
-    def remove_columns(self, name: str) -> "PlainImages":
-        return PlainImages(self.source, datasets.Features({"image": self.features["image"]}))
-
-
-def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
-    """Return images as a data set with the columns `image`, not decoded, and perhaps `label`. They are a
-    `datasets.Dataset` or `IterableDataset` with a column of images, a dataset of PyTorch or a list of PIL images, see
-    `PlainImages`, a list of paths, or the name of a folder or a data set."""
-    if isinstance(images, PlainImages):
-        return images
-    if isinstance(images, str | Path | datasets.Dataset | datasets.IterableDataset):
-        return load_images(str(images) if isinstance(images, Path) else images)
-    if isinstance(images, Mapping) or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
-        raise ValueError(
-            f"The images are a {type(images).__name__}; expected a data set, a list of PIL images or of paths, or the "
-            "name of a folder."
-        )
-    if isinstance(images, Sequence) and len(images) and isinstance(images[0], str | Path):
-        table = datasets.Dataset.from_dict({"image": [str(path) for path in images]})
-        return table.cast_column("image", datasets.Image(decode=False))
-    return PlainImages(images)
-
-
-def split_off(images):
-    """Split off a tenth of the images to evaluate on, see `hold_back`."""
-    if isinstance(images, PlainImages):
-        train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(images))}))
-        return images.select(train["place"]), images.select(evaluation["place"])
-    return hold_back(images)
-
-
-def labeled_images(train, evaluation=None) -> tuple:
-    """Return both by `as_images`; raise a ValueError unless they have the same classes."""
-    parts = [None if images is None else as_images(images) for images in (train, evaluation)]
-    if any(images is not None and class_names(images) is None for images in parts):
-        raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
-    check_same_classes(class_names(parts[0]), parts[1])
-    return tuple(parts)
-
-
-class Views(Dataset):
-    """Views of images: `pixel_values` and the like as uint8 tensors, with `labels` where there are any.
+def load_images(
+    dataset: str | list[str] | datasets.Dataset | datasets.IterableDataset,
+    split: str = "train",
+    *,
+    name: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    class_names: list[str] | None = None,
+    default_names: list[str] | None = None,
+    streaming: bool = False,
+) -> datasets.Dataset | datasets.IterableDataset:
+    """Load the columns `image`, not decoded, and `label`, a `ClassLabel`, if there are labels that are not all -1 or
+    missing.
 
     Args:
-        images: Images of `as_images`, or with a column `mask`.
-        view (`Callable`): Makes a view of an image, see `EvalView`, and of its mask where there is one.
-        seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch`, too; None in evaluation.
-        skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
-        classes (sequence of `int`, *optional*): The model's number of each class of the data set.
+        dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
+            see `scan_folder`, a folder that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or the
+            loaded data set.
+        split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files are "train".
+        name (`str`, *optional*): Configuration of a hub data set that has several.
+        class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
+        default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
     """
-
-    def __init__(self, images, view, seed: int | None = None, skip_corrupt: bool = False, classes=None):
-        self.images = images
-        self.view = view
-        self.seed = seed
-        self.skip_corrupt = skip_corrupt
-        self.classes = classes
-        # Workers that stay for several epochs read it, too.
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> dict:
-        for position in range(index, index + len(self)):
-            if sample := self.sample(position % len(self), self.images[position % len(self)]):
-                return sample
-        raise ValueError(f"None of the {len(self)} images of the data set can be read.")
-
-    def sample(self, index: int, record: dict) -> dict | None:
-        """Return the view of a record, or None if it is skipped."""
-        if get_worker_info():
-            # Ctrl-C reaches workers, too, and the main process still needs their images.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            parts = [decode_image(record["image"], index)]
-            if "mask" in record:
-                parts.append(self.view.read_mask(record["mask"], index, parts[0].size))
-            if self.seed is None:
-                sample = self.view(*parts) | {"index": index}
-            else:
-                epoch = int(self.epoch)
-                with seeded(self.seed, epoch, index, VIEW):
-                    sample = self.view(*parts) | {"epoch": epoch, "index": index}
-        except CorruptImageError:
-            if not self.skip_corrupt:
-                raise
-            return None
-        if "label" in record:
-            sample["labels"] = record["label"] if self.classes is None else self.classes[record["label"]]
-        return sample
-
-
-class StreamedViews(IterableDataset, Views):
-    """Views of a shuffled stream, whose index is an image's position among those that a worker reads."""
-
-    def __init__(self, images: datasets.IterableDataset, view, seed: int, *args):
-        super().__init__(images.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), view, seed, *args)
-
-    def __len__(self):
-        raise TypeError("a stream has no length")
-
-    def __iter__(self) -> Iterator[dict]:
-        # Its images have another order.
-        self.images.set_epoch(int(self.epoch))
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        samples = (self.sample(first + step * number, record) for number, record in enumerate(self.images))
-        return filter(None, samples)
+    if isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        loaded = dataset._resolve_features() if dataset.features is None else dataset
+        dataset = "the data set"
+    else:
+        loaded = load_table(dataset, split, name, streaming)
+        loaded = loaded._resolve_features() if loaded.features is None else loaded
+    kinds = {name: kind_of(feature) for name, feature in loaded.features.items()}
+    image = find_column(kinds, image_column, ("image", "bytes"), "image", dataset)
+    if kinds[image] not in ("image", "bytes", "texts"):
+        raise ValueError(f"The column {image!r} of {dataset!r} holds {loaded.features[image]}, expected images.")
+    label = find_column(kinds, label_column, ("classes",), "label", dataset)
+    # A stream does not tell which texts there are.
+    named = class_names or not isinstance(loaded, datasets.IterableDataset)
+    if label is None and kinds.get("label") in (("numbers", "texts") if named else ("numbers",)):
+        label = "label"
+    if label and kinds[label] not in ("classes", "numbers", "texts"):
+        found = loaded.features[label]
+        raise ValueError(f"The column {label!r} of {dataset!r} holds {found}, expected class numbers.")
+    columns = {image: "image"} | ({label: "label"} if label else {})
+    # Cast before renaming, which would read from a stream.
+    loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
+    loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
+    if not label:
+        return loaded
+    feature = loaded.features["label"]
+    own = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    names = class_names or own or default_names
+    if isinstance(loaded, datasets.IterableDataset):
+        if names is None:
+            raise ValueError("The stream's labels have no names; give them with --class-names.")
+    elif "string" in feature.dtype:
+        names = names or sorted(text for text in loaded.unique("label") if text is not None)
+    else:
+        highest = label_numbers(loaded).max(initial=-1)
+        if highest < 0:
+            # As in ImageNet's test split.
+            return loaded.remove_columns("label")
+        count = len(names) if names else MOST_CLASSES
+        if highest >= count:
+            raise ValueError(f"The labels go up to {highest}, expected less than {count:,} (--class-names).")
+        names = names or [str(number) for number in range(highest + 1)]
+    if names == own:
+        return loaded
+    try:
+        return loaded.cast_column("label", datasets.ClassLabel(names=names))
+    except ValueError as error:
+        raise ValueError(f"Not all labels are among the classes {shortened(names)} ({first_line(error)}).") from error
 
 
-@dataclass
-class SetEpoch(TrainerCallback):
-    """Sets the views' epoch, also where a run goes on in the middle of one."""
-
-    views: Views
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.views.epoch.fill_(int(state.epoch))
-
-
-def collate(
-    samples: list[dict], formats: dict[str, ImageFormat], mix: Callable | None = None, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """Make a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64. `mix` mixes images
-    and labels of a training batch; what it draws is a function of (seed, epoch, first index)."""
-    batch = {}
-    for name, first in samples[0].items():
-        values = [sample[name] for sample in samples]
-        batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
-        if name in formats:
-            batch[name] = formats[name].normalize(batch[name])
-    if mix and "epoch" in batch:
-        with seeded(seed, int(batch["epoch"][0]), int(batch["index"][0]), MIX):
-            batch["pixel_values"], batch["labels"] = mix(batch["pixel_values"], batch["labels"])
-    return batch
+def kind_of(feature) -> str:
+    """Return what a column holds: an "image", "bytes", "classes" (with names), "numbers", "texts" or something
+    "else"."""
+    # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
+    is_record = isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
+    if is_record or isinstance(feature, datasets.Image):
+        return "image"
+    if isinstance(feature, datasets.ClassLabel):
+        return "classes"
+    dtype = feature.dtype.removeprefix("large_") if isinstance(feature, datasets.Value) else ""
+    known = {"binary": "bytes", "string": "texts", "bool": "numbers"}
+    return known.get(dtype, "numbers" if "int" in dtype else "else")
 
 
-def mixing(num_labels: int, mixup: float, cutmix: float):
-    """Return torchvision's `MixUp` and `CutMix`, each for half of the batches, or the one whose parameter is not 0."""
-    kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
-    mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
-    return v2.RandomChoice(mixes) if mixes else None
+def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what: str, dataset) -> str | None:
+    """Return the column that is given, or the only one of the first kind that there is of those that are wanted; there
+    may be none of labels."""
+    if given is not None and given not in kinds:
+        raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(kinds)}.")
+    kind = next((kind for kind in wanted if kind in kinds.values()), None)
+    found = [name for name in kinds if kind is not None and kinds[name] == kind]
+    if given is None and (len(found) > 1 or (what == "image" and not found)):
+        count = len(found) or "no"
+        raise ValueError(f"{dataset!r} has {count} {what} columns among {', '.join(kinds)}; give --{what}-column.")
+    return given or next(iter(found), None)
+
+
+def class_names(images) -> list[str] | None:
+    return list(images.features["label"].names) if "label" in images.features else None
+
+
+def label_numbers(images: datasets.Dataset) -> np.ndarray:
+    """The labels of all images, `(images,)` int64, -1 where there is none."""
+    if not len(images):
+        return np.zeros(0, dtype=np.int64)
+    column = images.select_columns("label").with_format("arrow")[:]["label"]
+    return pc.fill_null(column.cast("int64"), -1).to_numpy().copy()
+
+
+def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
+    """Choose `limit` images at random, in their order; all if there are fewer or no limit is given."""
+    if limit is None or limit >= len(images):
+        return images
+    generator = torch.Generator().manual_seed(seed)
+    return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
+
+
+def load_table(
+    dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
+) -> datasets.Dataset | datasets.IterableDataset:
+    """Load a data set with all its columns; images are not decoded. Arguments and errors as in `load_images`."""
+    source = find_source(dataset, name)
+    with _one_error(dataset, split):
+        if "parts" not in source:
+            return datasets.load_dataset(**source, split=split, streaming=streaming)
+        parts = source["parts"]
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute({part: len(parts[part]) for part in parts})
+        found = [file for each in slices for file in parts[each.splitname][each.from_ : each.to]]
+        labels = [label for label, _ in found if label]
+        if not found or 0 < len(labels) < len(found):
+            raise ValueError("only some of these parts have classes" if labels else "there are no images")
+        columns = {"image": [{"bytes": None, "path": str(path)} for _, path in found]}
+        features = datasets.Features({"image": datasets.Image(decode=False)})
+        if labels:
+            # From all parts: one may lack a class.
+            names = sorted({label for files in parts.values() for label, _ in files if label})
+            features["label"] = datasets.ClassLabel(names=names)
+            columns["label"] = features["label"].str2int(labels)
+        table = datasets.Dataset.from_dict(columns, features)
+        return table.to_iterable_dataset(min(len(table), 1_024)) if streaming else table
+
+
+def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
+    """Return the splits of a data set. Arguments and errors as in `load_images`."""
+    source = find_source(dataset, name)
+    for parts in ("parts", "data_files"):
+        if parts in source:
+            return list(source[parts])
+    with _one_error(dataset):
+        return datasets.get_dataset_split_names(source["path"], source["name"], revision=source.get("revision"))
+
+
+def find_source(dataset: str | list[str], name: str | None = None) -> dict:
+    """Return the `parts` of a folder of images, see `scan_folder`, or else arguments of `datasets.load_dataset`."""
+    paths = [dataset] if isinstance(dataset, str) else list(dataset)
+    path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
+    if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
+        if missing := [file for file in paths if not os.path.isfile(file)]:
+            raise ValueError(f"There is no file {missing[0]!r}; expected parquet files.")
+        with _one_error(dataset):
+            _check_class_names(paths)
+        return {"path": "parquet", "data_files": {"train": [glob.escape(file) for file in paths]}}
+    if len(paths) > 1:
+        raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
+    if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
+        with _one_error(dataset):
+            return find_in_folder(path if path.is_dir() else unpack(path), name)
+    hub_id, revision = split_revision(paths[0])
+    if path.exists() or paths[0].startswith((".", "~", os.sep)) or hub_id.count("/") > 1:
+        raise ValueError(f"{paths[0]!r} is no data set; {EXPECTED}.")
+    return {"path": hub_id, "name": name, **revision}
+
+
+def find_in_folder(folder: Path, name: str | None) -> dict:
+    """`find_source` of a folder: its images, or else what `datasets` reads, or else its zip file."""
+    files = list(files_within(folder, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}))
+    images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
+    metadata = [path for path in files if path.name in METADATA_FILES]
+    tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
+    for path in metadata:
+        text = "" if path.suffix == ".parquet" else read_text(path)
+        # "01" and "1" would be one number.
+        if path.suffix == ".csv" and (found := re.search(r"(?:^|,)(0\d+)(?=,|\s*$)", text, re.MULTILINE)):
+            raise ValueError(f"{path} has {found[1]!r}, which is read as a number; write a letter before it")
+    archives = sorted(folder.glob("*.zip"))
+    if unread := [path for path in files if path.suffix.lower() in UNREAD_ENDINGS]:
+        leave_out(unread, NOT_READ)
+    if images:
+        if tables or archives:
+            leave_out([*tables, *archives], "images come first")
+        parts = {SPLITS.get(file.parent.name.lower(), "train"): file for file in metadata}
+        if parts and all(file.parent == folder or file.parent.name.lower() in SPLITS for file in metadata):
+            return {"path": "imagefolder", "data_files": {part: [glob.escape(str(parts[part]))] for part in parts}}
+        return {"parts": scan_folder(folder, images)}
+    if len(archives) == 1 and not tables:
+        return find_in_folder(unpack(archives[0]), name)
+    if not tables and not any(path.suffix == ".tar" for path in files):
+        raise ValueError(f"it has no images, and {len(archives)} zip files; {EXPECTED}")
+    if glob.has_magic(str(folder.resolve())):
+        raise ValueError("its path has one of *?[, which datasets takes for a pattern; rename it")
+    _check_class_names(tables)
+    # Absolute: a name such as "csv" would be that of a format.
+    return {"path": str(folder.resolve()), "name": name}
+
+
+def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
+    """Return the class and the file of each image of a folder, by split.
+
+    Folders that are called as in `SPLITS` are splits, if there are several or nothing beside one; else all images are
+    "train". The first folder within a split is an image's class, however deep the image lies; without folders, images
+    have no class, "". A folder that holds one folder alone is entered.
+    """
+    holding = {path.parent for path in images}
+    while True:
+        children = sorted({folder / parent.relative_to(folder).parts[0] for parent in holding - {folder}})
+        if len(children) != 1 or children[0].name.lower() in SPLITS or not holding.isdisjoint({folder, *children}):
+            break
+        folder = children[0]
+    named = {SPLITS[child.name.lower()]: child for child in children if child.name.lower() in SPLITS}
+    roots = {split: named[split] for split in ("train", "validation", "test") if split in named}
+    others = [child for child in children if child not in roots.values()]
+    if len(roots) < 2 and (not roots or others):
+        roots = {"train": folder}
+    elif others:
+        leave_out(others, f"the folders beside them are {' and '.join(roots)}")
+    parts = {}
+    for split, root in roots.items():
+        inside = {parent: parent.relative_to(root).parts for parent in holding if parent.is_relative_to(root)}
+        # macOS writes letters and their accents apart.
+        classes = {parent: unicodedata.normalize("NFC", "".join(names[:1])) for parent, names in inside.items()}
+        files = sorted((classes[path.parent], path) for path in images if path.parent in classes)
+        labeled = [file for file in files if file[0]]
+        if 0 < len(labeled) < len(files):
+            leave_out([path for label, path in files if not label], "they lie beside folders of classes")
+        parts[split] = labeled or files
+    return parts
+
+
+def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
+    """Yield the files with these endings in a folder and all within it, but those in `SYSTEM_FOLDERS`. Links are
+    followed last, and no folder is entered twice. A folder that may not be read is an `OSError`."""
+
+    def refuse(error: OSError):
+        raise error
+
+    entered = set()
+    roots = [folder]
+    for root in roots:
+        for parent, folders, names in os.walk(root, onerror=refuse):
+            real = os.path.realpath(parent)
+            if real in entered:
+                folders.clear()
+                continue
+            entered.add(real)
+            folders[:] = sorted(name for name in folders if not SYSTEM_FOLDERS.fullmatch(name))
+            roots += [path for name in folders if os.path.islink(path := os.path.join(parent, name))]
+            fitting = [name for name in names if os.path.splitext(name)[1].lower() in endings and name[0] != "."]
+            yield from (path for name in sorted(fitting) if (path := Path(parent, name)).is_file())
+
+
+@functools.cache
+def unpack(archive: Path) -> Path:
+    """Unpack a zip file into a temporary folder of this process."""
+    folder = Path(tempfile.mkdtemp(prefix="frugalvit-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        with zipfile.ZipFile(archive) as file:
+            file.extractall(folder)
+    # RuntimeError: a password is needed, or Python does not know the compression.
+    except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+        raise ValueError(f"{archive} cannot be unpacked ({first_line(error)}); give a folder") from error
+    return folder
+
+
+def leave_out(paths: list[Path], reason: str):
+    """Print that files or folders are left out, and why."""
+    names = shortened([printable(path.name) for path in paths])
+    _print_once(f"Left out of {printable(str(paths[0].parent))}, as {reason}: {names}.")
+
+
+@functools.cache
+def _print_once(message: str):
+    PartialState().print(message, file=sys.stderr)
+
+
+def _check_class_names(files: list):
+    """Raise a ValueError if parquet files name their classes differently: `datasets` takes the first file's names."""
+    known = {}
+    for file in files:
+        for column, feature in datasets.Features.from_arrow_schema(pq.read_schema(file)).items():
+            names = feature.names if isinstance(feature, datasets.ClassLabel) else None
+            if names and names != known.setdefault(column, names):
+                both = f"{shortened(known[column])} in {files[0]} and {shortened(names)} in {file}"
+                raise ValueError(f"the column {column} has the classes {both}, expected the same in the same order")
+
+
+@contextmanager
+def _one_error(dataset: str | list[str], split: str | None = None):
+    """Turn an error of `datasets` into a ValueError of one line that names the data set."""
+    try:
+        yield
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, AssertionError) as error:
+        given = dataset if isinstance(dataset, str) else dataset[0]
+        part = f"the split {split!r} of " if split else ""
+        hint = f"; {EXPECTED}" if isinstance(error, datasets.exceptions.DatasetNotFoundError | OSError) else ""
+        wraps = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        cause = (wraps and error.__cause__) or error
+        raise ValueError(f"Cannot load {part}{given!r}: {first_line(cause)}{hint}") from error

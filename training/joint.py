@@ -15,10 +15,6 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback, ViTImageProcessor
 
-from ..common.choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
-from ..common.data import class_names
-from ..common.metrics import TopKAccuracy
-from ..common.splits import load_splits
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.image_format import ImageFormat
@@ -26,10 +22,14 @@ from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassifi
 from .arguments import ArgumentParser, DataArguments, argument, check_fields, read_values, run_as_program
 from .augmentation import EvalView
 from .cards import name_images, write_card
-from .data import labeled_images
+from .choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
+from .data import class_names
+from .metrics import TopKAccuracy
 from .models import configure_start
+from .splits import load_splits
 from .train import SmallDataArguments, SmallDataView
 from .trainer import ImageTrainer, run_command, start
+from .views import labeled_images
 
 
 PROG = "frugalvit joint"

@@ -6,7 +6,6 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessor
 
-from ..common.loading import TIMM, load_image_processor, one_error, split_revision
 from ..configuration.configuration_base import FrugalViTConfig, pair, set_image_size
 from ..configuration.configuration_vit import AttentionStartConfig
 from ..modeling import initialization
@@ -16,6 +15,7 @@ from ..modeling.hub import image_processor_config
 from ..modeling.image_format import set_size
 from ..modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import read_values
+from .loading import TIMM, load_image_processor, one_error, split_revision
 from .students import parse_overrides
 from .trainer import classifiers_inside
 

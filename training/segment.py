@@ -22,12 +22,6 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 from transformers import AutoModelForSemanticSegmentation, SegformerImageProcessor
 
-from ..common.choices import IGNORED
-from ..common.loading import load_image_processor
-from ..common.masks import MaskReader, load_masked_images, load_masked_splits
-from ..common.metrics import SegmentationScores
-from ..common.scores import check_scores
-from ..common.views import LONGEST
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.image_format import ImageFormat
 from ..modeling.segmentation import semantic_segmentation_loss
@@ -42,9 +36,15 @@ from .arguments import (
     run_as_program,
 )
 from .cards import name_images
-from .data import PlainImages
+from .choices import IGNORED
+from .loading import load_image_processor
+from .masks import MaskReader, load_masked_images, load_masked_splits
+from .metrics import SegmentationScores
 from .models import label_fields, load_checkpoint, new_config, read_config, set_drop_path
+from .preprocessing import LONGEST
+from .scores import check_scores
 from .trainer import ImageTrainer, learning_rate_factors, run_command, start
+from .views import PlainImages
 
 
 PROG = "frugalvit segment"

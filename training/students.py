@@ -7,8 +7,6 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
 
-from ..common.choices import FOCUSINGS, PLACEMENTS
-from ..common.loading import load_vision_model, one_error, split_revision
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.hosts import Anatomy
 from ..modeling.image_format import ImageFormat
@@ -24,6 +22,8 @@ from ..modeling.modeling_sparseformer import (
 )
 from ..modeling.modeling_sparseformer_dense import PatchSparseFormerBackbone, SparseFormerBackbone
 from .arguments import argument, check_fields, read_values
+from .choices import FOCUSINGS, PLACEMENTS
+from .loading import load_vision_model, one_error, split_revision
 
 
 # Classes of students by `focusing`, and by what they inherit.

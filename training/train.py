@@ -12,20 +12,20 @@ import torch
 import torch.nn.functional as F
 from torchvision.transforms import InterpolationMode, v2
 
-from ..common.choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
-from ..common.data import class_names
-from ..common.loading import load_image_classifier
-from ..common.metrics import accuracies
-from ..common.precision import hold_teacher
-from ..common.splits import check_single_label, load_splits, match_classes
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
 from .augmentation import EvalView
 from .cards import name_images
-from .data import labeled_images, mixing
+from .choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
+from .data import class_names
+from .loading import load_image_classifier
+from .metrics import accuracies
 from .models import build_model
+from .precision import hold_teacher
+from .splits import check_single_label, load_splits, match_classes
 from .trainer import ImageTrainer, learning_rate_factors, run_command, start
+from .views import labeled_images, mixing
 
 
 PROG = "frugalvit train"

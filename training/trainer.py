@@ -22,13 +22,13 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..common.data import class_names
-from ..common.files import check_apart, permit_as_usual
-from ..common.splits import check_same_classes
 from ..modeling.hosts.anatomy import is_timm
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import write_card
-from .data import SetEpoch, StreamedViews, Views, as_images, collate
+from .data import class_names
+from .files import check_apart, permit_as_usual
+from .splits import check_same_classes
+from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
 
 class ImageTrainer(Trainer):

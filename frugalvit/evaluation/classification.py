@@ -9,20 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..common.data import class_names, label_numbers
-from ..common.exported import ExportedModule
-from ..common.loading import load_image_classifier
-from ..common.metrics import accuracies
-from ..common.packing import pack_linear_layers
-from ..common.splits import check_labels, check_single_label, match_labels
+from ..exported import ExportedModule, load_classifier
 from ..inference import choose_tokens
 from ..modeling.image_format import ImageFormat
+from ..modeling.packing import pack_linear_layers
+from ..training.data import class_names, label_numbers
+from ..training.metrics import accuracies
+from ..training.splits import check_labels, check_single_label, match_labels
 from .images import image_batches, images_to_evaluate, reading_options
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     images, split = images_to_evaluate(arguments)
-    model, image_processor = load_image_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
+    model, image_processor = load_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     pack_linear_layers(model)
     choose_tokens(model, arguments.num_tokens, None)
     if arguments.attack and isinstance(model, ExportedModule):

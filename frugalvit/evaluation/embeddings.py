@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import ViTImageProcessor
 
-from ..common.exported import ExportedModule
 from ..configuration.configuration_base import is_sparseformer
+from ..exported import ExportedModule
 from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.image_format import ImageFormat
 

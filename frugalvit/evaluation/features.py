@@ -9,9 +9,9 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from ..common.data import label_numbers
-from ..common.decoding import CorruptImageError
 from ..inference import Embedder
+from ..training.data import label_numbers
+from ..training.decoding import CorruptImageError
 
 
 def extract_features(

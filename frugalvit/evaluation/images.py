@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..common.data import class_names, label_numbers, load_images, split_names
-from ..common.decoding import CorruptImageError, decode_image
-from ..common.reading import read_ahead, stack_pixels
-from ..common.splits import EVALUATION_SPLITS, load_splits
-from ..common.tables import shortened
-from ..common.views import prepare_images
+from ..reading import read_ahead, stack_pixels
+from ..training.data import class_names, label_numbers, load_images, split_names
+from ..training.decoding import CorruptImageError, decode_image
+from ..training.preprocessing import prepare_images
+from ..training.splits import EVALUATION_SPLITS, load_splits
+from ..training.text import shortened
 
 
 def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:

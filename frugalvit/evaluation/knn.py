@@ -5,9 +5,9 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-from ..common.data import class_names
-from ..common.metrics import accuracies
 from ..inference import Embedder
+from ..training.data import class_names
+from ..training.metrics import accuracies
 from .features import embed_images
 from .images import read_labeled_parts, take_first
 

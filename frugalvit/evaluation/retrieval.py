@@ -7,8 +7,8 @@ from pathlib import Path
 import datasets
 import torch
 
-from ..common.files import read_text
-from ..common.scores import check_scores
+from ..training.files import read_text
+from ..training.scores import check_scores
 from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 

@@ -10,11 +10,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from ..common.data import load_table
-from ..common.decoding import decode_image
-from ..common.loading import load_pretrained, split_revision
-from ..common.splits import default_split
 from ..modeling.swap import input_device
+from ..training.data import load_table
+from ..training.decoding import decode_image
+from ..training.loading import load_pretrained, split_revision
+from ..training.splits import default_split
 from .images import take_first
 
 

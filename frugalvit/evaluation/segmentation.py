@@ -10,14 +10,14 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
 
-from ..common.decoding import CorruptImageError, decode_image
-from ..common.loading import load_with_image_processor
-from ..common.masks import MaskReader, load_masked_images, masked_split_names
-from ..common.metrics import SegmentationScores
-from ..common.scores import check_scores
-from ..common.splits import EVALUATION_SPLITS
-from ..common.views import LONGEST
 from ..modeling.image_format import ImageFormat
+from ..training.decoding import CorruptImageError, decode_image
+from ..training.loading import load_with_image_processor
+from ..training.masks import MaskReader, load_masked_images, masked_split_names
+from ..training.metrics import SegmentationScores
+from ..training.preprocessing import LONGEST
+from ..training.scores import check_scores
+from ..training.splits import EVALUATION_SPLITS
 from .images import take_first
 
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from ..common.loading import load_image_processor, load_pretrained, load_vision_model, one_error, split_revision
-from ..common.scores import check_scores
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
+from ..training.loading import load_image_processor, load_pretrained, load_vision_model, one_error, split_revision
+from ..training.scores import check_scores
 
 
 @dataclass

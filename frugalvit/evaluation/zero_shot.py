@@ -7,9 +7,9 @@ import datasets
 import open_clip
 import torch
 
-from ..common.data import class_names
-from ..common.files import read_text
-from ..common.metrics import accuracies
+from ..training.data import class_names
+from ..training.files import read_text
+from ..training.metrics import accuracies
 from .images import image_batches, images_to_evaluate, reading_options
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from frugalvit_cli import main
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor
 
 from drawn import encode
-from frugalvit.common.splits import match_labels
+from frugalvit.cli import main
+from frugalvit.training.splits import match_labels
 from tiny import make_vit, save_vit
 
 

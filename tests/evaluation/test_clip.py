@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from frugalvit_cli import main
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -31,6 +30,7 @@ from transformers import (
 
 from drawn import encode
 from frugalvit import SparseFormerVisionModelWithProjection
+from frugalvit.cli import main
 from frugalvit.evaluation import retrieval
 from frugalvit.evaluation.scienceqa import PROMPT, format_question, read_answer
 from frugalvit.evaluation.two_towers import load_two_towers

@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from frugalvit_cli import main
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from frugalvit import checkpoint_path
-from frugalvit.common.choices import SUBSET
-from frugalvit.common.data import load_images
-from frugalvit.common.loading import load_vision_model
+from frugalvit.cli import main
 from frugalvit.evaluation.embeddings import image_embedder
 from frugalvit.evaluation.knn import neighbor_scores
+from frugalvit.training.choices import SUBSET
+from frugalvit.training.data import load_images
+from frugalvit.training.loading import load_vision_model
 
 
 VIT = str(checkpoint_path("cifar10-vit"))

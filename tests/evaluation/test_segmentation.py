@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from frugalvit_cli import main
 from transformers import SegformerConfig, SegformerForSemanticSegmentation, SegformerImageProcessor
 
-from frugalvit.common.masks import MaskReader, load_masked_images
+from frugalvit.cli import main
 from frugalvit.evaluation.segmentation import segmentation_scores
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.masks import MaskReader, load_masked_images
 
 
 class ByColor(torch.nn.Module):

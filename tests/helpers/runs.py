@@ -3,10 +3,10 @@
 import importlib
 
 import pytest
-from frugalvit_cli import main
 from trainings import SHORT, command_words, run_command
 from transformers import TrainerCallback
 
+from frugalvit.cli import main
 from frugalvit.training.trainer import ImageTrainer
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from frugalvit.common.data import load_images
+from frugalvit.training.data import load_images
 from tiny import SMALL
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from frugalvit_cli import main
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -13,6 +12,7 @@ from transformers import (
 
 from drawn import noise
 from frugalvit import SparseFormerVisionModel, matching_processor, swap_vision_tower
+from frugalvit.cli import main
 from frugalvit.modeling.swap import first_layer, match_channels_, read_by_projector
 from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower, save_to_swap
 

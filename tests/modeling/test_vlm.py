@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from frugalvit_cli import main
 from processes import compute_without_frugalvit
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 from vlms import IMAGE, ROWS, SIZE, VLM, VLMS
@@ -11,6 +10,7 @@ import frugalvit
 import tiny
 from drawn import noise
 from frugalvit import SparseFormerBackbone, matching_processor, swap_vision_tower
+from frugalvit.cli import main
 from tiny import make_paligemma, make_paligemma_processor, make_tower
 
 

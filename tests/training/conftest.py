@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import ViTImageProcessor
 
-from frugalvit.common.data import load_images
-from frugalvit.common.decoding import decode_image
+from frugalvit.training.data import load_images
+from frugalvit.training.decoding import decode_image
 from tiny import make_vit
 
 

@@ -1,159 +1,128 @@
-"""Images in every form, views that depend on seed, epoch and index alone, and images that cannot be read."""
-
-from functools import partial
-from types import SimpleNamespace
+"""Images from tables and the hub, their columns and labels; bad sources."""
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-import torch
-from torch.utils.data import DataLoader
-from trainings import Pairs, assert_equal
+from PIL import Image
 
-from drawn import draw, draw_classes
-from frugalvit.common.data import class_names, load_images
-from frugalvit.common.decoding import CorruptImageError, decode_image, read_image
-from frugalvit.modeling.image_format import ImageFormat
-from frugalvit.training.augmentation import VIEW, EvalView, seeded
-from frugalvit.training.data import StreamedViews, Views, as_images, collate, mixing
-from frugalvit.training.train import SmallDataView
+from drawn import encode, save
+from frugalvit.training.arguments import DataArguments
+from frugalvit.training.choices import SUBSET
+from frugalvit.training.data import class_names, load_images, sample, split_names
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.splits import load_splits
 
 
-FORMAT = ImageFormat((8, 8))
-CROP = SimpleNamespace(crop="padded", crop_padding=2, crop_size=None, padding_mode="reflect", flip=0.5)
-VIEW_OF_TRAINING = SmallDataView(FORMAT, CROP, randaugment_layers=2, erasing=0.5)
+NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+PICTURE = {"bytes": encode(np.zeros((8, 8, 3), np.uint8)), "path": None}
 
 
-class Records(Pairs):
-    def __getitem__(self, index):
-        return {"image": self.pictures[index], "label": torch.tensor(self.labels[index])}
+def value(images, index):
+    """The color of an image that `write_parquet` made, a tenth of it."""
+    return np.asarray(decode_image(images[index]["image"], index))[0, 0, 0] / 10
 
 
-def of_pytorch(pictures, kind=Pairs):
-    return kind(pictures, [index % 2 for index in range(len(pictures))], ["cat", "dog"])
+@pytest.mark.parametrize(("split", "count"), [("train", 12_000), ("test", 2_000)])
+def test_embedded_subset(split, count):
+    images = load_images(SUBSET, split)
+    assert len(images) == count and images.column_names == ["image", "label"] and class_names(images) == NAMES
+    assert np.bincount(images["label"]).tolist() == [count // 10] * 10
+    assert images[0]["image"]["bytes"][:2] == b"\xff\xd8" and split in split_names(SUBSET)
+    assert len(sample(images, 5, 0)) == 5 and sample(images, count, 0) is images
 
 
-LABELED = ["decoded", "stream", "pairs", "records", "folder"]
+def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
+    (tmp_path / "photos").mkdir()
+    files = [write_parquet("photos/part-0 [a].parquet", 4), write_parquet("photos/part-1.parquet", 6)]
+    for source, count in ((files[0], 4), (files, 10), (str(tmp_path / "photos"), 10)):
+        images = load_images(source)
+        assert (len(images), class_names(images), split_names(source)) == (count, ["even", "odd"], ["train"])
+    assert len(load_images(files, "train[:3]")) == 3 and value(load_images(files), 5) == 1
+    # A folder's files are its splits by their names.
+    (tmp_path / "csv" / "data").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write_parquet(f"csv/data/{name}.parquet", 2)
+    folder = str(tmp_path / "csv")
+    assert {split: len(load_images(folder, split)) for split in split_names(folder)} == {"train": 4, "test": 2}
 
 
-@pytest.mark.parametrize("kind", [*LABELED, "PIL", "paths"])
-def test_images_are_what_people_have(kind, tmp_path):
-    """Ten images whose color tells their number."""
-    draw_classes(tmp_path / "classes", 5)
-    draw(tmp_path / "flat", 10)
-    paths = [str(tmp_path / "flat" / f"{index}.png") for index in range(10)]
-    pictures = [read_image(path) for path in paths]
-    features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])})
-    table = datasets.Dataset.from_dict({"picture": pictures, "kind": [i % 2 for i in range(10)]}, features)
-    given = {
-        "decoded": table,
-        "stream": table.to_iterable_dataset(),
-        "pairs": of_pytorch(pictures),
-        "records": of_pytorch(pictures, Records),
-        "folder": str(tmp_path / "classes"),
-        "PIL": pictures,
-        "paths": paths,
-    }
-    found = as_images(given[kind])
-    records = list(found) if kind == "stream" else [found[index] for index in range(len(found))]
-    colors = [np.asarray(decode_image(record["image"], 0))[0, 0, 0] for record in records]
-    assert sorted(colors) == list(range(10)) and class_names(found) == (["cat", "dog"] if kind in LABELED else None)
-    if kind in LABELED:
-        expected = [each // 5 if kind == "folder" else each % 2 for each in colors]
-        assert [record["label"] for record in records] == expected
+def test_files_name_their_classes_alike(write_parquet, tmp_path):
+    """`datasets` takes the names of the first file for all."""
+    (tmp_path / "set").mkdir()
+    files = [write_parquet("set/train-0.parquet"), write_parquet("set/test-0.parquet", names=("odd", "even"))]
+    for source in (str(tmp_path / "set"), files):
+        with pytest.raises(ValueError, match=r"column label has the classes .*odd, even \(2\)"):
+            load_images(source)
+    data = DataArguments(dataset=files[:1], eval_dataset=files[1:])
+    with pytest.raises(ValueError, match=r"even, odd \(2\) .* odd, even \(2\)"):
+        load_splits(data)
+    data.class_names = ["a", "b"]
+    assert class_names(load_splits(data)[0]) == ["a", "b"]
 
 
-def loaded(views, **options) -> list[dict]:
-    batches = partial(collate, formats={"pixel_values": FORMAT})
-    return list(DataLoader(views, collate_fn=batches, **{"batch_size": 4} | options))
+def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
+    file = str(tmp_path / "plain.parquet")
+    table = pq.read_table(write_parquet(count=6)).replace_schema_metadata(None)
+    pq.write_table(table.append_column("size", pa.array(range(6))), file)
+    images = load_images(file)
+    assert class_names(images) == ["0", "1"] and images["label"][:3] == [0, 1, 0] and value(images, 3) == 3
+    assert class_names(load_images(file, class_names=["a", "b", "c"])) == ["a", "b", "c"]
+    assert class_names(load_images(file, label_column="size")) == list("012345")
+    with pytest.raises(ValueError, match="go up to 1, expected less than 1 "):
+        load_images(file, class_names=["a"])
+    with pytest.raises(ValueError, match="have no names; give them with --class-names"):
+        load_images(file, streaming=True)
 
 
-def assert_same(batches, expected):
-    for batch, other in zip(batches, expected, strict=True):
-        assert_equal(batch, other)
+@pytest.mark.parametrize(
+    ("labels", "options", "names", "numbers"),
+    [
+        ([True, False, True], {}, ["0", "1"], [1, 0, 1]),
+        (["b", "a", "c"], {}, ["a", "b", "c"], [1, 0, 2]),
+        (pa.array(["b", None, "a"], pa.large_string()), {}, ["a", "b"], [1, None, 0]),
+        (["b", "a", "c"], {"class_names": ["c", "b", "a"]}, ["c", "b", "a"], [1, 2, 0]),
+        (["b", "a", "c"], {"default_names": ["c", "b", "a", "d"]}, ["c", "b", "a", "d"], [1, 2, 0]),
+        (["b", "a", "c"], {"class_names": ["a", "b"]}, r"Not all labels are among the classes a, b \(2\) .*c", None),
+    ],
+)
+def test_labels_are_numbers_or_texts(labels, options, names, numbers, tmp_path):
+    pq.write_table(pa.table({"image": [PICTURE] * 3, "label": labels}), tmp_path / "a.parquet")
+    if numbers is None:
+        with pytest.raises(ValueError, match=names):
+            load_images(str(tmp_path / "a.parquet"), **options)
+    else:
+        images = load_images(str(tmp_path / "a.parquet"), **options)
+        assert class_names(images) == names and [record["label"] for record in images] == numbers
 
 
-def test_a_view_is_a_function_of_seed_epoch_and_index(images):
-    """Whoever draws it, after whatever."""
-    views = Views(images, VIEW_OF_TRAINING, seed=1)
-    views.epoch.fill_(3)
-    before = torch.get_rng_state()
-    sample = views[5]
-    assert torch.equal(torch.get_rng_state(), before)
-    with seeded(1, 3, 5, VIEW):
-        pixels = VIEW_OF_TRAINING(decode_image(images[5]["image"], 5))["pixel_values"]
-    expected = loaded(views)
-    assert torch.equal(sample["pixel_values"], pixels) and expected[1]["index"].tolist() == [4, 5, 6, 7]
-    assert torch.equal(FORMAT.normalize(pixels), expected[1]["pixel_values"][1])
-    assert_same(loaded(views, num_workers=2), expected)
-    for epoch, seed in ((2, 1), (3, 2)):
-        other = Views(images, VIEW_OF_TRAINING, seed)
-        other.epoch.fill_(epoch)
-        assert not torch.equal(other[5]["pixel_values"], pixels)
-    # Workers that stay have the epoch, too.
-    loader = DataLoader(views, 8, num_workers=1, persistent_workers=True)
-    for epoch in range(2):
-        views.epoch.fill_(epoch)
-        assert {*torch.cat([batch["epoch"] for batch in loader]).tolist()} == {epoch}
-    # Labels are the model's numbers.
-    numbers = [Views(images, EvalView(FORMAT), classes=range(9, -1, -1))[index]["labels"] for index in range(32)]
-    assert numbers == [9 - label for label in images["label"]]
+def test_columns_of_bytes_or_paths(tmp_path):
+    Image.new("RGB", (8, 8), (30, 0, 0)).save(tmp_path / "a.png")
+    columns = {"photo": [(tmp_path / "a.png").read_bytes()], "file": [str(tmp_path / "a.png")]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    for column in (None, "photo", "file"):
+        for streaming in (False, True):
+            images = load_images(str(tmp_path / "a.parquet"), image_column=column, streaming=streaming)
+            assert value(list(images), 0) == 3 and class_names(images) is None
 
 
-def stream_of(write_parquet, workers=0, epoch=0, skip_corrupt=False, corrupt=()) -> list[dict]:
-    stream = load_images(write_parquet(count=12, corrupt=corrupt), streaming=True)
-    views = StreamedViews(stream, VIEW_OF_TRAINING, 42, skip_corrupt)
-    views.epoch.fill_(epoch)
-    return loaded(views, num_workers=workers)
-
-
-def test_a_stream_is_shuffled_and_its_views_are_drawn_anew_each_epoch(write_parquet):
-    first, again, other = (stream_of(write_parquet, epoch=epoch) for epoch in (1, 1, 2))
-    assert_same(again, first)
-    assert torch.cat([batch["index"] for batch in first]).tolist() == list(range(12))
-    assert not torch.equal(first[0]["pixel_values"], other[0]["pixel_values"])
-    orders = [torch.cat([batch["labels"] for batch in batches]).tolist() for batches in (first, other)]
-    assert orders[0] != orders[1]
-    assert sum(len(batch["labels"]) for batch in stream_of(write_parquet, workers=2)) == 12
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
-    message = r"Image \d+ of the data set cannot be read \(.+\): --skip-corrupt\.\s*$"
-    views = Views(load_images(write_parquet(count=12, corrupt=[3, 4, 11])), VIEW_OF_TRAINING, 1)
-    for read in (lambda: loaded(views, num_workers=workers), lambda: stream_of(write_parquet, workers, corrupt=[7])):
-        with pytest.raises(CorruptImageError, match=message):
-            read()
-    views.skip_corrupt = True
-    index = torch.cat([batch["index"] for batch in loaded(views, num_workers=workers)])
-    # 3 and 4 give way to 5, 11 to 0.
-    assert index.tolist() == [0, 1, 2, 5, 5, 5, 6, 7, 8, 9, 10, 0]
-    found = stream_of(write_parquet, workers, skip_corrupt=True, corrupt=[3, 4, 11])
-    assert sum(len(batch["labels"]) for batch in found) == 9
-    (tmp_path / "broken.jpg").write_bytes(b"no picture")
-    with pytest.raises(CorruptImageError, match=f"Image 0 of the data set cannot be read .*{tmp_path}/broken.jpg"):
-        Views(as_images([tmp_path / "broken.jpg"]), EvalView(FORMAT))[0]
-    with pytest.raises(ValueError, match="None of the 1 images of the data set can be read"):
-        Views(as_images([tmp_path / "broken.jpg"]), EvalView(FORMAT), skip_corrupt=True)[0]
-
-
-def test_batches_are_normalized_and_mixed_in_training_alone(images):
-    """By draws that depend on seed, epoch and first index."""
-    training, evaluation = (Views(images, EvalView(FORMAT), seed) for seed in (1, None))
-    samples, known = (
-        [views[index] | {"mask": torch.tensor(7)} for index in range(8)] for views in (training, evaluation)
-    )
-    collator = partial(collate, formats={"pixel_values": FORMAT}, mix=mixing(10, 0.8, 1.0), seed=3)
-    batch, plain = collator(samples), collator(known)
-    assert torch.equal(plain["pixel_values"], FORMAT.normalize(torch.stack([each["pixel_values"] for each in known])))
-    assert (plain["mask"] == 7).all() and plain["labels"].dtype == torch.int64 and "epoch" not in plain
-    assert not torch.equal(batch["pixel_values"], plain["pixel_values"])
-    torch.testing.assert_close(batch["labels"].sum(1), torch.ones(8))
-    torch.rand(3)
-    assert_same([collator(samples)], [batch])
-    kept = set()
-    for epoch in range(20):
-        mixed = collator([sample | {"epoch": epoch} for sample in samples])
-        kept.add(bool((mixed["pixel_values"] == plain["pixel_values"]).flatten(1).any(1).all()))
-    # CutMix leaves pixels as they are, and mixup none.
-    assert kept == {True, False} and mixing(10, 0, 0) is None
+def test_bad_sources_are_one_clear_error(write_parquet, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    parquet = write_parquet()
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no parquet")
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "western" / "a.png")
+    (tmp_path / "western" / "metadata.jsonl").write_bytes('{"file_name": "a.png", "label": "café"}'.encode("latin-1"))
+    save(tmp_path / "latin" / "caf\udce9.png")
+    for source, options, message in (
+        ("nobody/nothing", {}, "expected a hub id, a folder of images"),
+        (str(tmp_path / "empty"), {}, "Cannot load .*empty.*: it has no images, and 0 zip files"),
+        (str(tmp_path / "western"), {}, "western/metadata.jsonl' is not UTF-8"),
+        (str(tmp_path / "latin"), {}, r"caf\\udce9.png is not UTF-8; rename it"),
+        (str(tmp_path / "broken.parquet"), {}, "Cannot load .*: Parquet magic bytes not found"),
+        (parquet, {"image_column": "picture"}, r"no column 'picture' \(--image-column\); it has image, label"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            load_images(source, **options)
+        assert "\n" not in str(error.value)

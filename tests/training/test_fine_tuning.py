@@ -11,8 +11,8 @@ from trainings import logged, measured, run_command
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from frugalvit import load_context_broadcast, remove_context_broadcast
-from frugalvit.common.loading import load_vision_model
 from frugalvit.modeling.context_broadcast import has_context_broadcast
+from frugalvit.training.loading import load_vision_model
 from runs import make as make_trainer
 from tiny import save_vit
 

@@ -10,8 +10,8 @@ from trainings import logged, run_command
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTForImageClassification
 
 from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
-from frugalvit.common.data import load_images
 from frugalvit.training import joint
+from frugalvit.training.data import load_images
 from runs import check_resumes, error_of
 from runs import make as make_trainer
 

@@ -14,7 +14,7 @@ from frugalvit import (
     SparseFormerConfig,
     SparseFormerForSemanticSegmentation,
 )
-from frugalvit.common.macs import count_macs
+from frugalvit.macs import count_macs
 from frugalvit.training import bootstrap, joint, segment, train
 from frugalvit.training.arguments import RECIPES, read_config
 from frugalvit.training.students import parse_overrides

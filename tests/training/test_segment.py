@@ -10,7 +10,7 @@ from trainings import logged, run_command
 from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
 from drawn import scene
-from frugalvit.common.metrics import SegmentationScores
+from frugalvit.training.metrics import SegmentationScores
 from frugalvit.training.segment import SegmentationTrainer
 from kinds import KINDS
 from runs import check_resumes, error_of

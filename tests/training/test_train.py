@@ -16,9 +16,9 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from frugalvit.common.data import load_images
-from frugalvit.common.loading import load_image_classifier
 from frugalvit.training import models
+from frugalvit.training.data import load_images
+from frugalvit.training.loading import load_image_classifier
 from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
 from runs import check_resumes, error_of
 from runs import make as make_trainer

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from trainings import assert_equal, logged
 from transformers import AutoModelForImageClassification, TrainerCallback
 
-from frugalvit.common.data import load_images
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.arguments import ImageTrainingArguments
 from frugalvit.training.augmentation import EvalView
-from frugalvit.training.data import mixing
+from frugalvit.training.data import load_images
 from frugalvit.training.train import SmallDataView
 from frugalvit.training.trainer import ImageTrainer, last_checkpoint, learning_rate_factors, start
+from frugalvit.training.views import mixing
 from tiny import make_vit
 
 

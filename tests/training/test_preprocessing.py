@@ -7,9 +7,9 @@ from PIL import Image
 from transformers import CLIPImageProcessor, ViTImageProcessor
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 
-from frugalvit.common.views import LONGEST, middle_of, prepare_images
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import EvalView, seeded
+from frugalvit.training.preprocessing import LONGEST, middle_of, prepare_images
 
 
 SQUARE = {"height": 16, "width": 16}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image, UnidentifiedImageError
 
-from frugalvit.common.decoding import CorruptImageError, decode_image, read_image
-from frugalvit.common.masks import MaskReader
+from frugalvit.training.decoding import CorruptImageError, decode_image, read_image
+from frugalvit.training.masks import MaskReader
 
 
 GRADIENT = np.linspace(0, 255, 64).reshape(8, 8).round()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frugalvit.common.metrics import SegmentationScores, TopKAccuracy
+from frugalvit.training.metrics import SegmentationScores, TopKAccuracy
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, exporters
 from transformers.utils import ModelOutput
 
-from ..configuration.configuration_base import pair
-from .files import write_json
-from .loading import vision_config_of
-from .tables import first_line
+from .configuration.configuration_base import pair
+from .training.files import write_json
+from .training.loading import load_image_classifier, load_image_processor, vision_config_of
+from .training.text import first_line
 
 
 MANIFEST = "export.json"
@@ -295,6 +295,17 @@ def load_exported(
     if not {*outputs} & {*model.outputs}:
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
     return model
+
+
+def load_classifier(
+    name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
+) -> tuple[nn.Module, object]:
+    """Load a classifier and its image processor: a model by `load_image_classifier`, or a program that `frugalvit
+    export` wrote."""
+    if not is_exported(name):
+        return load_image_classifier(name, device, trust_remote_code)
+    kind = "an image classifier"
+    return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
 
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from .tables import first_line
+from .text import first_line
 
 
 # Pillow reads more where these are installed.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from frugalvit.common.tables import format_table, printable
+from frugalvit.training.text import format_table, printable
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frugalvit.common.files import whole_file, whole_folder, write_text
+from frugalvit.training.files import whole_file, whole_folder, write_text
 
 
 def write(output: Path, content: str, overwrite: bool = True):

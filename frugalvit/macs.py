@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..configuration.configuration_base import pair
-from ..modeling.context_broadcast import ContextBroadcast
+from .configuration.configuration_base import pair
+from .modeling.context_broadcast import ContextBroadcast
 
 
 class Macs(NamedTuple):

@@ -19,7 +19,7 @@ from .data import SPLITS, SYSTEM_FOLDERS, files_within, kind_of, load_table, spl
 from .decoding import IMAGE_ENDINGS, CorruptImageError, is_image_file, open_record
 from .files import read_text
 from .splits import load_parts
-from .tables import first_line, shortened
+from .text import first_line, shortened
 
 
 # Folders of masks, the first choice first, and endings of pictures that cannot be masks.

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from drawn import encode, scene
-from frugalvit.common.masks import MaskReader, load_masked_images, load_masked_splits, masked_split_names
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import segment
 from frugalvit.training.augmentation import seeded
+from frugalvit.training.masks import MaskReader, load_masked_images, load_masked_splits, masked_split_names
 from frugalvit.training.segment import MaskedDataArguments, SegmentationView
 
 

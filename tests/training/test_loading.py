@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
 
 from drawn import noise
-from frugalvit.common.loading import load_image_classifier, load_vision_model
-from frugalvit.common.views import restore_images
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import EvalView
+from frugalvit.training.loading import load_image_classifier, load_vision_model
+from frugalvit.training.preprocessing import restore_images
 from tiny import save_vit
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from drawn import draw, draw_classes, encode, save
-from frugalvit.common.data import class_names, load_images, split_names
-from frugalvit.common.decoding import decode_image
-from frugalvit.common.splits import default_split, hold_back, load_splits
 from frugalvit.evaluation.images import images_to_evaluate
 from frugalvit.training.arguments import DataArguments
+from frugalvit.training.data import class_names, load_images, split_names
+from frugalvit.training.decoding import decode_image
+from frugalvit.training.splits import default_split, hold_back, load_splits
 
 
 # `datasets` leaves the files open that it looks into for their columns; they are closed, with a warning, as garbage.

@@ -12,7 +12,7 @@ from timm.data import ImageNetInfo
 
 from .choices import NO_EVALUATION
 from .data import class_names, label_numbers, load_images, split_names
-from .tables import shortened
+from .text import shortened
 
 
 # Splits for evaluation, the first choice first.

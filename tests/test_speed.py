@@ -2,7 +2,7 @@
 
 import torch
 
-from frugalvit.common import speed
+from frugalvit import speed
 
 
 def test_first_rounds_do_not_count(monkeypatch):

@@ -25,7 +25,7 @@ from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
 from .choices import OPEN_CLIP
 from .files import IN_A_CLONE, checkpoint_path, shipped_checkpoints
-from .tables import shortened
+from .text import shortened
 
 
 # Transformers' model type for timm's models.
@@ -71,13 +71,9 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 def load_image_classifier(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, object]:
-    """Load a classifier for inference, in float32, and its image processor, from a folder that `save_pretrained` or
-    `frugalvit export` wrote, or a hub id; arguments and errors as in `load_pretrained`."""
-    from .exported import is_exported, load_exported
-
+    """Load a classifier for inference, in float32, and its image processor; arguments and errors as in
+    `load_pretrained`."""
     kind = "an image classifier"
-    if is_exported(name):
-        return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
     return load_with_image_processor(name, device, trust_remote_code, kind, lambda _: AutoModelForImageClassification)
 
 

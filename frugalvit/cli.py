@@ -1,7 +1,4 @@
-"""The `frugalvit` command: runs the `main(argv)` of a command's module and turns user errors into one clear line.
-
-A package beside `frugalvit`, so that help comes before PyTorch is imported.
-"""
+"""The `frugalvit` command: runs the `main(argv)` of a command's module and turns user errors into one clear line."""
 
 import difflib
 import importlib
@@ -11,6 +8,9 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from .training.arguments import reason
+from .training.files import end_on_sigterm
 
 
 # Command -> module, which is imported only when the command runs; help line.
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        importlib.import_module("frugalvit.common.files").end_on_sigterm()
+        end_on_sigterm()
         code = importlib.import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()
         return code or 0
@@ -104,8 +104,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        from frugalvit.training.arguments import reason
-
         if debug or not (message := reason(error)):
             raise
     # After the handler nothing holds progress bars, and the message has a line of its own.

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from frugalvit import Classifier
-from frugalvit.common import packing
-from frugalvit.common.packing import PackedLinear, pack_linear_layers
+from frugalvit.modeling import packing
+from frugalvit.modeling.packing import PackedLinear, pack_linear_layers
 
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="This PyTorch has no oneDNN.")

@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 
-from .choices import DEVICE_MAPS, SUBSET
+from .training.choices import DEVICE_MAPS, SUBSET
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")

@@ -1,1 +1,0 @@
-"""Tools of all commands: files, images, data sets, models, counting and timing, tables."""

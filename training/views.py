@@ -1,0 +1,201 @@
+"""Images in the forms in which people have them, and their views as data sets of PyTorch.
+
+The view of an image is a function of (seed, epoch, index) alone: it depends neither on workers and processes nor on
+the batch, and a run that goes on from a checkpoint sees what it would have seen.
+"""
+
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
+from torchvision.transforms import v2
+from transformers import TrainerCallback
+
+from ..modeling.image_format import ImageFormat
+from .augmentation import MIX, VIEW, seeded
+from .data import class_names, load_images
+from .decoding import CorruptImageError, decode_image
+from .splits import check_same_classes, hold_back
+
+
+# Images among which a stream is shuffled, besides its files.
+SHUFFLE_BUFFER = 1_000
+
+
+class PlainImages:
+    """A PyTorch dataset or a list of PIL images with the interface of a `datasets.Dataset`.
+
+    Items of `source` are images, pairs of image and label, or dictionaries with `image` and perhaps `label`. Its
+    attribute `classes`, as torchvision's data sets have it, names the labels.
+    """
+
+    def __init__(self, source, features: datasets.Features | None = None):
+        self.source = source
+        self.features = features or datasets.Features({"image": datasets.Image()})
+        names = getattr(source.dataset if isinstance(source, Subset) else source, "classes", None)
+        if features is None and names:
+            self.features["label"] = datasets.ClassLabel(names=list(names))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict:
+        item = self.source[index]
+        if isinstance(item, dict):
+            item = (item["image"], item.get("label"))
+        image, *label = item if isinstance(item, tuple | list) else (item,)
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"Item {index} of the images is a {type(image).__name__}, expected a PIL image.")
+        return {"image": image} | ({"label": int(label[0])} if "label" in self.features else {})
+
+    def select(self, indices) -> "PlainImages":
+        return PlainImages(Subset(self.source, list(indices)), self.features)
+
+    def remove_columns(self, name: str) -> "PlainImages":
+        return PlainImages(self.source, datasets.Features({"image": self.features["image"]}))
+
+
+def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
+    """Return images as a data set with the columns `image`, not decoded, and perhaps `label`. They are a
+    `datasets.Dataset` or `IterableDataset` with a column of images, a dataset of PyTorch or a list of PIL images, see
+    `PlainImages`, a list of paths, or the name of a folder or a data set."""
+    if isinstance(images, PlainImages):
+        return images
+    if isinstance(images, str | Path | datasets.Dataset | datasets.IterableDataset):
+        return load_images(str(images) if isinstance(images, Path) else images)
+    if isinstance(images, Mapping) or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
+        raise ValueError(
+            f"The images are a {type(images).__name__}; expected a data set, a list of PIL images or of paths, or the "
+            "name of a folder."
+        )
+    if isinstance(images, Sequence) and len(images) and isinstance(images[0], str | Path):
+        table = datasets.Dataset.from_dict({"image": [str(path) for path in images]})
+        return table.cast_column("image", datasets.Image(decode=False))
+    return PlainImages(images)
+
+
+def split_off(images):
+    """Split off a tenth of the images to evaluate on, see `hold_back`."""
+    if isinstance(images, PlainImages):
+        train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(images))}))
+        return images.select(train["place"]), images.select(evaluation["place"])
+    return hold_back(images)
+
+
+def labeled_images(train, evaluation=None) -> tuple:
+    """Return both by `as_images`; raise a ValueError unless they have the same classes."""
+    parts = [None if images is None else as_images(images) for images in (train, evaluation)]
+    if any(images is not None and class_names(images) is None for images in parts):
+        raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
+    check_same_classes(class_names(parts[0]), parts[1])
+    return tuple(parts)
+
+
+class Views(Dataset):
+    """Views of images: `pixel_values` and the like as uint8 tensors, with `labels` where there are any.
+
+    Args:
+        images: Images of `as_images`, or with a column `mask`.
+        view (`Callable`): Makes a view of an image, see `EvalView`, and of its mask where there is one.
+        seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch`, too; None in evaluation.
+        skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
+        classes (sequence of `int`, *optional*): The model's number of each class of the data set.
+    """
+
+    def __init__(self, images, view, seed: int | None = None, skip_corrupt: bool = False, classes=None):
+        self.images = images
+        self.view = view
+        self.seed = seed
+        self.skip_corrupt = skip_corrupt
+        self.classes = classes
+        # Workers that stay for several epochs read it, too.
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict:
+        for position in range(index, index + len(self)):
+            if sample := self.sample(position % len(self), self.images[position % len(self)]):
+                return sample
+        raise ValueError(f"None of the {len(self)} images of the data set can be read.")
+
+    def sample(self, index: int, record: dict) -> dict | None:
+        """Return the view of a record, or None if it is skipped."""
+        if get_worker_info():
+            # Ctrl-C reaches workers, too, and the main process still needs their images.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            parts = [decode_image(record["image"], index)]
+            if "mask" in record:
+                parts.append(self.view.read_mask(record["mask"], index, parts[0].size))
+            if self.seed is None:
+                sample = self.view(*parts) | {"index": index}
+            else:
+                epoch = int(self.epoch)
+                with seeded(self.seed, epoch, index, VIEW):
+                    sample = self.view(*parts) | {"epoch": epoch, "index": index}
+        except CorruptImageError:
+            if not self.skip_corrupt:
+                raise
+            return None
+        if "label" in record:
+            sample["labels"] = record["label"] if self.classes is None else self.classes[record["label"]]
+        return sample
+
+
+class StreamedViews(IterableDataset, Views):
+    """Views of a shuffled stream, whose index is an image's position among those that a worker reads."""
+
+    def __init__(self, images: datasets.IterableDataset, view, seed: int, *args):
+        super().__init__(images.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), view, seed, *args)
+
+    def __len__(self):
+        raise TypeError("a stream has no length")
+
+    def __iter__(self) -> Iterator[dict]:
+        # Its images have another order.
+        self.images.set_epoch(int(self.epoch))
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        samples = (self.sample(first + step * number, record) for number, record in enumerate(self.images))
+        return filter(None, samples)
+
+
+@dataclass
+class SetEpoch(TrainerCallback):
+    """Sets the views' epoch, also where a run goes on in the middle of one."""
+
+    views: Views
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.views.epoch.fill_(int(state.epoch))
+
+
+def collate(
+    samples: list[dict], formats: dict[str, ImageFormat], mix: Callable | None = None, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Make a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64. `mix` mixes images
+    and labels of a training batch; what it draws is a function of (seed, epoch, first index)."""
+    batch = {}
+    for name, first in samples[0].items():
+        values = [sample[name] for sample in samples]
+        batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) else torch.tensor(values)
+        if name in formats:
+            batch[name] = formats[name].normalize(batch[name])
+    if mix and "epoch" in batch:
+        with seeded(seed, int(batch["epoch"][0]), int(batch["index"][0]), MIX):
+            batch["pixel_values"], batch["labels"] = mix(batch["pixel_values"], batch["labels"])
+    return batch
+
+
+def mixing(num_labels: int, mixup: float, cutmix: float):
+    """Return torchvision's `MixUp` and `CutMix`, each for half of the batches, or the one whose parameter is not 0."""
+    kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+    mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
+    return v2.RandomChoice(mixes) if mixes else None
