@@ -47,7 +47,7 @@ from frugalvit.training import bootstrap, train
 from frugalvit.training.augmentation import EvalView, seeded
 from frugalvit.training.data import class_names, label_numbers, load_images, sample
 from frugalvit.training.decoding import decode_image
-from frugalvit.training.files import whole_file
+from frugalvit.training.files import atomic_file
 from frugalvit.training.loading import choose_device, load_image_classifier
 from frugalvit.training.precision import choose_mixed_precision
 from linear_probe import fit_probe
@@ -369,7 +369,7 @@ def compare_features(arguments):
     if arguments.title == CALTECH:
         kept, epochs, classes = runs / "kept-classes.parquet", 1, f"{len(LEFT_OUT)} of 101 classes"
         if not kept.is_file():
-            with whole_file(kept) as file:
+            with atomic_file(kept) as file:
                 of_classes(train, {*range(len(class_names(train)))} - {*LEFT_OUT}).to_parquet(file)
         left_out = [class_names(train)[label] for label in LEFT_OUT]
         train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
@@ -514,7 +514,7 @@ def draw_photographs(arguments):
         "test": sample(load_images([arguments.test], "train"), 300, seed=0),
     }
     for name, images in parts.items():
-        with whole_file(shared.ROOT / "training" / "caltech101" / f"{name}.parquet") as aside:
+        with atomic_file(shared.ROOT / "training" / "caltech101" / f"{name}.parquet") as aside:
             images.cast_column("image", datasets.Image()).to_parquet(aside)
 
 

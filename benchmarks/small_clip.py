@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from frugalvit.training.data import class_names
-from frugalvit.training.files import whole_folder
+from frugalvit.training.files import atomic_directory
 from shared import Views
 
 
@@ -116,7 +116,7 @@ def train_and_save(trainer: Callable[..., Trainer], model, processor, data, fold
             **options,
         )
         trainer(model, options, train_dataset=data).train()
-    with whole_folder(folder) as aside:
+    with atomic_directory(folder) as aside:
         model.save_pretrained(aside)
         processor.save_pretrained(aside)
 

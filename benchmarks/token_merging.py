@@ -42,7 +42,7 @@ from frugalvit.training import bootstrap
 from frugalvit.training.augmentation import EvalView
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
-from frugalvit.training.files import whole_file
+from frugalvit.training.files import atomic_file
 from frugalvit.training.loading import choose_device, load_image_classifier
 
 
@@ -263,7 +263,7 @@ def tune(
 
         fit(model, images, image_format, total_loss, **options)
         folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(file) as aside:
+        with atomic_file(file) as aside:
             save_file(model.vit.state_dict(), aside)
     model.vit.load_state_dict(load_file(file))
     update_rates(model.vit)

@@ -59,7 +59,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     """
 
     model_type = "patch_sparseformer"
-    embeds_patches = True
+    has_patch_embedding = True
 
     known_norms = SparseFormerBaseConfig.known_norms | {"patch", "embedding"}
 

@@ -125,7 +125,7 @@ class SparseFormerConfig(SparseFormerBaseConfig):
     """
 
     model_type = "sparseformer"
-    embeds_patches = False
+    has_patch_embedding = False
     _variants = VARIANTS
 
     generation: Literal["bootstrapped", "v1"] = "bootstrapped"

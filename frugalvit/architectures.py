@@ -13,7 +13,7 @@ import frugalvit
 from .configuration.configuration_sparseformer import SparseFormerProjectionConfig
 from .exported import ExportedModule
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
-from .training.loading import load_pretrained, one_error, split_revision, vision_config_of
+from .training.loading import load_pretrained, loading_errors, split_revision, vision_config_of
 
 
 # Kinds of models that are expected, for messages.
@@ -41,7 +41,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
-    with one_error(name, COUNTED):
+    with loading_errors(name, COUNTED):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
         found = model_class(config)
     vision = vision_config_of(config)

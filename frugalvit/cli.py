@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from .training.arguments import reason
+from .training.arguments import user_message
 from .training.files import end_on_sigterm
 
 
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if debug or not (message := reason(error)):
+        if debug or not (message := user_message(error)):
             raise
     # After the handler nothing holds progress bars, and the message has a line of its own.
     print(f"frugalvit {command}: error: {message}", file=sys.stderr)

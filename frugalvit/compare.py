@@ -31,7 +31,7 @@ from .macs import count_macs
 from .pictures import save_figure
 from .speed import images_per_second
 from .training.data import class_names, label_numbers, sample
-from .training.files import whole_file, write_json, write_text
+from .training.files import atomic_file, write_json, write_text
 from .training.loading import choose_device
 from .training.precision import choose_mixed_precision
 from .training.splits import check_labels, match_labels
@@ -189,7 +189,7 @@ def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datas
     file = folder / f"{Hasher.hash(origins)}.pt"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(file) as aside:
+        with atomic_file(file) as aside:
             torch.save(embed_all(baselines, images, **reading), aside)
     return torch.load(file)
 

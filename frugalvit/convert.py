@@ -6,7 +6,7 @@ from timm.data import ImageNetInfo
 from .command_line import CommandParser
 from .modeling.conversion import config_from_showlab, convert_showlab, load_showlab_checkpoint, showlab_model_class
 from .training.choices import CONVERTED_VARIANTS
-from .training.files import whole_folder
+from .training.files import atomic_directory
 
 
 def make_parser() -> CommandParser:
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     with torch.device("meta"):
         model = model_class(config)
     model.load_state_dict(convert_showlab(state_dict, config), assign=True)
-    with whole_folder(arguments.output, arguments.overwrite) as folder:
+    with atomic_directory(arguments.output, arguments.overwrite) as folder:
         model.eval().save_pretrained(folder)
 
     outputs = f"projection to {projection_dim}" if projection_dim else f"{config.num_labels} classes"

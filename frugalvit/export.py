@@ -33,7 +33,7 @@ from .inference import choose_tokens
 from .modeling.hosts import read_anatomy
 from .modeling.image_format import ImageFormat
 from .training.data import class_names, load_images, sample, split_names
-from .training.files import check_apart, whole_folder, write_json
+from .training.files import atomic_directory, check_output_outside_input, write_json
 from .training.loading import load_image_processor, vision_config_of
 from .training.scores import check_scores
 from .training.text import format_table
@@ -76,7 +76,7 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    check_apart(arguments.output, arguments.model)
+    check_output_outside_input(arguments.output, arguments.model)
     if arguments.format == PLAIN:
         for name, given in (("--precision", arguments.precision != "float32"), ("--page", arguments.page)):
             if given:
@@ -136,7 +136,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         report["parts"][name] = {"outputs": [*outputs]}
         if arguments.precision == "int8":
             calibration[name] = list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
-    with whole_folder(arguments.output, arguments.overwrite) as folder:
+    with atomic_directory(arguments.output, arguments.overwrite) as folder:
         print(f"Exporting to {arguments.format}, which takes a minute or more.", file=sys.stderr)
         export_parts(parts, arguments.format, arguments.precision, folder, calibration)
         report["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.*") if path.suffix != ".json")
@@ -177,7 +177,7 @@ def export_plain(arguments: argparse.Namespace) -> dict[str, object]:
     name = next(iter(part(**part.example(1))))
     call = anatomy.embed if anatomy.classifier is None else anatomy.run_classifier
     images, _ = choose_images(arguments)
-    with whole_folder(arguments.output, arguments.overwrite) as folder:
+    with atomic_directory(arguments.output, arguments.overwrite) as folder:
         host.save_pretrained(folder)
         write_smaller_processor(folder, ImageFormat.from_processor(image_processor), pair(size))
         processors = (image_processor, load_image_processor(folder, False, "a model"))

@@ -14,7 +14,7 @@ from .configuration.configuration_base import is_sparseformer, pair
 from .macs import count_macs
 from .speed import images_per_second
 from .training.files import shipped_checkpoints
-from .training.loading import check_complete, choose_device, load_image_processor, one_error, split_revision
+from .training.loading import check_complete, choose_device, load_image_processor, loading_errors, split_revision
 from .training.preprocessing import size_made_by
 from .training.text import format_table
 
@@ -64,11 +64,11 @@ def describe(name: str) -> dict[str, object]:
     if folder.is_dir():
         # Only the weights' header is read.
         options = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
-        with one_error(name, COUNTED):
+        with loading_errors(name, COUNTED):
             model, report = architecture.from_pretrained(folder, **options)
         check_complete(name, model, report)
     else:
-        with one_error(name, COUNTED), torch.device("meta"):
+        with loading_errors(name, COUNTED), torch.device("meta"):
             model = architecture._from_config(config)
     vision = image_side(model)
     height, width = pair(vision.config.image_size)

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from .training.files import check_file_path, whole_file
+from .training.files import atomic_file, check_file_path
 
 
 # Boxes that reach farther beyond the image, as a share of it, run off the picture.
@@ -90,7 +90,7 @@ def save_figure(figure: Figure, path: str | os.PathLike) -> None:
     """Write a figure to a file whose ending names the format; it appears complete or not at all."""
     path = check_picture_path(path)
     options = {"pil_kwargs": {"quality": 90, "method": 6}} if path.suffix.lower() == ".webp" else {}
-    with whole_file(path) as aside:
+    with atomic_file(path) as aside:
         figure.savefig(aside, **options)
 
 

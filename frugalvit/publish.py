@@ -26,7 +26,14 @@ from .command_line import CommandParser
 from .modeling.hub import HubModel
 from .modeling.model_card import auto_class, model_card
 from .modeling.notebook import write_notebook
-from .training.files import COMPANIONS, check_apart, forget_code, is_picture_of, read_text, whole_folder
+from .training.files import (
+    COMPANIONS,
+    atomic_directory,
+    check_output_outside_input,
+    is_picture_of,
+    read_text,
+    strip_auto_map,
+)
 from .training.loading import load_image_processor, split_revision
 from .without_package import outputs_of
 
@@ -53,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
     arguments.model = split_revision(arguments.model)[0]
     if arguments.output:
-        check_apart(arguments.output, arguments.model)
+        check_output_outside_input(arguments.output, arguments.model)
     if arguments.repo_id:
         validate_repo_id(arguments.repo_id)
         if arguments.no_code:
@@ -61,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     model = load_model(arguments.model)
     with (
         tempfile.TemporaryDirectory() as aside,
-        whole_folder(arguments.output or Path(aside) / "model", arguments.overwrite) as folder,
+        atomic_directory(arguments.output or Path(aside) / "model", arguments.overwrite) as folder,
     ):
         save_compact(model, folder)
         copy_companions(Path(arguments.model), folder)
@@ -71,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.no_code:
             for path in folder.glob("*.py"):
                 path.unlink()
-            forget_code(folder)
+            strip_auto_map(folder)
         else:
             write_notebook(model, folder, arguments.repo_id or ".")
         for path in sorted(folder.iterdir()):
@@ -113,7 +120,7 @@ def save_compact(model: PreTrainedModel, folder: Path):
     model.save_pretrained(folder, state_dict=weights)
     if not isinstance(model, HubModel):
         # It would name code of others, which `check_outputs` would run.
-        forget_code(folder)
+        strip_auto_map(folder)
 
 
 def copy_companions(source: Path, folder: Path):

@@ -11,7 +11,7 @@ from .evaluation.images import image_batches
 from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
 from .training.choices import DTYPES, QUANTIZATIONS
 from .training.data import load_images, sample
-from .training.files import check_apart, whole_folder
+from .training.files import atomic_directory, check_output_outside_input
 from .training.loading import load_llava, load_vision_model
 
 
@@ -38,9 +38,9 @@ def make_parser() -> CommandParser:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = make_parser().parse_args(argv)
-    check_apart(arguments.output, arguments.model, arguments.vision_model)
+    check_output_outside_input(arguments.output, arguments.model, arguments.vision_model)
     dtype = getattr(torch, arguments.dtype)
-    with whole_folder(arguments.output, arguments.overwrite) as folder:
+    with atomic_directory(arguments.output, arguments.overwrite) as folder:
         tower, _ = load_vision_model(arguments.vision_model, "cpu")
         llava, old_processor = load_llava(
             arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map, grids=True

@@ -15,7 +15,7 @@ from .segmentation import geometric_bias
 MOST_POINTS = 8
 
 
-def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The share of each token in each cell of a map.
 
     A token has one vote, spread evenly over its RoI. Cells that no RoI covers belong to those nearest, as in the
@@ -41,7 +41,7 @@ def shares_of_tokens(rois: torch.Tensor, height: int, width: int) -> torch.Tenso
     return torch.where(sums > 1e-6, votes / sums.clamp(min=1e-6), nearest)
 
 
-def spread(states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def scatter_to_grid(states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Spread states of tokens, `(batch, tokens, channels)`, over the cells where they have a share, `(batch, tokens,
     height, width)`: to `(batch, channels, height, width)`."""
     return (states.mT @ shares.flatten(2).to(states.dtype)).unflatten(-1, shares.shape[-2:])
@@ -49,10 +49,11 @@ def spread(states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 def place_in_token(rois: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """The place of each cell in the tokens to which it belongs, given their RoIs, `(batch, tokens, 4)`, and shares,
-    see `shares_of_tokens`: `(batch, 4, height, width)`, the offset of the cell's center from the token's, x and y, in
-    units of the token's size, and the log of that size in cells, x and y. Where tokens share a cell, their mean."""
+    see `assignment_weights`: `(batch, 4, height, width)`, the offset of the cell's center from the token's, x and y,
+    in units of the token's size, and the log of that size in cells, x and y. Where tokens share a cell, their mean.
+    """
     rows, columns = shares.shape[-2:]
-    left, top, right, bottom = spread(in_float32(rois).detach(), shares).unbind(1)
+    left, top, right, bottom = scatter_to_grid(in_float32(rois).detach(), shares).unbind(1)
     found = []
     for low, high, cells, shape in ((left, right, columns, (1, 1, -1)), (top, bottom, rows, (1, -1, 1))):
         size = ((high - low).abs() * cells).clamp(1e-3, 1e3)
@@ -143,10 +144,10 @@ class FeatureMaps(nn.Module):
         for name in names:
             scale = self.scales.get(name, 1)
             if scale not in shares_by_scale:
-                shares_by_scale[scale] = shares_of_tokens(rois, *self.size_of(pixel_values, scale))
+                shares_by_scale[scale] = assignment_weights(rois, *self.size_of(pixel_values, scale))
             shares = shares_by_scale[scale]
             states = hidden_states[self.stage_names.index(name)][:, self.num_prefix_tokens :]
-            features = spread(norm(states), shares)
+            features = scatter_to_grid(norm(states), shares)
             if name in self.upsamplers:
                 features = self.upsamplers[name](features, pixel_values, place_in_token(rois, shares))
             maps.append(features)

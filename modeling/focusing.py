@@ -429,7 +429,7 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
         return hidden_states, rois.expand(hidden_states.shape[0], -1, -1), points
 
 
-class SparseFormerLastLook(GradientCheckpointingLayer):
+class FinalSamplingLayer(GradientCheckpointingLayer):
     """The layer at full width of the bootstrapping paper, which samples once more and adjusts no RoIs."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rate: float):

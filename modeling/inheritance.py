@@ -70,7 +70,7 @@ def inherit_patches(
         embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:
         embeddings.position_embeddings.copy_(positions)
-    front = front_of_blank_image(anatomy, truncated) if truncated else anatomy.front_tokens()
+    front = prefix_tokens_of_blank_image(anatomy, truncated) if truncated else anatomy.prefix_tokens()
     if embeddings.cls_token is not None:
         embeddings.cls_token.copy_(front[: anatomy.num_class_tokens])
     if embeddings.register_tokens is not None:
@@ -106,7 +106,7 @@ def inherit_blocks(
     latents = student.base_model.latents
     if inherits:
         if latents.register_tokens is not None:
-            latents.register_tokens.copy_(front_of_blank_image(anatomy, truncated)[anatomy.num_class_tokens :])
+            latents.register_tokens.copy_(prefix_tokens_of_blank_image(anatomy, truncated)[anatomy.num_class_tokens :])
         if not {*fields} & {*inherited}:
             check_student(student, anatomy, truncated)
     if break_ties:
@@ -267,7 +267,7 @@ def teacher_config(anatomy: Anatomy) -> dict | None:
     return fields | {"model_type": config.model_type}
 
 
-def front_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
+def prefix_tokens_of_blank_image(anatomy: Anatomy, index: int) -> torch.Tensor:
     """Class tokens and registers before a block, `(prefix tokens, hidden_size)`, in an image of zeros. They differ
     from image to image; a student's are constant, and learned from here."""
     with evaluating(anatomy.model):
@@ -344,7 +344,7 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
     device = base.layernorm.weight.device if anatomy.norm is not None else next(base.parameters()).device
     with evaluating(anatomy.model):
         images = anatomy.example()
-        with anatomy.watch() as states:
+        with anatomy.record_hidden_states() as states:
             expected = anatomy.embed(images).to(device)
     tokens = states[truncated].to(device)
     if truncated == 0 and hasattr(base, "embeddings"):
@@ -353,7 +353,7 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
         tokens = embeddings.patch_norm(tokens)
         if (positions := anatomy.positions_of(anatomy.grid)) is not None:
             tokens = tokens + positions.to(device)
-        front = anatomy.front_tokens().to(device).expand(len(tokens), -1, -1)
+        front = anatomy.prefix_tokens().to(device).expand(len(tokens), -1, -1)
         tokens = embeddings.norm(torch.cat([front, tokens], dim=1))
     rois = grid_rois(anatomy.grid).to(device).expand(len(tokens), -1, -1)
     position_embeddings = rotary_embeddings(base.config, rois)

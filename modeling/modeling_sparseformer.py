@@ -19,8 +19,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_sparseformer import SparseFormerConfig, SparseFormerProjectionConfig
 from .focusing import (
+    FinalSamplingLayer,
     SparseFormerFocusingLayer,
-    SparseFormerLastLook,
     SparseFormerLatents,
     SparseFormerStem,
     SparseFormerV1FocusingLayer,
@@ -255,14 +255,14 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 0, SparseFormerV1FocusingLayer(config, rates[iterations : iterations + 1], full_width=True)
             )
         else:
-            self.final_focusing_layer = SparseFormerLastLook(config, rates[iterations])
+            self.final_focusing_layer = FinalSamplingLayer(config, rates[iterations])
         self.layernorm = norm_factory(config)(config.hidden_size) if config.final_norm else nn.Identity()
         attends = config.pooling in ("attention", "latent_attention")
         self.pooling_head = AttentionPooling(config) if attends else None
         # Context Broadcasting in the last block reads all tokens.
         self.skips_unread_tokens = True
         # FSDP refuses names of classes that a model has not.
-        whole = (focusing_layer, SparseFormerLastLook, SparseFormerLatents, EncoderLayer)
+        whole = (focusing_layer, FinalSamplingLayer, SparseFormerLatents, EncoderLayer)
         self._no_split_modules = {type(module).__name__ for module in self.modules() if isinstance(module, whole)}
         self.post_init()
 

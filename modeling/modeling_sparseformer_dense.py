@@ -49,7 +49,7 @@ class FeatureMapsMixin(BackboneMixin):
     """Feature maps at the teacher's own grid, whatever the number of tokens, in the place of
     Transformers' `Dinov2Backbone` and the like.
 
-    A cell of a map has the state of the token whose RoI covers it, or the mean of several (`shares_of_tokens`); with
+    A cell of a map has the state of the token whose RoI covers it, or the mean of several (`assignment_weights`); with
     `upsampler_hidden_size`, convolutions that see the image refine it. With a token for each patch of its teacher, it
     is the teacher's own map before any training.
 

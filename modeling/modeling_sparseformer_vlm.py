@@ -43,7 +43,7 @@ from ..configuration.configuration_sparseformer_vlm import (
     SparseFormerLlavaOnevisionConfig,
     SparseFormerPaliGemmaConfig,
 )
-from .dense import shares_of_tokens, spread
+from .dense import assignment_weights, scatter_to_grid
 from .hub import HubModel
 from .modeling_patch_sparseformer import PatchSparseFormerModel
 from .modeling_sparseformer import SparseFormerModel
@@ -53,7 +53,7 @@ class SparseFormerGridTower(PreTrainedModel):
     """A SparseFormer whose states lie on a grid, as those of the vision transformer that it replaces.
 
     Few tokens compute, and each cell has the state of the token whose RoI covers it, or the mean of several
-    (`shares_of_tokens`). With a token for each patch, it gives what its teacher does, before any training.
+    (`assignment_weights`). With a token for each patch, it gives what its teacher does, before any training.
     """
 
     config: SparseFormerGridConfig
@@ -78,13 +78,13 @@ class SparseFormerGridTower(PreTrainedModel):
         """As `SparseFormerModel`, but states are `(batch, cells, hidden_size)`, row by row."""
         outputs = self.tower(pixel_values, **kwargs | {"output_rois": True, "return_dict": True})
         height, width = (side // self.config.patch_size for side in pixel_values.shape[-2:])
-        shares = shares_of_tokens(outputs.rois[-1], height, width)
+        shares = assignment_weights(outputs.rois[-1], height, width)
 
         def on_grid(states: torch.Tensor | None) -> torch.Tensor | None:
             # Layers that were not asked for are None.
             if states is None:
                 return None
-            return spread(states[:, self.config.tower_config.num_prefix_tokens :], shares).flatten(2).mT
+            return scatter_to_grid(states[:, self.config.tower_config.num_prefix_tokens :], shares).flatten(2).mT
 
         return BaseModelOutputWithPooling(
             last_hidden_state=on_grid(outputs.last_hidden_state),

@@ -124,17 +124,17 @@ def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: t
     return losses
 
 
-def choose_cells(worths: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
+def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
     """Choose as many cells as a grid has: numbers of cells, `(batch, rows * columns)` int64, those of blocks first,
     row by row, then those of the grid and of finer ones. As many blocks or cells as there are blocks are split,
-    those with the largest `worths`, `(batch, rows, columns)` of blocks, the grid and each finer grid but the finest.
-    A cell counts no more than the one that it is a part of."""
-    sizes = [worth[0].numel() for worth in worths]
-    grids = [grid] + [EVEN] * (len(worths) - 1)
+    those with the largest `split_scores`, `(batch, rows, columns)` of blocks, the grid and each finer grid but the
+    finest. A cell counts no more than the one that it is a part of."""
+    sizes = [worth[0].numel() for worth in split_scores]
+    grids = [grid] + [EVEN] * (len(split_scores) - 1)
     ordered: list[torch.Tensor] = []
     above = None
     place = 0
-    for worth, size, shape in zip(worths, sizes, [grid, *grids], strict=False):
+    for worth, size, shape in zip(split_scores, sizes, [grid, *grids], strict=False):
         # From a positive number on, so that a factor below 1 makes it smaller.
         worth = in_float32(worth).clamp(min=1e-20)
         if above is not None:
@@ -145,9 +145,9 @@ def choose_cells(worths: list[torch.Tensor], grid: tuple[int, int]) -> torch.Ten
         place += size
     order = torch.cat(ordered, dim=1).topk(sizes[0]).indices
     splits = torch.zeros(order.shape[0], place, device=order.device).scatter(1, order, 1.0)
-    is_there = torch.ones_like(worths[0], dtype=torch.float32)
+    is_there = torch.ones_like(split_scores[0], dtype=torch.float32)
     left: list[torch.Tensor] = []
-    for split, worth, shape in zip(splits.split(sizes, dim=1), worths, grids, strict=True):
+    for split, worth, shape in zip(splits.split(sizes, dim=1), split_scores, grids, strict=True):
         split = split.view(worth.shape)
         left.append((is_there - split).flatten(1))
         is_there = split_in_four(split, shape, 1.0)
@@ -213,5 +213,5 @@ class ContentPlacement(nn.Module):
             losses = lost_detail(levels, grid, self.patch_size)
             while len(shares) < len(losses):
                 shares.append(split_in_four(shares[-1]) / 4)
-            worths = [loss.sqrt() * share for loss, share in zip(losses, shares, strict=False)]
-            return choose_cells(worths, grid), logits
+            split_scores = [loss.sqrt() * share for loss, share in zip(losses, shares, strict=False)]
+            return choose_cells(split_scores, grid), logits

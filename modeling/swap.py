@@ -110,7 +110,7 @@ def swap_vision_tower(
     model.lm_head = vlm.lm_head
     model.generation_config = vlm.generation_config
     if hasattr(vlm, "_hf_hook"):
-        share_out(model, vlm, new_parts)
+        dispatch_to_devices(model, vlm, new_parts)
     return model.train(vlm.training)
 
 
@@ -181,7 +181,7 @@ def input_device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device if hook is None else torch.device(hook.execution_device)
 
 
-def share_out(model: PreTrainedModel, vlm: PreTrainedModel, new_parts: dict[str, nn.Module]):
+def dispatch_to_devices(model: PreTrainedModel, vlm: PreTrainedModel, new_parts: dict[str, nn.Module]):
     """Let tensors follow a model's parts on several devices. Parts of `vlm` keep the hooks that Accelerate gave them;
     new ones have none yet."""
     device = input_device(vlm)
@@ -233,7 +233,7 @@ def match_channels_(
     squares = torch.zeros_like(sums)
     for pixel_values in batches:
         for index, (vlm, images) in enumerate(zip((model, original), pixel_values, strict=True)):
-            tokens = read_by_projector(vlm, images).flatten(0, -2).double().cpu()
+            tokens = record_projector_inputs(vlm, images).flatten(0, -2).double().cpu()
             counts[index] += len(tokens)
             sums[index] += tokens.sum(0)
             squares[index] += tokens.square().sum(0)
@@ -251,7 +251,7 @@ def match_channels_(
     new.bias.copy_(old.bias.double().cpu() + weight @ (wanted_mean - scale * mean))
 
 
-def read_by_projector(vlm: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
+def record_projector_inputs(vlm: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
     """Return the tokens that the projector reads, `(batch, tokens, channels)`."""
     read = []
     handle = vlm.model.multi_modal_projector.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))

@@ -14,7 +14,7 @@ import pytest
 
 from frugalvit import cli
 from frugalvit.training.arguments import run_as_program
-from frugalvit.training.files import whole_file, whole_folder
+from frugalvit.training.files import atomic_directory, atomic_file
 from frugalvit.version import __version__
 
 
@@ -113,7 +113,7 @@ def test_user_errors_are_one_line(command, capsys):
 @pytest.mark.parametrize(("name", "code", "said"), [("SIGINT", 130, ["interrupted"] * 2), ("SIGTERM", 143, [])])
 def test_what_ends_a_command_leaves_nothing(name, code, said, command, tmp_path, capsys):
     def work(argv):
-        with whole_folder(tmp_path / "out") as folder, whole_file(tmp_path / "out.json") as file:
+        with atomic_directory(tmp_path / "out") as folder, atomic_file(tmp_path / "out.json") as file:
             for path in (folder / "half", file):
                 path.write_text("half")
             os.kill(os.getpid(), getattr(signal, name))

@@ -30,7 +30,7 @@ from .arguments import (
     run_as_program,
 )
 from .augmentation import CAPTION, BootstrapView, EvalView, seeded
-from .cards import without_place
+from .cards import strip_directory
 from .loading import load_llava, load_vision_model
 from .splits import load_splits
 from .trainer import ImageTrainer, run_command, start
@@ -289,8 +289,8 @@ class AlignLlavaTrainer(ImageTrainer):
 
     def summary(self, metrics: dict[str, float]) -> str:
         text = (
-            f"{without_place(self.base_model)} with {self.llava.config.image_seq_length} tokens an image, those of "
-            f"{without_place(self.tower_name)}; the projector learned from answers of the LLaVA as it was"
+            f"{strip_directory(self.base_model)} with {self.llava.config.image_seq_length} tokens an image, those of "
+            f"{strip_directory(self.tower_name)}; the projector learned from answers of the LLaVA as it was"
         )
         if "agreement" not in metrics:
             return f"{text}, not evaluated."

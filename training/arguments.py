@@ -176,7 +176,7 @@ def read_values(name: str, text: str) -> dict:
     return values
 
 
-def reason(error: BaseException) -> str | None:
+def user_message(error: BaseException) -> str | None:
     """Return the message of an error that the user can mend, in one line; None for a defect of the program."""
     message = str(error).strip()
     if isinstance(error, StrictDataclassClassValidationError):
@@ -206,7 +206,7 @@ def run_as_program(main: Callable, prog: str):
         print(f"\n{prog}: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := reason(error)):
+        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := user_message(error)):
             raise
     # Outside of the handler, so that progress bars are closed and the message has a line of its own.
     sys.exit(f"{prog}: error: {message}")

@@ -32,7 +32,7 @@ from .arguments import (
     run_as_program,
 )
 from .augmentation import BootstrapView, EvalView
-from .cards import without_place
+from .cards import strip_directory
 from .loading import load_vision_model
 from .losses import AlignmentLoss, attended_cells
 from .precision import hold_teacher
@@ -195,12 +195,12 @@ class BootstrapTrainer(ImageTrainer):
         check_embedding(model, teacher)
         base_model = base_model or name_of(teacher.source)
         normalizations = [(each.mean, each.std) for each in (student_format, teacher_format)]
-        if config.embeds_patches and normalizations[0] != normalizations[1]:
+        if config.has_patch_embedding and normalizations[0] != normalizations[1]:
             raise ValueError(
                 "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
                 "{} instead of {}. Give image_processor to from_teacher.".format(*normalizations)
             )
-        args.complete(config.embeds_patches, max(teacher_format.size))
+        args.complete(config.has_patch_embedding, max(teacher_format.size))
         self.anatomy = teacher
         self.classify = getattr(model, "classifier", None)
         self.labels = self.classify and config.id2label
@@ -246,8 +246,8 @@ class BootstrapTrainer(ImageTrainer):
         """The mean loss over the counts of tokens that this step trains."""
         align = self.align
         reads_states = align.align_tokens or align.align_maps or align.forecasts
-        watch = self.anatomy.watch() if reads_states else nullcontext()
-        with torch.no_grad(), self.accelerator.autocast(), watch as states:
+        recorder = self.anatomy.record_hidden_states() if reads_states else nullcontext()
+        with torch.no_grad(), self.accelerator.autocast(), recorder as states:
             embedding = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"]))
             targets = {"embedding": embedding.float()}
             if align.forecasts:
@@ -268,7 +268,7 @@ class BootstrapTrainer(ImageTrainer):
         """As in Transformers; inherited weights rest during the warm-up if the focusing stage is new."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.get_warmup_steps(num_training_steps)
-        if not self.student.config.embeds_patches and hasattr(scheduler, "lr_lambdas"):
+        if not self.student.config.has_patch_embedding and hasattr(scheduler, "lr_lambdas"):
             rates = [group["initial_lr"] < self.args.learning_rate for group in scheduler.optimizer.param_groups]
             scheduler.lr_lambdas = [
                 (lambda step, rate=rate: rate(step) if step >= warmup else 0.0) if inherited else rate
@@ -323,7 +323,7 @@ class BootstrapTrainer(ImageTrainer):
         tokens = f"{', '.join(map(str, counts))} latent tokens{with_class}"
         choice = "" if len(counts) == 1 else ", of which a call chooses (`num_tokens`)"
         labels = "" if self.args.label_loss_weight else " without labels"
-        text = f"A SparseFormer with {tokens}{choice}, bootstrapped from {without_place(self.base_model)}{labels}"
+        text = f"A SparseFormer with {tokens}{choice}, bootstrapped from {strip_directory(self.base_model)}{labels}"
         if "alignment" not in metrics:
             return f"{text}, not evaluated."
         text += f": mean cosine with the teacher's embeddings {metrics['alignment']:.4f}"
@@ -413,7 +413,7 @@ def make_trainer(
     anatomy = read_anatomy(model.requires_grad_(False), teacher_format.size)
     if options.student:
         student = continued_student(options)
-        args.complete(student.config.embeds_patches, max(teacher_format.size), continues=True)
+        args.complete(student.config.has_patch_embedding, max(teacher_format.size), continues=True)
     else:
         args.complete(options.focusing == "inherited", max(teacher_format.size))
         new = NEW_STUDENTS["inherited" if options.focusing == "inherited" else args.recipe]

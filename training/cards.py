@@ -123,7 +123,7 @@ def license_of(model: str | None) -> str | None:
         return None
 
 
-def without_place(name: str) -> str:
+def strip_directory(name: str) -> str:
     """Shorten the path in a name to its last part, also after a colon (`open_clip:local-dir:FOLDER`)."""
     head, colon, path = name.rpartition(":")
     is_place = path.startswith(("/", "~", "./", "../")) or os.path.exists(path)
@@ -135,7 +135,7 @@ def portable_command(command: str, data_sets: Iterable[str]) -> str:
 
     def portable(text: str) -> str:
         option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
-        own = value in data_sets and value != without_place(value)
-        return f"{option}{equals}{'path/to/images' if own else without_place(value)}"
+        own = value in data_sets and value != strip_directory(value)
+        return f"{option}{equals}{'path/to/images' if own else strip_directory(value)}"
 
     return shlex.join(map(portable, shlex.split(command)))

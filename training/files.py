@@ -64,7 +64,7 @@ def check_file_path(path: str | os.PathLike) -> Path:
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path to write to, which replaces `path` if the block succeeds."""
     # A symbolic link stays.
     path = Path(os.path.realpath(check_file_path(path)))
@@ -74,13 +74,13 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
         if path.exists():
             shutil.copymode(path, aside)
         else:
-            permit_as_usual(aside)
+            apply_umask(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def permit_as_usual(path: Path):
+def apply_umask(path: Path):
     """Give a file, or all files in a folder, the permissions of new files: safetensors 0.8 writes files that only
     their owner can read."""
     mask = os.umask(0o077)
@@ -101,7 +101,7 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def write_text(path: str | os.PathLike, text: str):
-    with whole_file(path) as aside:
+    with atomic_file(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
@@ -109,7 +109,7 @@ def write_json(path: str | os.PathLike, content):
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def forget_code(folder: Path):
+def strip_auto_map(folder: Path):
     """Remove `auto_map`, which points at source files, from the configurations of a model folder and its processor: no
     source files lie beside them."""
     for name in ("config.json", "processor_config.json"):
@@ -121,7 +121,7 @@ def forget_code(folder: Path):
         write_json(folder / name, configuration)
 
 
-def check_apart(output: str | Path, *sources: str | Path | None):
+def check_output_outside_input(output: str | Path, *sources: str | Path | None):
     """Raise a ValueError if an output folder is, or holds, one of the models that are read."""
     for source in sources:
         if source and os.path.exists(source) and Path(source).resolve().is_relative_to(Path(output).resolve()):
@@ -129,7 +129,7 @@ def check_apart(output: str | Path, *sources: str | Path | None):
 
 
 @contextmanager
-def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
+def atomic_directory(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new folder beside `output` that takes its name if the block succeeds. `output` must be new or empty, or,
     with `overwrite`, hold a model and nothing else; a ValueError otherwise."""
     output = Path(os.path.realpath(output))
@@ -140,7 +140,7 @@ def whole_folder(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
-        permit_as_usual(aside)
+        apply_umask(aside)
         _check_free(output, overwrite)
         if output.exists():
             output.rename(replaced)

@@ -145,7 +145,7 @@ def load_llava(
     options = {"dtype": dtype, "quantize": quantize, "device_map": device_map}
     model = load_pretrained(name, device, False, "a LLaVA", choose_class, **options)
     hub_id, revision = split_revision(name)
-    with one_error(name, "a LLaVA"):
+    with loading_errors(name, "a LLaVA"):
         return model, transformers.AutoProcessor.from_pretrained(hub_id, **revision)
 
 
@@ -167,7 +167,7 @@ def load_with_image_processor(
 def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind: str):
     """Load the image processor of a model; arguments and errors as in `load_pretrained`."""
     hub_id, revision = split_revision(name)
-    with one_error(name, kind):
+    with loading_errors(name, kind):
         return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
 
 
@@ -206,7 +206,7 @@ def load_pretrained(
             # Only the language model.
             llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
         )
-    with one_error(given, kind):
+    with loading_errors(given, kind):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
         model_class = choose_class(config)
         if model_class.__name__.startswith("Auto"):
@@ -242,7 +242,7 @@ def check_complete(
 
 
 @contextmanager
-def one_error(name: str | os.PathLike, kind: str):
+def loading_errors(name: str | os.PathLike, kind: str):
     """Turn errors in loading a model, or a part of it, into a `ValueError` of one line, and silence Transformers."""
     verbosity = logging.get_verbosity()
     shows_progress = logging.is_progress_bar_enabled()
@@ -282,6 +282,6 @@ def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
     for path in Path(name.removeprefix("local-dir:")).glob("*") if has_weights else ():
         if path.is_fifo():
             raise ValueError(f"{str(path)!r} is a pipe, which is not waited for; expected a file.")
-    with one_error(f"{OPEN_CLIP}{name}", "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"):
+    with loading_errors(f"{OPEN_CLIP}{name}", "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"):
         model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
     return model.float().eval(), open_clip_image_processor(model)

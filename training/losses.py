@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.backbone_utils import BackboneMixin
 
-from ..modeling.dense import shares_of_tokens, spread
+from ..modeling.dense import assignment_weights, scatter_to_grid
 from ..modeling.focusing import sample_features
 from ..modeling.hosts import Anatomy
 from ..modeling.modeling_bootstrapped_vit import divergence
@@ -36,7 +36,7 @@ class AlignmentLoss(nn.Module):
         if args.dense_loss_weight:
             self.align_maps = MapAlignment(student, teacher, args.dense_layers)
         # Whether the student learns to predict where its teacher attends.
-        self.forecasts = config.embeds_patches and config.placement == "content"
+        self.forecasts = config.has_patch_embedding and config.placement == "content"
         # Arguments of the student's base model for its embedding, and for all that the loss reads.
         backbone = isinstance(student, BackboneMixin) and self.align_maps
         self.embedding_options = {"output_embedding": True} if backbone else {"output_tokens": False}
@@ -146,9 +146,9 @@ class MapAlignment:
 
     def __call__(self, outputs, targets: list[torch.Tensor]) -> torch.Tensor:
         if (maps := getattr(outputs, "feature_maps", None)) is None:
-            shares = shares_of_tokens(outputs.rois[-1], *self.teacher.grid)
+            shares = assignment_weights(outputs.rois[-1], *self.teacher.grid)
             states = [self.norm(outputs.hidden_states[layer]) for layer in self.layers]
-            maps = [spread(each[:, self.num_prefix_tokens :], shares) for each in states]
+            maps = [scatter_to_grid(each[:, self.num_prefix_tokens :], shares) for each in states]
         return self.distance(maps, targets)
 
 

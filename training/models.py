@@ -15,7 +15,7 @@ from ..modeling.hub import image_processor_config
 from ..modeling.image_format import set_size
 from ..modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import read_values
-from .loading import TIMM, load_image_processor, one_error, split_revision
+from .loading import TIMM, load_image_processor, loading_errors, split_revision
 from .students import parse_overrides
 from .trainer import classifiers_inside
 
@@ -129,7 +129,7 @@ def configure_start(config, name: str, text: str) -> bool:
 def read_config(given: str, kind: str, trust_remote_code: bool = False, **values):
     """Load the configuration of a checkpoint to go on from, with other `values`; `kind` is for messages."""
     name, revision = split_revision(given)
-    with one_error(given, kind):
+    with loading_errors(given, kind):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision, **values)
 
 
@@ -138,7 +138,7 @@ def load_checkpoint(auto_class, given: str, config, kind: str, **options):
     backbone must not be random or left out."""
     name, revision = split_revision(given)
     options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with one_error(given, kind):
+    with loading_errors(given, kind):
         model, info = auto_class.from_pretrained(name, config=config, **revision, **options)
         load_context_broadcast(model, name, info)
     prefix = f"{model.base_model_prefix}."

@@ -23,7 +23,7 @@ from ..modeling.modeling_sparseformer import (
 from ..modeling.modeling_sparseformer_dense import PatchSparseFormerBackbone, SparseFormerBackbone
 from .arguments import argument, check_fields, read_values
 from .choices import FOCUSINGS, PLACEMENTS
-from .loading import load_vision_model, one_error, split_revision
+from .loading import load_vision_model, loading_errors, split_revision
 
 
 # Classes of students by `focusing`, and by what they inherit.
@@ -107,7 +107,7 @@ def check_embedding(student: PreTrainedModel, teacher: Anatomy):
     projects = hasattr(student, "visual_projection")
     width = student.config.projection_dim if projects else student.config.pooled_size
     if width != teacher.embedding_size or projects != (teacher.projection is not None):
-        student_class = STUDENTS["inherited" if student.config.embeds_patches else "paper"][kind_of(teacher)]
+        student_class = STUDENTS["inherited" if student.config.has_patch_embedding else "paper"][kind_of(teacher)]
         raise ValueError(
             f"The student, a {type(student).__name__}, has embeddings {width} wide, its teacher, a {teacher.name}, "
             f"{teacher.embedding_size}; expected a student of this teacher: {student_class.__name__}.from_teacher."
@@ -117,7 +117,7 @@ def check_embedding(student: PreTrainedModel, teacher: Anatomy):
 def continued_student(options: StudentArguments) -> PreTrainedModel:
     """Load `options.student`, and set its tokens and their places."""
     name, revision = split_revision(options.student)
-    with one_error(options.student, "a SparseFormer"):
+    with loading_errors(options.student, "a SparseFormer"):
         config = AutoConfig.from_pretrained(name, **revision)
     if not is_sparseformer(config):
         raise ValueError(f"student {options.student} is no SparseFormer but a {config.model_type}.")
@@ -129,7 +129,7 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
         student, _ = load_vision_model(options.student, "cpu")
     config = student.config
     if options.placement == "content":
-        if not config.embeds_patches:
+        if not config.has_patch_embedding:
             raise ValueError("placement content is for tokens that embed patches: focusing inherited.")
         student.set_placement("content")
     if counts := options.num_tokens:
@@ -173,7 +173,7 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
     if not args.inherit_blocks:
         return set()
     layers = base.layers
-    inherits_patches = base.config.embeds_patches
+    inherits_patches = base.config.has_patch_embedding
     tune = 1 / 3 if args.tune is None else args.tune
     count = int(tune) if tune >= 1 else round(tune * num_blocks)
     if args.tune_all or (inherits_patches and args.tune is None):

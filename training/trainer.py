@@ -26,7 +26,7 @@ from ..modeling.hosts.anatomy import is_timm
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import write_card
 from .data import class_names
-from .files import check_apart, permit_as_usual
+from .files import apply_umask, check_output_outside_input
 from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
@@ -212,7 +212,7 @@ class ImageTrainer(Trainer):
             self.trained.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
-            permit_as_usual(folder)
+            apply_umask(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -363,7 +363,7 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
 def start(args: ImageTrainingArguments, *sources: str | None):
     """Begin a command: check its output folder, apart from the models that it reads, and seed the draws of new
     weights."""
-    check_apart(args.output_dir, *sources)
+    check_output_outside_input(args.output_dir, *sources)
     started = int(os.environ.get("WORLD_SIZE") or 1)
     folder = Path(args.output_dir)
     if started > args.world_size and "RANK" in os.environ:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
-from ..training.loading import load_image_processor, load_pretrained, load_vision_model, one_error, split_revision
+from ..training.loading import load_image_processor, load_pretrained, load_vision_model, loading_errors, split_revision
 from ..training.scores import check_scores
 
 
@@ -69,7 +69,7 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
     """Load a CLIP's tokenizer. If its files are missing, Transformers may make one without words, to which all texts
     are the same; that is refused."""
     hub_id, revision = split_revision(name)
-    with one_error(name, "a CLIP with a tokenizer"):
+    with loading_errors(name, "a CLIP with a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
     # Models may have room for more.
     if len(tokenizer) < vocab_size // 10:

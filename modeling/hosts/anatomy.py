@@ -312,7 +312,7 @@ class Anatomy:
         weight = next(self.model.parameters())
         return self.patch_positions(tuple(grid)).to(weight.device, weight.dtype)
 
-    def front_tokens(self) -> torch.Tensor:
+    def prefix_tokens(self) -> torch.Tensor:
         """Class tokens and registers before `pre_norm`, `(prefix tokens, hidden_size)`, with their own positions."""
         self.require_plain("read the tokens of", patches=True)
         tokens = [self.patch_embedding.weight.new_zeros(0, self.hidden_size)]
@@ -335,12 +335,12 @@ class Anatomy:
 
     def states(self, pixel_values: torch.Tensor) -> list[torch.Tensor]:
         """Tokens before the first block and after each, `(batch, prefix + patches, hidden_size)`."""
-        with self.watch() as states:
+        with self.record_hidden_states() as states:
             self.embed(pixel_values)
         return states
 
     @contextmanager
-    def watch(self) -> Iterator[list[torch.Tensor]]:
+    def record_hidden_states(self) -> Iterator[list[torch.Tensor]]:
         """Inside, `states` of the last forward pass are in the list that is yielded."""
         states: list[torch.Tensor] = []
 

@@ -18,7 +18,7 @@ from frugalvit import (
     SparseFormerBackbone,
     swap_backbone,
 )
-from frugalvit.modeling.dense import shares_of_tokens, spread
+from frugalvit.modeling.dense import assignment_weights, scatter_to_grid
 from frugalvit.modeling.placement import grid_rois
 
 
@@ -50,7 +50,7 @@ class TestShares:
     def test_cells_within_a_tile_are_its_own(self, tiles, cells):
         """Exactly, whatever the edges round to."""
         size = tuple(count * each for count, each in zip(tiles, cells, strict=True))
-        shares = shares_of_tokens(grid_rois(tiles).unsqueeze(0), *size)
+        shares = assignment_weights(grid_rois(tiles).unsqueeze(0), *size)
         owner = torch.arange(tiles[0] * tiles[1]).view(tiles).repeat_interleave(cells[0], 0)
         expected = nn.functional.one_hot(owner.repeat_interleave(cells[1], 1)).permute(2, 0, 1).float()
         torch.testing.assert_close(shares[0], expected, atol=1e-5, rtol=0)
@@ -105,7 +105,7 @@ class TestMaps:
             any(p.grad is not None and p.grad.any() for p in layer.parameters()) for layer in model.sparseformer.layers
         )
         rois = torch.rand(1, 3, 4, requires_grad=True)
-        assert not spread(torch.rand(1, 3, 2), shares_of_tokens(rois, 4, 4)).requires_grad
+        assert not scatter_to_grid(torch.rand(1, 3, 2), assignment_weights(rois, 4, 4)).requires_grad
 
 
 class TestUpsampler:
@@ -141,7 +141,7 @@ class TestLoading:
         states = classifier(images(), output_hidden_states=True, output_tokens=True, output_rois=True)
         for found, index in zip(maps, (2, 4), strict=True):
             tokens = classifier.base_model.layernorm(states.hidden_states[index][:, 1:])
-            torch.testing.assert_close(found, spread(tokens, shares_of_tokens(states.rois[-1], 8, 8)))
+            torch.testing.assert_close(found, scatter_to_grid(tokens, assignment_weights(states.rois[-1], 8, 8)))
         # What a dense backbone learned stays, also under a decoder.
         for parameter in backbone.feature_maps.parameters():
             nn.init.normal_(parameter)
@@ -217,13 +217,13 @@ class TestSwap:
 
 def test_the_smaller_of_two_says_more():
     rois = torch.tensor([[[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.5, 0.5]]])
-    shares = shares_of_tokens(rois, 4, 4)[0]
+    shares = assignment_weights(rois, 4, 4)[0]
     torch.testing.assert_close(shares[:, 0, 0], torch.tensor([0.2, 0.8]))
     torch.testing.assert_close(shares[:, 3, 3], torch.tensor([1.0, 0.0]))
 
 
 def test_what_nobody_covers_is_the_nearests():
     rois = torch.tensor([[[0.0, 0.0, 0.25, 0.25], [0.75, 0.0, 1.0, 0.25]]])
-    shares = shares_of_tokens(rois, 8, 8)[0]
+    shares = assignment_weights(rois, 8, 8)[0]
     assert shares[0, 7, 0] > 0.99 and shares[1, 7, 7] > 0.99
     torch.testing.assert_close(shares.sum(0), torch.ones(8, 8))

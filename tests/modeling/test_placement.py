@@ -53,11 +53,11 @@ def model_of(placement: str = "content", **fields) -> PatchSparseFormerForImageC
 def test_cells_tile_the_image_and_the_worthiest_are_split(grid, levels, ties, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(grid[0] // 2, grid[1] // 2), *finer(grid, levels)]
-    worths = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
+    split_scores = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
     if ties:
         # Of three values; of one.
-        worths = [(worth * (3 if ties == 1 else 0)).floor() for worth in worths]
-    cells = choose_cells(worths, grid)
+        split_scores = [(worth * (3 if ties == 1 else 0)).floor() for worth in split_scores]
+    cells = choose_cells(split_scores, grid)
     assert cells.shape == (3, math.prod(grid)) and (cells.diff(dim=1) > 0).all()
     rois, areas = cells_of(finer(grid, levels))
     sides = rois[:, 2:] - rois[:, :2]
@@ -74,7 +74,7 @@ def test_cells_tile_the_image_and_the_worthiest_are_split(grid, levels, ties, se
         assert (areas[cells] == 1).all()
     elif not ties:
         # Blocks that are left are worth less than those that are split.
-        blocks = worths[0].flatten(1)
+        blocks = split_scores[0].flatten(1)
         for worth, own in zip(blocks, cells, strict=True):
             left = torch.zeros(len(worth), dtype=torch.bool).index_fill(0, own[own < len(worth)], True)
             assert not left.any() or left.all() or worth[left].max() <= worth[~left].min()
@@ -162,6 +162,7 @@ def test_tokens_are_pooled_by_their_area(pooling, norm_last):
     """A token of three times the area counts as three tokens."""
     torch.manual_seed(0)
     head = AttentionPooling(PatchSparseFormerConfig(**TINY)).eval()
+    torch.nn.init.normal_(head.probe)
     front = 1 if "latent" in pooling else 0
     tokens = torch.randn(2, front + 4, 32)
     several = torch.cat([tokens, tokens[:, -1:], tokens[:, -1:]], dim=1)

@@ -13,7 +13,7 @@ from transformers import (
 from drawn import noise
 from frugalvit import SparseFormerVisionModel, matching_processor, swap_vision_tower
 from frugalvit.cli import main
-from frugalvit.modeling.swap import first_layer, match_channels_, read_by_projector
+from frugalvit.modeling.swap import first_layer, match_channels_, record_projector_inputs
 from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower, save_to_swap
 
 
@@ -80,7 +80,7 @@ def test_channels_are_matched(make):
     assert all(torch.equal(value, before[name]) for name, value in original.state_dict().items())
 
     def read(part, side):
-        return torch.cat([read_by_projector(part, pair[side]).flatten(0, -2) for pair in batches])
+        return torch.cat([record_projector_inputs(part, pair[side]).flatten(0, -2) for pair in batches])
 
     ours, theirs = read(model, 0), read(original, 1)
     matched = (ours - ours.mean(0)) / ours.std(0, correction=0) * theirs.std(0, correction=0) + theirs.mean(0)

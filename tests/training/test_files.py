@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from frugalvit.training.files import whole_file, whole_folder, write_text
+from frugalvit.training.files import atomic_directory, atomic_file, write_text
 
 
 def write(output: Path, content: str, overwrite: bool = True):
-    with whole_folder(output, overwrite) as folder:
+    with atomic_directory(output, overwrite) as folder:
         (folder / "config.json").write_text(content)
         (folder / "model.safetensors").write_text(content)
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     output, rename = tmp_path / "model", Path.rename
-    with pytest.raises(ZeroDivisionError), whole_folder(output) as folder:
+    with pytest.raises(ZeroDivisionError), atomic_directory(output) as folder:
         (folder / "config.json").touch()
         raise ZeroDivisionError
     assert not os.listdir(tmp_path)
@@ -40,7 +40,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "results.json"
-    with pytest.raises(ZeroDivisionError), whole_file(path) as aside:
+    with pytest.raises(ZeroDivisionError), atomic_file(path) as aside:
         aside.write_text("half")
         raise ZeroDivisionError
     assert not os.listdir(tmp_path)
