@@ -35,7 +35,7 @@ from frugalvit.training import joint, train
 from frugalvit.training.choices import INITIALIZATIONS, SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.decoding import decode_image
-from frugalvit.training.loading import load_image_classifier
+from frugalvit.training.loading import load_model
 from frugalvit.training.models import build_model
 from shared import add_results_argument, make_parser, print_rows, write_table
 
@@ -98,7 +98,7 @@ def stable_ranks(model: PreTrainedModel, image_processor, images: Sequence[Image
 
 def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, object]]:
     """Yield names, models and image processors; of a ViT and its agent, both for features, the ViT for attention."""
-    loaded = [load_image_classifier(model, "cpu") for model in arguments.models]
+    loaded = [load_model(model, "image-classification", "cpu") for model in arguments.models]
     for initialization in arguments.initialization:
         torch.manual_seed(0)
         fresh = AutoModelForImageClassification.from_config(copy.deepcopy(loaded[0][0].config))

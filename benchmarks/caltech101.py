@@ -48,7 +48,7 @@ from frugalvit.training.augmentation import EvalView, seeded
 from frugalvit.training.data import class_names, label_numbers, load_images, sample
 from frugalvit.training.decoding import decode_image
 from frugalvit.training.files import atomic_file
-from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.precision import choose_mixed_precision
 from linear_probe import fit_probe
 from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, tome, tune, with_random_patches
@@ -164,7 +164,7 @@ def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: i
 def measure_student(arguments, folder: Path) -> list[dict]:
     """Measure accuracy and cosine with the teacher on the test images, and on the same images as small objects, for
     each count of tokens. A student for several counts also chooses for each image as many as it needs to be sure."""
-    model, processor = load_image_classifier(folder, "cpu")
+    model, processor = load_model(folder, "image-classification", "cpu")
     teacher, _ = load_teacher(str(arguments.runs_dir / "teacher"), str(choose_device()))
     counts, image_format = model.config.trained_token_counts, ImageFormat.from_processor(processor)
     rows = {

@@ -46,7 +46,7 @@ from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classif
 from frugalvit.swap import pixel_pairs
 from frugalvit.training import align_llava, bootstrap
 from frugalvit.training.data import class_names, load_images
-from frugalvit.training.loading import load_llava, load_vision_model
+from frugalvit.training.loading import load_model
 from frugalvit.training.splits import default_split
 from shared import (
     STUDENT,
@@ -360,8 +360,8 @@ def swapped_accuracy(
     llava_folder: Path, student: Path, images: datasets.Dataset, match_on: datasets.Dataset | None = None
 ) -> dict[str, float | int]:
     """Answers after the swap alone, or with channels matched on some images, as `frugalvit swap --dataset` does."""
-    llava, old_processor = load_llava(llava_folder, "cpu")
-    tower, _ = load_vision_model(student, "cpu")
+    llava, old_processor = load_model(llava_folder, "image-text-to-text", "cpu")
+    tower, _ = load_model(student, "image-feature-extraction", "cpu")
     model = swap_vision_tower(llava, tower)
     processor = matching_processor(old_processor, model)
     if match_on is not None:

@@ -55,7 +55,7 @@ from frugalvit.training.augmentation import EvalView
 from frugalvit.training.data import class_names, load_images, sample
 from frugalvit.training.decoding import decode_image
 from frugalvit.training.files import write_json
-from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.loading import choose_device, load_model
 from linear_probe import fit_probe
 from token_merging import as_timm, peer
 
@@ -123,7 +123,7 @@ def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict
 
 def measure(arguments, folder: Path, placement: str, scale: int = 1) -> list[dict]:
     """Accuracy of a student on each of `VIEWS`, in images so many times as large, for each count of tokens."""
-    model, processor = load_image_classifier(folder, str(choose_device()))
+    model, processor = load_model(folder, "image-classification", str(choose_device()))
     image_format = ImageFormat.from_processor(processor)
     size = tuple(scale * side for side in image_format.size)
     resize = image_format.resize and scale * image_format.resize
@@ -195,7 +195,7 @@ def make_table(arguments):
 
 @torch.inference_mode()
 def compare_rivals(arguments):
-    model, processor = load_image_classifier(arguments.student, "cpu")
+    model, processor = load_model(arguments.student, "image-classification", "cpu")
     image_format, rows = ImageFormat.from_processor(processor), {}
     for view in caltech101.VIEWS:
         pixels, labels = caltech101.test_images(
@@ -305,7 +305,7 @@ RIVALS = {
 
 
 def measure_speed(arguments):
-    teacher, _ = load_image_classifier(arguments.teacher, "cpu")
+    teacher, _ = load_model(arguments.teacher, "image-classification", "cpu")
     models = {
         placement: PatchSparseFormerForImageClassification.from_teacher(
             teacher, TOKENS[-1], elastic_token_counts=TOKENS, placement=placement
@@ -328,7 +328,7 @@ def draw_picture(arguments):
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
     models = {}
     for placement in PLACEMENTS:
-        models[placement], processor = load_image_classifier(arguments.student, "cpu")
+        models[placement], processor = load_model(arguments.student, "image-classification", "cpu")
         if placement == "grid":
             models[placement].set_placement(placement)
     image_format = ImageFormat.from_processor(processor)

@@ -43,7 +43,7 @@ from frugalvit.training import train
 from frugalvit.training.arguments import run_as_program
 from frugalvit.training.choices import CONTEXT_BROADCASTS
 from frugalvit.training.decoding import decode_image
-from frugalvit.training.loading import load_image_classifier
+from frugalvit.training.loading import load_model
 from local_vit import LocalViTConfig
 
 
@@ -199,7 +199,9 @@ def main():
         return
 
     def measure_run(folder: Path) -> dict[str, float]:
-        return measure(*load_image_classifier(folder, "cpu"), test_images, arguments.table != "hierarchical")
+        return measure(
+            *load_model(folder, "image-classification", "cpu"), test_images, arguments.table != "hierarchical"
+        )
 
     for name in names:
         folders = [shared.run_row(arguments, train, name, seed, REDUCED | table[name])[0] for seed in arguments.seeds]
@@ -220,7 +222,7 @@ def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
     """Measure the shipped ViT with each kind inserted, before it trains on."""
     rows = []
     for kind in kinds:
-        model, image_processor = load_image_classifier("checkpoints/cifar10-vit", "cpu")
+        model, image_processor = load_model("checkpoints/cifar10-vit", "image-classification", "cpu")
         if kind != "none":
             insert_context_broadcast(model, kind)
         rows.append({"row": kind, **measure(model, image_processor, test_images)})

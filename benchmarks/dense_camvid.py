@@ -42,7 +42,7 @@ from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
 from frugalvit.training.decoding import decode_image
-from frugalvit.training.loading import choose_device, load_vision_model
+from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.masks import MaskReader, load_masked_images
 from linear_probe import LinearProbe
 from shared import add_precision_argument, add_run_arguments, folder_name, make_parser, spread, write_table
@@ -104,7 +104,7 @@ def main():
     add_precision_argument(parser, "bf16")
     add_run_arguments(parser, "runs/dense_camvid")
     arguments = parser.parse_args()
-    model, processor = load_vision_model(arguments.teacher, "cpu")
+    model, processor = load_model(arguments.teacher, "image-feature-extraction", "cpu")
     image_format = ImageFormat.from_processor(processor)
     train, test = (load_masked_images([data], "train") for data in (arguments.train, arguments.test))
     settings = {"teacher": Path(arguments.teacher).name, "seeds": arguments.seeds}
@@ -200,7 +200,7 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
         folders.append(folder := arguments.runs_dir / name)
         if (folder / "README.md").is_file():
             continue
-        teacher, _ = load_vision_model(arguments.teacher, "cpu")
+        teacher, _ = load_model(arguments.teacher, "image-feature-extraction", "cpu")
         torch.manual_seed(seed)
         student = new_student(read_anatomy(teacher, SIZE), kind, image_format)
         options = BootstrapArguments(

@@ -30,7 +30,7 @@ from frugalvit.speed import images_per_second
 from frugalvit.training.choices import PLACEMENTS, SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.decoding import decode_image
-from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.text import first_line
 from sparseformer_speed import SIZES, check_same_logits, load_reference
 from token_merging import tome
@@ -128,7 +128,7 @@ def vit_with(name: str, attention: str) -> nn.Module:
 
 def measure_student(rows: Rows, arguments):
     """A teacher, ToMe on it, and students with the weights that they begin with."""
-    teacher, _ = load_image_classifier(TEACHER, "cpu")
+    teacher, _ = load_model(TEACHER, "image-classification", "cpu")
     rows.measure_speeds("student", "teacher", copy.deepcopy, teacher)
     for merged in (8, 16) if arguments.tome else ():
         rows.measure_speeds("student", f"ToMe@{merged}", tome, read_anatomy(teacher), arguments.tome, merged)
@@ -161,7 +161,7 @@ def measure_bootstrap(rows: Rows, arguments):
 def measure_agreement(rows: Rows, arguments):
     images = [decode_image(record["image"], 0) for record in load_images(SUBSET, "test[:64]")]
     for name in (STUDENT, TEACHER):
-        model, image_processor = load_image_classifier(name, "cpu")
+        model, image_processor = load_model(name, "image-classification", "cpu")
         pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
         for dtype in ("float32", "bfloat16"):
             rows.measure("agreement", Path(name).name, agreement, model, pixel_values, dtype, dtype=dtype)

@@ -26,7 +26,7 @@ from frugalvit.evaluation.segmentation import segmentation_scores
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.speed import images_per_second
 from frugalvit.training import segment
-from frugalvit.training.loading import load_with_image_processor
+from frugalvit.training.loading import load_model
 from frugalvit.training.masks import MaskReader, load_masked_images
 
 
@@ -125,8 +125,7 @@ def measure(arguments, folders: list[Path]) -> dict[str, object]:
 
 
 def load(folder: Path):
-    auto_class = AutoModelForSemanticSegmentation
-    return load_with_image_processor(folder, "cpu", False, "a semantic segmentation model", lambda _: auto_class)
+    return load_model(folder, "image-segmentation", "cpu")
 
 
 def make_pass(folder: Path, size: tuple[int, int]) -> Callable[[], object]:

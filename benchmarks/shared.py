@@ -30,7 +30,7 @@ from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.decoding import decode_image
 from frugalvit.training.files import shipped_checkpoints, write_json
-from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.splits import default_split
 from frugalvit.training.text import format_table
 from frugalvit.versions import origin
@@ -234,7 +234,7 @@ class Views(torch.utils.data.Dataset):
 def build_model(name: str) -> nn.Module:
     """A classifier that ships, or one of the papers' or `VITS` with random weights."""
     if name in shipped_checkpoints():
-        return load_image_classifier(checkpoint_path(name), "cpu")[0]
+        return load_model(checkpoint_path(name), "image-classification", "cpu")[0]
     if name in VITS:
         return ViTForImageClassification(ViTConfig(num_labels=1000, **VITS[name])).eval()
     return SparseFormerForImageClassification(SparseFormerConfig.from_variant(name)).eval()

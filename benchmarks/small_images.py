@@ -27,7 +27,7 @@ from frugalvit.baselines import load_teacher
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.data import load_images
-from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.loading import choose_device, load_model
 from shared import add_precision_argument, add_run_arguments, make_parser, read_rows, write_table
 from token_merging import fit
 
@@ -117,7 +117,7 @@ def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) 
 @torch.no_grad()
 def measure_processing(arguments):
     """Compare the shipped student with its plain ViTs, whose processors resize as `frugalvit export` writes them."""
-    model, processor = load_image_classifier(checkpoint_path("caltech101-sparseformer"), "cpu")
+    model, processor = load_model(checkpoint_path("caltech101-sparseformer"), "image-classification", "cpu")
     image_format, rows = ImageFormat.from_processor(processor), []
     for size in arguments.sizes:
         count = (size // model.config.feature_stride[0]) ** 2

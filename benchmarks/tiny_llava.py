@@ -15,7 +15,7 @@ from frugalvit import SparseFormerLlavaForConditionalGeneration, SparseFormerLla
 from frugalvit.command_line import positive
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
-from frugalvit.training.loading import load_image_processor
+from frugalvit.training.loading import load_processor
 from shared import make_parser
 
 
@@ -46,7 +46,7 @@ def untrained_llava() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     llava, processor = make_llava(
         AutoModelForImageClassification.from_pretrained(vit).vit,
         shipped.config.text_config,
-        load_image_processor(vit, False, "a classifier"),
+        load_processor(vit),
         SparseFormerLlavaProcessor.from_pretrained(speaker).tokenizer,
     )
     llava.model.language_model.load_state_dict(shipped.model.language_model.state_dict())

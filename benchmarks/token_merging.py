@@ -43,7 +43,7 @@ from frugalvit.training.augmentation import EvalView
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.files import atomic_file
-from frugalvit.training.loading import choose_device, load_image_classifier
+from frugalvit.training.loading import choose_device, load_model
 
 
 # Of a block: our names of its parts, timm's.
@@ -75,7 +75,7 @@ def main():
     shared.add_run_arguments(parser, "runs/token_merging")
     arguments = parser.parse_args()
 
-    teacher, processor = load_image_classifier(arguments.teacher, "cpu")
+    teacher, processor = load_model(arguments.teacher, "image-classification", "cpu")
     image_format = ImageFormat.from_processor(processor)
     anatomy, rows, models = read_anatomy(teacher, image_format.size), [], {}
     test, train = load_images(SUBSET, "test"), load_images(SUBSET, f"train[:{arguments.images}]")
@@ -129,8 +129,12 @@ def main():
         shared.run_training(bootstrap, folder, [*budget, "--seed", str(seed)])
         for folder, seed in zip(folders, arguments.seeds, strict=True)
     ]
-    add("student", load_image_classifier(folders[0], "cpu")[0], "bootstrapped", results)
-    add("student that ships", load_image_classifier(arguments.student, "cpu")[0], "bootstrapped on more images")
+    add("student", load_model(folders[0], "image-classification", "cpu")[0], "bootstrapped", results)
+    add(
+        "student that ships",
+        load_model(arguments.student, "image-classification", "cpu")[0],
+        "bootstrapped on more images",
+    )
 
     pixel_values = torch.randn(64, 3, *image_format.size, generator=torch.Generator().manual_seed(0))
     speeds = images_per_second({name: model.cpu() for name, model in models.items()}, pixel_values)

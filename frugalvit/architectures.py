@@ -6,19 +6,19 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import frugalvit
 
 from .configuration.configuration_sparseformer import SparseFormerProjectionConfig
 from .exported import ExportedModule
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
-from .training.loading import load_pretrained, loading_errors, split_revision, vision_config_of
+from .training.files import split_revision
+from .training.loading import Task, load_config, load_model, loading_errors, vision_config_of
 
 
-# Kinds of models that are expected, for messages.
+# Expected kind of model, for messages.
 COUNTED = "a model to count"
-SAVED = "a model of frugalvit or Transformers"
 
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
@@ -36,13 +36,12 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         if isinstance(config, SparseFormerProjectionConfig):
             return SparseFormerVisionModelWithProjection, config
         return transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)], config
-    folder, revision = split_revision(name)
-    if not Path(folder).is_dir() and "/" not in name:
+    if not Path(split_revision(name)[0]).is_dir() and "/" not in name:
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
+    config = load_config(name, COUNTED)
     with loading_errors(name, COUNTED):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **revision)
         found = model_class(config)
     vision = vision_config_of(config)
     if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
@@ -69,9 +68,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def load_model(name: str | os.PathLike, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """Load a model, of the class that it was saved from; arguments and errors as in `load_pretrained`."""
-    return load_pretrained(name, device, False, SAVED, model_class)
+def load_saved_model(name: str | os.PathLike, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Load a model of the class that it was saved from. Arguments and errors as in `load_model`."""
+    task = Task("a model of frugalvit or Transformers", model_class, processor_class=None, needs_rgb=False)
+    return load_model(name, task, device)[0]
 
 
 def has_rois(model: PreTrainedModel) -> bool:

@@ -16,7 +16,7 @@ from .modeling.modeling_patch_sparseformer import (
     PatchSparseFormerVisionModel,
     PatchSparseFormerVisionModelWithProjection,
 )
-from .training.loading import load_vision_model
+from .training.loading import load_model
 from .training.preprocessing import size_made_by
 
 
@@ -95,8 +95,8 @@ def as_teacher(anatomy: Anatomy, **others) -> Baseline:
 
 
 def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
-    """Load a plain vision transformer, as an `Anatomy`, and its image processor; arguments of `load_vision_model`."""
-    model, image_processor = load_vision_model(folder, *options, **more)
+    """Load a plain vision transformer, as an `Anatomy`, and its image processor; arguments of `load_model`."""
+    model, image_processor = load_model(folder, "image-feature-extraction", *options, **more)
     anatomy = read_anatomy(model.requires_grad_(False), size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)
     return anatomy, image_maker(image_processor)
@@ -155,7 +155,7 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Baseline]:
     """Load a SparseFormer, a baseline for each number of tokens it is trained for, or any other model with an
     embedding. `method` is by default "SparseFormer" for a single number of tokens, otherwise the name."""
-    model, image_processor = load_vision_model(folder, **options)
+    model, image_processor = load_model(folder, "image-feature-extraction", **options)
     model = without_agent(model).requires_grad_(False).eval()
     size = size_made_by(image_processor)
     name = name or Path(folder).name

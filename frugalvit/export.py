@@ -10,7 +10,7 @@ import datasets
 import torch
 import torch.nn.functional as F
 
-from .architectures import has_rois, load_model
+from .architectures import has_rois, load_saved_model
 from .command_line import CommandParser, add_dataset_arguments, positive
 from .configuration.configuration_base import pair
 from .evaluation.images import image_batches, images_to_evaluate
@@ -34,7 +34,7 @@ from .modeling.hosts import read_anatomy
 from .modeling.image_format import ImageFormat
 from .training.data import class_names, load_images, sample, split_names
 from .training.files import atomic_directory, check_output_outside_input, write_json
-from .training.loading import load_image_processor, vision_config_of
+from .training.loading import load_processor, vision_config_of
 from .training.scores import check_scores
 from .training.text import format_table
 from .version import __version__
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> None:
 @torch.no_grad()
 def export_model(arguments: argparse.Namespace) -> dict[str, object]:
     """Export, compare, and write the folder, or none of it. Return the contents of `report.json`."""
-    model = load_model(arguments.model)
-    image_processor = load_image_processor(arguments.model, False, "a model")
+    model = load_saved_model(arguments.model)
+    image_processor = load_processor(arguments.model)
     image_format = ImageFormat.from_processor(image_processor)
     # DINOv2's configuration has the size of its position embeddings, and its processor makes smaller images.
     vision = vision_config_of(model.config)
@@ -163,7 +163,7 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
 def export_plain(arguments: argparse.Namespace) -> dict[str, object]:
     """Write a student as a model of its teacher's class, with an image processor of its size. Return what
     `compare_outputs` finds when each has its own processor."""
-    student = load_model(arguments.model)
+    student = load_saved_model(arguments.model)
     if not hasattr(student, "to_plain_vit"):
         raise ValueError(f"--format {PLAIN} is for students with an inherited start; got a {type(student).__name__}.")
     choose_tokens(student, arguments.num_tokens, None)
@@ -171,7 +171,7 @@ def export_plain(arguments: argparse.Namespace) -> dict[str, object]:
     size = getattr(vision_config_of(host.config), "image_size", None)
     if size is None:
         raise ValueError(f"--format {PLAIN} needs images of one size; a {type(host).__name__} takes patches of any.")
-    image_processor = load_image_processor(arguments.model, False, "a model")
+    image_processor = load_processor(arguments.model)
     anatomy = read_anatomy(host)
     part = Part(student, "model")
     name = next(iter(part(**part.example(1))))
@@ -180,7 +180,7 @@ def export_plain(arguments: argparse.Namespace) -> dict[str, object]:
     with atomic_directory(arguments.output, arguments.overwrite) as folder:
         host.save_pretrained(folder)
         write_smaller_processor(folder, ImageFormat.from_processor(image_processor), pair(size))
-        processors = (image_processor, load_image_processor(folder, False, "a model"))
+        processors = (image_processor, load_processor(folder))
         views = zip(*(image_batches(each, images, BATCH_SIZE, skip_corrupt=True) for each in processors), strict=True)
         report = compare_outputs(
             lambda pixel_values, smaller: part(pixel_values),

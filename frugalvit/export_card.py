@@ -9,7 +9,7 @@ from .exported import OUTPUTS, openvino_precision, program_file
 from .modeling.image_format import ImageFormat
 from .modeling.model_card import TASKS, auto_class, make_card
 from .training.cards import license_of
-from .training.loading import split_revision
+from .training.files import split_revision
 from .training.text import format_markdown
 
 

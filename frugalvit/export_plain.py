@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from .modeling.hub import image_processor_config
 from .modeling.model_card import make_card
 from .training.cards import license_of
-from .training.files import write_json
-from .training.loading import split_revision
+from .training.files import split_revision, write_json
 from .training.preprocessing import ImageFormat
 
 

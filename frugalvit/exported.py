@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from .configuration.configuration_base import pair
 from .training.files import write_json
-from .training.loading import load_image_classifier, load_image_processor, vision_config_of
+from .training.loading import load_model, load_processor, vision_config_of
 from .training.text import first_line
 
 
@@ -300,12 +300,12 @@ def load_exported(
 def load_classifier(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, object]:
-    """Load a classifier and its image processor: a model by `load_image_classifier`, or a program that `frugalvit
+    """Load a classifier and its image processor: a model by `load_model`, or a program that `frugalvit
     export` wrote."""
     if not is_exported(name):
-        return load_image_classifier(name, device, trust_remote_code)
+        return load_model(name, "image-classification", device, trust_remote_code)
     kind = "an image classifier"
-    return load_exported(name, device, kind, ["logits"]), load_image_processor(name, False, kind)
+    return load_exported(name, device, kind, ["logits"]), load_processor(name, kind)
 
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:

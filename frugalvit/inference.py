@@ -17,7 +17,7 @@ from .modeling.layers import class_scores
 from .modeling.packing import pack_linear_layers
 from .reading import read_ahead, stack_pixels
 from .training.decoding import CorruptImageError, open_record, to_rgb
-from .training.loading import load_image_processor, load_vision_model
+from .training.loading import load_model, load_processor
 from .training.preprocessing import prepare_images, size_made_by
 from .training.scores import check_scores
 from .training.text import first_line
@@ -147,8 +147,8 @@ class Embedder(_Application):
         if is_exported(name):
             kind = "a model with an embedding"
             model = load_exported(name, device, kind, EMBEDDINGS)
-            return model, load_image_processor(name, False, kind)
-        return load_vision_model(name, device, trust_remote_code)
+            return model, load_processor(name, kind)
+        return load_model(name, "image-feature-extraction", device, trust_remote_code)
 
 
 class Classifier(_Application):

@@ -13,8 +13,8 @@ from .command_line import CommandParser, add_device_argument, positive
 from .configuration.configuration_base import is_sparseformer, pair
 from .macs import count_macs
 from .speed import images_per_second
-from .training.files import shipped_checkpoints
-from .training.loading import check_complete, choose_device, load_image_processor, loading_errors, split_revision
+from .training.files import shipped_checkpoints, split_revision
+from .training.loading import check_complete, choose_device, load_processor, loading_errors
 from .training.preprocessing import size_made_by
 from .training.text import format_table
 
@@ -74,7 +74,7 @@ def describe(name: str) -> dict[str, object]:
     height, width = pair(vision.config.image_size)
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
         # Its configuration has the size of its positions.
-        height, width = size_made_by(load_image_processor(folder, False, COUNTED))
+        height, width = size_made_by(load_processor(folder, COUNTED))
     if is_sparseformer(vision.config):
         tokens = vision.config.default_num_tokens + vision.config.num_prefix_tokens
     else:

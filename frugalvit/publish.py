@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .architectures import load_model
+from .architectures import load_saved_model
 from .command_line import CommandParser
 from .modeling.hub import HubModel
 from .modeling.model_card import auto_class, model_card
@@ -32,9 +32,10 @@ from .training.files import (
     check_output_outside_input,
     is_picture_of,
     read_text,
+    split_revision,
     strip_auto_map,
 )
-from .training.loading import load_image_processor, split_revision
+from .training.loading import load_processor
 from .without_package import outputs_of
 
 
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         validate_repo_id(arguments.repo_id)
         if arguments.no_code:
             raise ValueError("--no-code is for folders: a hub repository loads where frugalvit is not installed.")
-    model = load_model(arguments.model)
+    model = load_saved_model(arguments.model)
     with (
         tempfile.TemporaryDirectory() as aside,
         atomic_directory(arguments.output or Path(aside) / "model", arguments.overwrite) as folder,
@@ -176,8 +177,8 @@ def check_code(path: Path, part: dict) -> dict:
 
 def check_outputs(folder: Path):
     """Raise a ValueError unless a folder loads where frugalvit is not installed, and computes the same there."""
-    model = load_model(folder)
-    image_processor = load_image_processor(folder, False, "a model")
+    model = load_saved_model(folder)
+    image_processor = load_processor(folder)
     images = [Image.effect_noise((64, 64), 50).convert("RGB") for _ in range(2)]
     inputs = {"pixel_values": image_processor(images, return_tensors="pt")["pixel_values"]}
     if isinstance(text := getattr(model.config, "text_config", None), PreTrainedConfig):

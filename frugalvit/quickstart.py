@@ -13,7 +13,7 @@ from .training.choices import NO_EVALUATION
 from .training.data import load_images
 from .training.decoding import decode_image
 from .training.files import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images, write_json
-from .training.loading import choose_device, load_image_classifier
+from .training.loading import choose_device, load_model
 from .training.precision import choose_mixed_precision
 from .training.text import format_table
 from .versions import origin
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     save_figure(draw_comparison(rows), folder / "comparison.png")
 
     print(f"3/3  Where {DRAWN_TOKENS} tokens look.\n")
-    student, processor = load_image_classifier(folder / "student", "cpu")
+    student, processor = load_model(folder / "student", "image-classification", "cpu")
     shown = [decode_image(images[index]["image"], index) for index in range(4)]
     student.set_num_tokens(DRAWN_TOKENS)
     predictions = predict(student, processor, shown, top=1, output_rois=True)

@@ -12,7 +12,7 @@ from .modeling.swap import input_device, match_channels_, matching_processor, sw
 from .training.choices import DTYPES, QUANTIZATIONS
 from .training.data import load_images, sample
 from .training.files import atomic_directory, check_output_outside_input
-from .training.loading import load_llava, load_vision_model
+from .training.loading import GRID_VLMS, SEQUENCE_VLMS, load_model
 
 
 def make_parser() -> CommandParser:
@@ -41,9 +41,15 @@ def main(argv: list[str] | None = None) -> None:
     check_output_outside_input(arguments.output, arguments.model, arguments.vision_model)
     dtype = getattr(torch, arguments.dtype)
     with atomic_directory(arguments.output, arguments.overwrite) as folder:
-        tower, _ = load_vision_model(arguments.vision_model, "cpu")
-        llava, old_processor = load_llava(
-            arguments.model, "cpu", dtype, arguments.quantize, arguments.device_map, grids=True
+        tower, _ = load_model(arguments.vision_model, "image-feature-extraction", "cpu")
+        llava, old_processor = load_model(
+            arguments.model,
+            "image-text-to-text",
+            "cpu",
+            model_types=(*SEQUENCE_VLMS, *GRID_VLMS),
+            dtype=dtype,
+            quantize=arguments.quantize,
+            device_map=arguments.device_map,
         )
         model = swap_vision_tower(llava, tower, arguments.image_grid)
         if arguments.num_tokens is not None:

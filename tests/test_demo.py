@@ -14,7 +14,7 @@ from processes import web_server
 import frugalvit
 from frugalvit import demo
 from frugalvit.cli import main
-from frugalvit.training.loading import load_image_classifier
+from frugalvit.training.loading import load_model
 
 
 NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")
@@ -50,7 +50,7 @@ def picture(update: dict) -> np.ndarray:
 def test_shows_labels_and_where_tokens_look(ask, image_file):
     for name in NAMES:
         labels, rois = ask(name, image_file)
-        model, image_processor = load_image_classifier(frugalvit.checkpoint_path(name), "cpu")
+        model, image_processor = load_model(frugalvit.checkpoint_path(name), "image-classification", "cpu")
         pixel_values = image_processor(Image.open(image_file), return_tensors="pt")["pixel_values"]
         with torch.inference_mode():
             best = model(pixel_values).logits.softmax(-1)[0].max(0)

@@ -271,7 +271,7 @@ def test_a_clip_becomes_two_programs(folder, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     compared = {name: part["compared"] for name, part in report["parts"].items()}
     assert compared == {"vision_model": 16, "text_model": 10}
-    model = export.load_model(source)
+    model = export.load_saved_model(source)
     for name, part in parts_of(model).items():
         inputs = part.example(3)
         with torch.no_grad():

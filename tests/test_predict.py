@@ -14,7 +14,7 @@ from frugalvit import Classifier
 from frugalvit.cli import main
 from frugalvit.demo import look
 from frugalvit.predict import find_images, format_labels, format_prediction, predict
-from frugalvit.training.loading import load_image_classifier
+from frugalvit.training.loading import load_model
 from kinds import KINDS
 from tiny import make_vit, randomize
 
@@ -68,7 +68,7 @@ def test_top_labels(model_folder, images, capsys):
     code, output, _ = run(images / "a.png", "--model", model_folder, "--top", 2, capsys=capsys)
     lines = output.splitlines()
     assert code == 0 and lines[0] == str(images / "a.png") and len(lines) == 3
-    model, processor = load_image_classifier(model_folder, "cpu")
+    model, processor = load_model(model_folder, "image-classification", "cpu")
     pixel_values = processor(Image.open(images / "a.png"), return_tensors="pt").pixel_values
     scores, indices = model(pixel_values).logits[0].softmax(-1).topk(2)
     expected = [f"{score:8.1%}  {LABELS[i]}" for score, i in zip(scores.tolist(), indices.tolist(), strict=True)]

@@ -31,7 +31,7 @@ from .arguments import (
 )
 from .augmentation import CAPTION, BootstrapView, EvalView, seeded
 from .cards import strip_directory
-from .loading import load_llava, load_vision_model
+from .loading import SEQUENCE_VLMS, load_model
 from .splits import load_splits
 from .trainer import ImageTrainer, run_command, start
 from .views import as_images
@@ -306,8 +306,14 @@ def make_trainer(options: LlavaArguments, data: DataArguments, args: AlignLlavaA
     start(args, options.model, options.vision_model)
     train, evaluation, test = load_splits(data)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    original, processor = load_llava(options.model, args.device, dtype)
-    tower, _ = load_vision_model(options.vision_model, "cpu")
+    original, processor = load_model(
+        options.model,
+        "image-text-to-text",
+        args.device,
+        model_types=SEQUENCE_VLMS,
+        dtype=dtype,
+    )
+    tower, _ = load_model(options.vision_model, "image-feature-extraction", "cpu")
     trainer = AlignLlavaTrainer(original, tower, args, train, evaluation, processor, base_model=options.model)
     trainer.test_images = test
     return trainer

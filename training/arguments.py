@@ -21,12 +21,10 @@ from safetensors import SafetensorError
 from transformers import HfArgumentParser, TrainingArguments
 
 from .choices import NO_EVALUATION, SUBSET
-from .files import end_on_sigterm, read_text
+from .files import RECIPES, end_on_sigterm, read_text
 from .text import first_line, printable
 
 
-# YAML files of arguments, one for each row of the papers' tables.
-RECIPES = {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
 # What is expected of values, and whether one is that.
 NOT_NEGATIVE = ("0 or more", lambda value: value >= 0)
 POSITIVE = ("1 or more", lambda value: value >= 1)

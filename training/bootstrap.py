@@ -33,7 +33,7 @@ from .arguments import (
 )
 from .augmentation import BootstrapView, EvalView
 from .cards import strip_directory
-from .loading import load_vision_model
+from .loading import load_model
 from .losses import AlignmentLoss, attended_cells
 from .precision import hold_teacher
 from .splits import check_single_label, load_splits, match_classes
@@ -408,7 +408,9 @@ def make_trainer(
     if options.upsampler_hidden_size and not args.dense_loss_weight:
         raise ValueError("upsampler_hidden_size needs dense_loss_weight, for example 1.")
     train, evaluation, test = (*parts, None) if parts else load_splits(data, args.label_loss_weight > 0)
-    model, processor = teacher or load_vision_model(options.teacher, "cpu", options.trust_remote_code)
+    model, processor = teacher or load_model(
+        options.teacher, "image-feature-extraction", "cpu", options.trust_remote_code
+    )
     teacher_format = ImageFormat.from_processor(processor)
     anatomy = read_anatomy(model.requires_grad_(False), teacher_format.size)
     if options.student:

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 from ..modeling.model_card import TASKS, auto_class, code_examples, make_card
 from .arguments import DataArguments
 from .choices import OPEN_CLIP, SUBSET
-from .loading import split_revision
+from .files import split_revision
 
 
 # The data set that the shipped subset is from.

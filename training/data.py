@@ -23,8 +23,7 @@ from accelerate import PartialState
 
 from .choices import SUBSET
 from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS
-from .files import read_text, shipped_images
-from .loading import split_revision
+from .files import read_text, shipped_images, split_revision
 from .text import first_line, printable, shortened
 
 

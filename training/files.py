@@ -1,5 +1,6 @@
 """Files that ship with the package, and files and folders that appear whole or not at all."""
 
+import difflib
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from pathlib import Path
 
 # For their size these lie in a clone of the repository alone; setup.py leaves them out of the wheel.
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
+# YAML files of arguments, one for each row of the papers' tables.
+RECIPES = {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
 # Files of a model folder, besides source files and the card's pictures; those that no model itself writes; and of
 # `frugalvit export`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
@@ -39,6 +42,42 @@ def checkpoint_path(name: str) -> Path:
             raise only_in_a_clone(f"The model {name!r}", here)
         raise ValueError(f"No checkpoint {name!r} ships with frugalvit. {here}")
     return Path(str(files("frugalvit.checkpoints"))) / name
+
+
+def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
+    """Return the folder of a model, or its hub id and the revision of `owner/name@revision` as an argument of
+    `from_pretrained`."""
+    name = os.fspath(name)
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return str(folder), {}
+    if name in (*shipped_checkpoints(), *IN_A_CLONE):
+        return str(checkpoint_path(name)), {}
+    hub_id, at, revision = name.partition("@")
+    if at and not revision:
+        raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")
+    return hub_id, {"revision": revision} if at else {}
+
+
+def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
+    """Return the folder or hub id of a model and its revision, as `split_revision` does.
+
+    Raises:
+        ValueError: If there is no such folder and the name is no hub id; no network is asked.
+    """
+    found, revision = split_revision(name)
+    if os.path.exists(found) or re.fullmatch(r"\w[\w.-]*/[\w.-]+", found):
+        return found, revision
+    if found in RECIPES:
+        command = re.search(r"^command: (\S+)", read_text(RECIPES[found]), re.MULTILINE)[1]
+        raise ValueError(f"{found!r} is a recipe without weights; train it by `frugalvit {command} --config {found}`.")
+    if "/" in found or found.startswith((".", "~")):
+        raise ValueError(f"There is no folder {found!r}.")
+    close = difflib.get_close_matches(found, shipped_checkpoints(), n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"these ship: {', '.join(shipped_checkpoints())}."
+    raise ValueError(
+        f"There is no model {found!r}: it is neither a folder nor a hub id (owner/name) nor a model that ships; {hint}"
+    )
 
 
 def shipped_images(name: str) -> Path:

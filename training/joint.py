@@ -25,7 +25,7 @@ from .cards import name_images, write_card
 from .choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
 from .data import class_names
 from .metrics import TopKAccuracy
-from .models import configure_start
+from .models import configure_initialization
 from .splits import load_splits
 from .train import SmallDataArguments, SmallDataView
 from .trainer import ImageTrainer, run_command, start
@@ -183,7 +183,7 @@ def build_twins(options: TwinArguments, names: list[str]) -> BootstrappedViTForI
     if without := {math.ceil(depth * blocks - 1e-6) - 1 for depth in options.without_hint_at}:
         hinted = range(blocks) if config.hint_layers is None else config.hint_layers
         config.hint_layers = [layer for layer in hinted if layer not in without]
-    configure_start(config, options.initialization, options.initialization_options)
+    configure_initialization(config, options.initialization, options.initialization_options)
     return BootstrappedViTForImageClassification._from_config(config)
 
 

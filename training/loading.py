@@ -1,20 +1,28 @@
-"""Models for the commands: loaded whole or refused, on the device that is there."""
+"""Load models for inference, whole or not at all, by their task."""
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from textwrap import shorten
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
+    AutoModel,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForSemanticSegmentation,
+    AutoProcessor,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -23,96 +31,63 @@ from transformers.utils import logging
 
 from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
+from ..modeling.context_broadcast_hosts import load_context_broadcast
 from .choices import OPEN_CLIP
-from .files import IN_A_CLONE, checkpoint_path, shipped_checkpoints
+from .files import find_model
 from .text import shortened
 
 
 # Transformers' model type for timm's models.
 TIMM = "timm_wrapper"
-# VLMs with a grid of patches, whose processors may cut images into tiles.
+# Model types of VLMs whose projector reads any number of tokens.
+SEQUENCE_VLMS = ("llava", "paligemma")
+# Model types of VLMs whose projector reads a grid of patches, and whose processors may cut images into tiles.
 GRID_VLMS = ("gemma3", "llava_onevision")
-# Parts that no embedding of images reads: what pretraining needs, and an extra layer after [CLS].
-_UNREAD = frozenset({"pooler", "decoder", "mask_token"})
+# Modules that no image embedding passes through: parts for pretraining, and a layer after [CLS].
+UNUSED_BY_EMBEDDINGS = frozenset({"pooler", "decoder", "mask_token"})
+# What wrong folders, names, configurations and weights raise in Transformers, timm, open_clip and PyTorch. Other
+# types, such as TypeError, are defects of a program and keep their traceback.
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    ImportError,
+    RuntimeError,
+    StrictDataclassError,
+    SafetensorError,
+    UnpicklingError,
+)
 
 
-def choose_device(name: str | None = None) -> torch.device:
-    """Return the device of a name, by default an accelerator if there is one; raise a ValueError if there is none."""
-    if name is None:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"The device {name!r} cannot be used here ({shorten(str(error), 300)}).") from error
-    return device
+@dataclass(frozen=True)
+class Task:
+    """How the models of a task are loaded.
 
-
-def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the vision configuration of a CLIP or a LLaVA; other configurations as they are."""
-    vision = getattr(config, "vision_config", None)
-    return vision if isinstance(vision, PreTrainedConfig) else config
-
-
-def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Return a model's folder (of one that ships, by its name) or hub id, and the revision of `owner/name@revision`
-    as an argument of `from_pretrained`."""
-    name = os.fspath(name)
-    if (place := Path(name).expanduser()).exists():
-        return str(place), {}
-    if name in (*shipped_checkpoints(), *IN_A_CLONE):
-        return str(checkpoint_path(name)), {}
-    hub_id, at, revision = name.partition("@")
-    if at and not revision:
-        raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")
-    return hub_id, {"revision": revision} if at else {}
-
-
-def load_image_classifier(
-    name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, object]:
-    """Load a classifier for inference, in float32, and its image processor; arguments and errors as in
-    `load_pretrained`."""
-    kind = "an image classifier"
-    return load_with_image_processor(name, device, trust_remote_code, kind, lambda _: AutoModelForImageClassification)
-
-
-def load_vision_model(
-    name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
-) -> tuple[nn.Module, object]:
-    """Load a vision transformer or a SparseFormer for inference, in float32, and its image processor; arguments and
-    errors as in `load_pretrained`.
-
-    `name` may be of a vision transformer with or without classifier, a CLIP, a SigLIP or a LLaVA (for its vision
-    tower), of Transformers or timm; or `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` or
-    `open_clip:local-dir:FOLDER`. Weights that pretraining alone needs, and a pooler's, may be missing or left over.
+    Args:
+        kind (`str`): Expected kind of model, with an article, for messages.
+        choose_class (`Callable`): Returns the class to load, given the configuration; raises a ValueError for a
+            configuration of another kind of model.
+        optional_weights (`frozenset[str]`): Names of modules whose weights may be missing or left over.
+        processor_class (`type` or `None`): Auto class of the model's processor, if one is loaded.
+        needs_rgb (`bool`): Whether images come from files, which are read as RGB.
     """
-    if os.fspath(name).startswith(OPEN_CLIP):
-        return _load_open_clip(os.fspath(name).removeprefix(OPEN_CLIP), device)
-    kind = "a vision transformer"
-    model, image_processor = load_with_image_processor(name, device, trust_remote_code, kind, _vision_class, _UNREAD)
-    tower = getattr(getattr(model, "model", None), "vision_tower", None)
-    if tower is not None and model.config.model_type in GRID_VLMS:
-        # One tile of an image, of which these models cut several.
-        height, width = pair(model.config.vision_config.image_size)
-        fields = ("image_mean", "image_std", "rescale_factor", "resample")
-        known = {name: getattr(image_processor, name) for name in fields}
-        if known["resample"] == Image.Resampling.LANCZOS:
-            # Training does not follow Lanczos; tiles hardly differ.
-            known["resample"] = Image.Resampling.BICUBIC
-        image_processor = transformers.ViTImageProcessor(size={"height": height, "width": width}, **known)
-    return model if tower is None else tower, image_processor
+
+    kind: str
+    choose_class: Callable[[PreTrainedConfig], type]
+    optional_weights: frozenset[str] = frozenset()
+    processor_class: type | None = AutoImageProcessor
+    needs_rgb: bool = True
 
 
-def _vision_class(config: PreTrainedConfig) -> type:
-    """Return the class that a configuration was saved with, if Transformers or this package has it, or the base model
-    of one for pretraining or a backbone; else a classifier if there is one for such a configuration."""
+def vision_class(config: PreTrainedConfig) -> type:
+    """Return the class of a vision transformer: the one that the configuration was saved with, if Transformers or this
+    package has it; the base model of a backbone or a model for pretraining; otherwise a classifier, if there is one
+    for such a configuration."""
     architecture = (config.architectures or [""])[0]
     if config.model_type == TIMM:
         # timm's own folders name no class.
         headless = architecture == "TimmWrapperModel" or not config.num_labels
         return transformers.TimmWrapperModel if headless else transformers.TimmWrapperForImageClassification
-    base_model = transformers.MODEL_MAPPING.get(type(config), transformers.AutoModel)
+    base_model = transformers.MODEL_MAPPING.get(type(config), AutoModel)
     if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling", "Backbone")):
         return base_model
     if architecture and not architecture.endswith("ForImageClassification"):
@@ -125,137 +100,197 @@ def _vision_class(config: PreTrainedConfig) -> type:
     return base_model
 
 
-def load_llava(
+def clip_class(config: PreTrainedConfig) -> type:
+    if not hasattr(config, "text_config") or not hasattr(config, "vision_config"):
+        raise ValueError(f"it is a {config.model_type}, expected a CLIP or SigLIP, with both sides")
+    return AutoModel
+
+
+# Tasks have the names of Transformers' pipelines.
+TASKS = {
+    "image-classification": Task("an image classifier", lambda _: AutoModelForImageClassification),
+    # A vision transformer with or without classifier, the image side of a CLIP or SigLIP, the tower of a LLaVA.
+    "image-feature-extraction": Task("a vision transformer", vision_class, UNUSED_BY_EMBEDDINGS),
+    "image-segmentation": Task("a semantic segmentation model", lambda _: AutoModelForSemanticSegmentation),
+    "zero-shot-image-classification": Task("a CLIP", clip_class),
+    "image-text-to-text": Task("a LLaVA", lambda _: AutoModelForImageTextToText, processor_class=AutoProcessor),
+}
+
+
+def load_model(
     name: str | os.PathLike,
+    task: str | Task,
     device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    *,
+    model_types: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float32,
     quantize: str | None = None,
     device_map: str | None = None,
-    grids: bool = False,
-) -> tuple[PreTrainedModel, transformers.ProcessorMixin]:
-    """Load a LLaVA 1.5, a PaliGemma or, with `grids`, another VLM whose vision tower can be replaced, and its
-    processor; other arguments and errors as in `load_pretrained`."""
-    types = ("llava", "paligemma", *(GRID_VLMS if grids else ()))
-
-    def choose_class(config: PreTrainedConfig) -> type:
-        if config.model_type not in types:
-            raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(types)}")
-        return transformers.AutoModelForImageTextToText
-
-    options = {"dtype": dtype, "quantize": quantize, "device_map": device_map}
-    model = load_pretrained(name, device, False, "a LLaVA", choose_class, **options)
-    hub_id, revision = split_revision(name)
-    with loading_errors(name, "a LLaVA"):
-        return model, transformers.AutoProcessor.from_pretrained(hub_id, **revision)
-
-
-def load_with_image_processor(
-    name: str | os.PathLike,
-    device: str | torch.device | None,
-    trust_remote_code: bool,
-    kind: str,
-    choose_class: Callable[[PreTrainedConfig], type],
-    unread: frozenset[str] = frozenset(),
-) -> tuple[PreTrainedModel, object]:
-    """Load a model by `load_pretrained`, and its image processor; raise a ValueError if it is not for RGB images."""
-    model = load_pretrained(name, device, trust_remote_code, kind, choose_class, unread)
-    if (channels := getattr(vision_config_of(model.config), "num_channels", 3)) != 3:
-        raise ValueError(f"{os.fspath(name)!r} takes images of {channels} channels; files are read as RGB.")
-    return model, load_image_processor(name, trust_remote_code, kind)
-
-
-def load_image_processor(name: str | os.PathLike, trust_remote_code: bool, kind: str):
-    """Load the image processor of a model; arguments and errors as in `load_pretrained`."""
-    hub_id, revision = split_revision(name)
-    with loading_errors(name, kind):
-        return AutoImageProcessor.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
-
-
-def load_pretrained(
-    name: str | os.PathLike,
-    device: str | torch.device | None,
-    trust_remote_code: bool,
-    kind: str,
-    choose_class: Callable[[PreTrainedConfig], type],
-    unread: frozenset[str] = frozenset(),
-    dtype: torch.dtype = torch.float32,
-    quantize: str | None = None,
-    device_map: str | None = None,
-) -> PreTrainedModel:
-    """Load a model of Transformers or of this package for inference; raise a ValueError if weights are missing.
+) -> tuple[nn.Module, object]:
+    """Load a model for inference and its processor.
 
     Args:
-        name (`str` or `os.PathLike`): Folder that `save_pretrained` wrote, or a hub id, see `split_revision`.
-        device, trust_remote_code, device_map: See `choose_device` and `from_pretrained`.
-        kind (`str`): Expected kind of model, with an article, for messages.
-        choose_class (`Callable`): Returns the class to load, given the configuration.
-        unread (`frozenset[str]`, *optional*): Parts whose weights may be missing; a pooler is left out.
-        quantize (`str`, *optional*): `"4bit"` or `"8bit"`, by bitsandbytes, for a language model.
+        name (`str` or `os.PathLike`):
+            Folder that `save_pretrained` wrote, name of a model that ships, or hub id (`owner/name@revision`, too);
+            for image features also `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` or
+            `open_clip:local-dir:FOLDER`.
+        task (`str` or `Task`): A key of `TASKS`.
+        device (`str` or `torch.device`, *optional*): By default, an accelerator if there is one.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
+        model_types (sequence of `str`, *optional*): Accepted `config.model_type`s; by default, all of the task.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Data type of the weights.
+        quantize (`str`, *optional*): `"4bit"` or `"8bit"`: quantize a VLM's language model by bitsandbytes.
+        device_map (`str`, *optional*): How Accelerate distributes the weights, in the place of `device`.
+
+    Returns:
+        The model in evaluation mode, and its image processor, or a VLM's processor, or `None` where the task has none.
+
+    Raises:
+        ValueError: If the model cannot be loaded, lacks weights, has weights that its class does not use, or is of
+            another kind.
     """
     given = os.fspath(name)
-    name, revision = split_revision(name)
+    if isinstance(task, str):
+        task = TASKS[task]
+    if task is TASKS["image-feature-extraction"] and given.startswith(OPEN_CLIP):
+        return _load_open_clip(given.removeprefix(OPEN_CLIP), device)
     device = choose_device(device and str(device))
-    placed = bool(device_map or quantize)
-    options = {"device_map": device_map or {"": device}} if placed else {}
+    options = {"dtype": dtype}
+    is_placed = bool(device_map or quantize)
+    if is_placed:
+        options["device_map"] = device_map or {"": device}
     if quantize:
         options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=quantize == "4bit",
             load_in_8bit=quantize == "8bit",
             bnb_4bit_compute_dtype=dtype,
             bnb_4bit_quant_type="nf4",
-            # Only the language model.
+            # The language model alone is quantized.
             llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
         )
-    with loading_errors(given, kind):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
-        model_class = choose_class(config)
-        if model_class.__name__.startswith("Auto"):
-            # Classes of Transformers and of this package take no code from elsewhere.
-            options["trust_remote_code"] = trust_remote_code
-        if "pooler" in unread and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
-            options["add_pooling_layer"] = False
-        if model_args := getattr(config, "model_args", None):
-            # timm notes the number of classes there, too; Transformers' wrapper would pass it twice.
-            options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
-        # Other shapes are refused below, by name.
-        options |= {"ignore_mismatched_sizes": True, "output_loading_info": True, **revision}
-        model, report = model_class.from_pretrained(name, dtype=dtype, **options)
-        if isinstance(getattr(config, "context_broadcast", None), dict):
-            from ..modeling.context_broadcast_hosts import load_context_broadcast
+    config = load_config(given, task.kind, trust_remote_code)
+    with loading_errors(given, task.kind):
+        if model_types and config.model_type not in model_types:
+            raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(model_types)}")
+        model_class = task.choose_class(config)
+    if model_class.__name__.startswith("Auto"):
+        # Classes of Transformers and of this package take no code from elsewhere.
+        options["trust_remote_code"] = trust_remote_code
+    if "pooler" in task.optional_weights and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
+        options["add_pooling_layer"] = False
+    if model_args := getattr(config, "model_args", None):
+        # timm's folders repeat the number of classes there; Transformers' wrapper would pass it twice.
+        options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
+    model, report = load_weights(model_class, given, task.kind, **options)
+    check_complete(given, model, report, task.optional_weights)
+    if not is_placed:
+        model.to(device)
+    model.eval()
+    channels = getattr(vision_config_of(model.config), "num_channels", 3)
+    if task.needs_rgb and channels != 3:
+        raise ValueError(f"{given!r} takes images of {channels} channels; files are read as RGB.")
+    if task.processor_class is None:
+        return model, None
+    processor = load_processor(given, task.kind, trust_remote_code, task.processor_class)
+    if task is TASKS["image-feature-extraction"]:
+        return _vision_tower(model, processor)
+    return model, processor
 
-            load_context_broadcast(model, name, report)
-    check_complete(given, model, report, unread)
-    return model.eval() if placed else model.eval().to(device)
+
+def _vision_tower(model: nn.Module, image_processor) -> tuple[nn.Module, object]:
+    """Return the vision tower of a VLM with its image processor; other models as they are."""
+    tower = getattr(getattr(model, "model", None), "vision_tower", None)
+    if tower is None:
+        return model, image_processor
+    if model.config.model_type in GRID_VLMS:
+        # These models cut an image into several tiles, where a vision transformer takes one.
+        height, width = pair(model.config.vision_config.image_size)
+        fields = ("image_mean", "image_std", "rescale_factor", "resample")
+        settings = {name: getattr(image_processor, name) for name in fields}
+        if settings["resample"] == Image.Resampling.LANCZOS:
+            # Training has no Lanczos filter; the difference in a tile is small.
+            settings["resample"] = Image.Resampling.BICUBIC
+        image_processor = transformers.ViTImageProcessor(size={"height": height, "width": width}, **settings)
+    return tower, image_processor
+
+
+def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Module, object]:
+    import open_clip
+
+    from ..modeling.open_clip_adapter import open_clip_image_processor
+
+    has_weights = name.startswith(("hf-hub:", "local-dir:"))
+    model_name, _, pretrained = (name, "", None) if has_weights else name.partition(":")
+    device = choose_device(device and str(device))
+    for path in Path(name.removeprefix("local-dir:")).glob("*") if has_weights else ():
+        if path.is_fifo():
+            raise ValueError(f"{str(path)!r} is a pipe, expected a file.")
+    with loading_errors(f"{OPEN_CLIP}{name}", "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"):
+        model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
+    return model.float().eval(), open_clip_image_processor(model)
+
+
+def load_config(name: str | os.PathLike, kind: str, trust_remote_code: bool = False, **fields) -> PreTrainedConfig:
+    """Load the configuration of a model, with other values of `fields`. Arguments and errors as in `load_model`."""
+    found, revision = find_model(name)
+    with loading_errors(name, kind):
+        return AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code, **revision, **fields)
+
+
+def load_weights(model_class: type, name: str | os.PathLike, kind: str, **options) -> tuple[PreTrainedModel, dict]:
+    """Load a model by `model_class.from_pretrained(name, **options)`, with the Context Broadcasting that was inserted
+    into it. Return it with the report of missing, unexpected and mismatched weights, for the caller to judge."""
+    found, revision = find_model(name)
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    with loading_errors(name, kind):
+        model, report = model_class.from_pretrained(found, **revision, **options)
+        load_context_broadcast(model, found, report)
+    return model, report
+
+
+def load_processor(
+    name: str | os.PathLike,
+    kind: str = "a model",
+    trust_remote_code: bool = False,
+    processor_class: type = AutoImageProcessor,
+):
+    """Load the image processor of a model, or its tokenizer or processor, by their Auto class. Arguments and errors
+    as in `load_model`."""
+    found, revision = find_model(name)
+    with loading_errors(name, kind):
+        return processor_class.from_pretrained(found, trust_remote_code=trust_remote_code, **revision)
 
 
 def check_complete(
-    given: str | os.PathLike, model: PreTrainedModel, report: dict, unread: frozenset[str] = frozenset()
+    name: str | os.PathLike, model: PreTrainedModel, report: dict, optional_weights: frozenset[str] = frozenset()
 ):
     """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`."""
-    for problem, found in (
-        ("checkpoint lacks", report["missing_keys"]),
-        ("model class does not know", report["unexpected_keys"]),
-        ("checkpoint has other shapes of", {key for key, *_ in report["mismatched_keys"]}),
-    ):
-        if keys := sorted(key for key in found if unread.isdisjoint(key.split("."))):
-            raise ValueError(f"{given!r} is no complete {type(model).__name__}: its {problem} {shortened(keys)}.")
+    problems = {
+        "its checkpoint lacks": report["missing_keys"],
+        "its model class does not use": report["unexpected_keys"],
+        "its checkpoint has other shapes of": {key for key, *_ in report["mismatched_keys"]},
+    }
+    for problem, found in problems.items():
+        if keys := sorted(key for key in found if optional_weights.isdisjoint(key.split("."))):
+            message = f"{os.fspath(name)!r} is no complete {type(model).__name__}: {problem} {shortened(keys)}."
+            raise ValueError(message)
 
 
 @contextmanager
 def loading_errors(name: str | os.PathLike, kind: str):
-    """Turn errors in loading a model, or a part of it, into a `ValueError` of one line, and silence Transformers."""
+    """Turn `LOADING_ERRORS` into a ValueError of one line that names the model, and silence Transformers."""
     verbosity = logging.get_verbosity()
     shows_progress = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
-    # Weights, configurations and remote code fail in more ways than can be listed.
-    except Exception as error:
+    except LOADING_ERRORS as error:
         message = f"{type(error).__name__}: {shorten(str(error), 300)}"
         folder = Path(name).expanduser()
         if folder.is_dir() and not (folder / "config.json").is_file():
-            # A training that was stopped has written checkpoints alone.
+            # A training that was stopped has checkpoints, and no model yet.
             hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
             message = f"it has no config.json. Give {hint}."
             if (folder / "adapter_config.json").is_file():
@@ -271,17 +306,23 @@ def loading_errors(name: str | os.PathLike, kind: str):
             logging.enable_progress_bar()
 
 
-def _load_open_clip(name: str, device) -> tuple[nn.Module, object]:
-    import open_clip
+def choose_device(name: str | None = None) -> torch.device:
+    """Return the device of a name, by default an accelerator if there is one.
 
-    from ..modeling.open_clip_adapter import open_clip_image_processor
+    Raises:
+        ValueError: If there is no such device.
+    """
+    if name is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"The device {name!r} cannot be used here ({shorten(str(error), 300)}).") from error
+    return device
 
-    has_weights = name.startswith(("hf-hub:", "local-dir:"))
-    model_name, _, pretrained = (name, "", None) if has_weights else name.partition(":")
-    device = choose_device(device and str(device))
-    for path in Path(name.removeprefix("local-dir:")).glob("*") if has_weights else ():
-        if path.is_fifo():
-            raise ValueError(f"{str(path)!r} is a pipe, which is not waited for; expected a file.")
-    with loading_errors(f"{OPEN_CLIP}{name}", "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"):
-        model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
-    return model.float().eval(), open_clip_image_processor(model)
+
+def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the vision configuration of a CLIP or a LLaVA; other configurations as they are."""
+    vision = getattr(config, "vision_config", None)
+    return vision if isinstance(vision, PreTrainedConfig) else config

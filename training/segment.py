@@ -37,10 +37,10 @@ from .arguments import (
 )
 from .cards import name_images
 from .choices import IGNORED
-from .loading import load_image_processor
+from .loading import load_config, load_processor
 from .masks import MaskReader, load_masked_images, load_masked_splits
 from .metrics import SegmentationScores
-from .models import label_fields, load_checkpoint, new_config, read_config, set_drop_path
+from .models import label_fields, load_with_new_head, new_config, set_drop_path
 from .preprocessing import LONGEST
 from .scores import check_scores
 from .trainer import ImageTrainer, learning_rate_factors, run_command, start
@@ -268,7 +268,7 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
     preprocessing = {}
     if options.model:
         trust = options.trust_remote_code
-        config = read_config(options.model, KIND, trust, **labels)
+        config = load_config(options.model, KIND, trust, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
                 f"model {options.model} is no segmentation model, which has classes; give num_labels or class_names."
@@ -279,10 +279,10 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
             config.resize_size = None
         elif options.num_latent_tokens:
             raise ValueError(f"num_latent_tokens is {options.num_latent_tokens}, and {options.model} no SparseFormer.")
-        model = load_checkpoint(AutoModelForSemanticSegmentation, options.model, config, KIND, trust_remote_code=trust)
+        model = load_with_new_head(AutoModelForSemanticSegmentation, options.model, config, KIND, trust)
         if options.num_latent_tokens:
             model.resize_tokens(options.num_latent_tokens)
-        given = load_image_processor(options.model, trust, KIND)
+        given = load_processor(options.model, KIND, trust)
         for name in ("image_mean", "image_std", "resample", "do_normalize"):
             preprocessing[name] = getattr(given, name, None)
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])

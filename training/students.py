@@ -23,7 +23,8 @@ from ..modeling.modeling_sparseformer import (
 from ..modeling.modeling_sparseformer_dense import PatchSparseFormerBackbone, SparseFormerBackbone
 from .arguments import argument, check_fields, read_values
 from .choices import FOCUSINGS, PLACEMENTS
-from .loading import load_vision_model, loading_errors, split_revision
+from .files import find_model
+from .loading import load_config, load_model
 
 
 # Classes of students by `focusing`, and by what they inherit.
@@ -116,9 +117,8 @@ def check_embedding(student: PreTrainedModel, teacher: Anatomy):
 
 def continued_student(options: StudentArguments) -> PreTrainedModel:
     """Load `options.student`, and set its tokens and their places."""
-    name, revision = split_revision(options.student)
-    with loading_errors(options.student, "a SparseFormer"):
-        config = AutoConfig.from_pretrained(name, **revision)
+    name, revision = find_model(options.student)
+    config = load_config(options.student, "a SparseFormer")
     if not is_sparseformer(config):
         raise ValueError(f"student {options.student} is no SparseFormer but a {config.model_type}.")
     upsampler = {"upsampler_hidden_size": options.upsampler_hidden_size} if options.upsampler_hidden_size else {}
@@ -126,7 +126,7 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
         backbone_class = MODEL_FOR_BACKBONE_MAPPING[type(config)]
         student = backbone_class.from_pretrained(name, dtype=torch.float32, **revision, **upsampler)
     else:
-        student, _ = load_vision_model(options.student, "cpu")
+        student, _ = load_model(options.student, "image-feature-extraction", "cpu")
     config = student.config
     if options.placement == "content":
         if not config.has_patch_embedding:

@@ -19,7 +19,7 @@ from .augmentation import EvalView
 from .cards import name_images
 from .choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
 from .data import class_names
-from .loading import load_image_classifier
+from .loading import load_model
 from .metrics import accuracies
 from .models import build_model
 from .precision import hold_teacher
@@ -163,7 +163,9 @@ class ImageClassificationTrainer(ImageTrainer):
         self.accuracies = accuracies()
         self.teacher = None
         if args.distill_from:
-            self.teacher, processor = load_image_classifier(args.distill_from, args.device, args.trust_remote_code)
+            self.teacher, processor = load_model(
+                args.distill_from, "image-classification", args.device, args.trust_remote_code
+            )
             check_single_label(self.teacher.config, "distill_from")
             hold_teacher(self.accelerator, self.teacher)
             self.teacher_format = ImageFormat.from_processor(processor)

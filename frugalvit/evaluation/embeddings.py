@@ -20,7 +20,7 @@ def image_embedder(
     model: nn.Module, image_size: tuple[int, int] | None = None, num_tokens: int | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that maps pixel values `(batch, channels, height, width)` to the embedding of a model of
-    `load_vision_model` or `load_exported`, `(batch, embedding_size)`: what its classifier reads or would read, a
+    `load_model` or `load_exported`, `(batch, embedding_size)`: what its classifier reads or would read, a
     transformer's pooled tokens or a convolutional network's pooled feature map; of a CLIP, or a SparseFormer in its
     place, projected, not normalized. `num_tokens` are the latent tokens of a SparseFormer."""
     chosen = {} if num_tokens is None else {"num_tokens": num_tokens}

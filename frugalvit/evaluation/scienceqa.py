@@ -8,12 +8,11 @@ from string import ascii_uppercase
 import datasets
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ..modeling.swap import input_device
 from ..training.data import load_table
 from ..training.decoding import decode_image
-from ..training.loading import load_pretrained, split_revision
+from ..training.loading import load_model
 from ..training.splits import default_split
 from .images import take_first
 
@@ -26,17 +25,14 @@ COLUMNS = ("image", "question", "choices", "answer")
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     questions, split = read_questions(arguments.dataset, arguments.split)
     questions = take_first(questions, arguments.limit)
-    model = load_pretrained(
+    model, processor = load_model(
         arguments.model,
+        "image-text-to-text",
         arguments.device,
         arguments.trust_remote_code,
-        "a LLaVA",
-        lambda config: AutoModelForImageTextToText,
         dtype=getattr(torch, arguments.dtype),
         device_map=arguments.device_map,
     )
-    name, revision = split_revision(arguments.model)
-    processor = AutoProcessor.from_pretrained(name, trust_remote_code=arguments.trust_remote_code, **revision)
     results = scienceqa_accuracy(model, processor, questions, arguments.batch_size)
     return {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split, **results}
 

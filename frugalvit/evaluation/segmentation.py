@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import v2
 from tqdm import tqdm
-from transformers import AutoModelForSemanticSegmentation, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..modeling.image_format import ImageFormat
 from ..training.decoding import CorruptImageError, decode_image
-from ..training.loading import load_with_image_processor
+from ..training.loading import load_model
 from ..training.masks import MaskReader, load_masked_images, masked_split_names
 from ..training.metrics import SegmentationScores
 from ..training.preprocessing import LONGEST
@@ -24,12 +24,8 @@ from .images import take_first
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     splits = masked_split_names(arguments.dataset, arguments.dataset_config)
     split = arguments.split or next((split for split in EVALUATION_SPLITS if split in splits), "train")
-    model, image_processor = load_with_image_processor(
-        arguments.model,
-        arguments.device,
-        arguments.trust_remote_code,
-        "a semantic segmentation model",
-        lambda _: AutoModelForSemanticSegmentation,
+    model, image_processor = load_model(
+        arguments.model, "image-segmentation", arguments.device, arguments.trust_remote_code
     )
     images = load_masked_images(
         arguments.dataset,

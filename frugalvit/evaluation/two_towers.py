@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
-from ..training.loading import load_image_processor, load_pretrained, load_vision_model, loading_errors, split_revision
+from ..training.loading import load_model, load_processor
 from ..training.scores import check_scores
 
 
@@ -50,10 +50,10 @@ def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:
     """Load a CLIP or SigLIP, with a SparseFormer as its image side if one is given."""
-    model = load_pretrained(name, device, trust_remote_code, "a CLIP", _clip_class)
+    model, image_processor = load_model(name, "zero-shot-image-classification", device, trust_remote_code)
     tokenizer = load_tokenizer(name, model.config.text_config.vocab_size, trust_remote_code)
     if vision_model:
-        student, image_processor = load_vision_model(vision_model, device)
+        student, image_processor = load_model(vision_model, "image-feature-extraction", device)
         is_siglip = hasattr(model, "logit_bias")
         put_into = SparseFormerSiglipModel.from_siglip if is_siglip else SparseFormerCLIPModel.from_clip
         return TwoTowers(put_into(model, student), tokenizer, image_processor)
@@ -62,15 +62,13 @@ def load_two_towers(
             f"{name!r} is a SigLIP 2 NaFlex, which takes patches; expected a model that takes images of one size, or "
             "a SparseFormer as its image side (--vision-model)."
         )
-    return TwoTowers(model, tokenizer, load_image_processor(name, trust_remote_code, "a CLIP"))
+    return TwoTowers(model, tokenizer, image_processor)
 
 
 def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
     """Load a CLIP's tokenizer. If its files are missing, Transformers may make one without words, to which all texts
     are the same; that is refused."""
-    hub_id, revision = split_revision(name)
-    with loading_errors(name, "a CLIP with a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(hub_id, trust_remote_code=trust_remote_code, **revision)
+    tokenizer = load_processor(name, "a CLIP with a tokenizer", trust_remote_code, AutoTokenizer)
     # Models may have room for more.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
@@ -78,12 +76,6 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
             "(tokenizer.json, or vocab.json and merges.txt) beside it."
         )
     return tokenizer
-
-
-def _clip_class(config) -> type:
-    if not hasattr(config, "text_config") or not hasattr(config, "vision_config"):
-        raise ValueError(f"it is a {config.model_type}, expected a CLIP or SigLIP, with both sides")
-    return AutoModel
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from frugalvit.evaluation.embeddings import image_embedder
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
-from frugalvit.training.loading import load_vision_model
+from frugalvit.training.loading import load_model
 
 
 VIT = str(checkpoint_path("cifar10-vit"))
@@ -79,7 +79,7 @@ def test_neighbors_weigh_by_similarity():
 
 @pytest.mark.parametrize("name", ["cifar10-sparseformer", "cifar10-agent-cnn", "cifar10-vit-bootstrapped"])
 def test_other_models_have_embeddings_that_their_classifiers_read(name):
-    model, _ = load_vision_model(checkpoint_path(name), "cpu")
+    model, _ = load_model(checkpoint_path(name), "image-feature-extraction", "cpu")
     pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     classifier = model.vit.classifier if name.endswith("bootstrapped") else model.classifier
     with torch.no_grad():

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from frugalvit import load_context_broadcast, remove_context_broadcast
 from frugalvit.modeling.context_broadcast import has_context_broadcast
-from frugalvit.training.loading import load_vision_model
+from frugalvit.training.loading import load_model
 from runs import make as make_trainer
 from tiny import save_vit
 
@@ -77,7 +77,7 @@ def test_a_thousand_classes_become_ten(vit, tmp_path, class_names):
     folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
     options = {"context_broadcast": "cb", "context_broadcast_blend": True}
     own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)
-    before, (model, _) = load_vision_model(folder, "cpu")[0].state_dict(), load(tmp_path / "out")
+    before, (model, _) = load_model(folder, "image-feature-extraction", "cpu")[0].state_dict(), load(tmp_path / "out")
     load_context_broadcast(model, tmp_path / "out")
     after, heads = model.state_dict(), ("timm_model.head.", "classifier.")
     assert all((after[name] - before[name]).abs().max() < 1e-6 for name in before if not name.startswith(heads))

@@ -13,12 +13,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
 
+import frugalvit.architectures
 from drawn import noise
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import EvalView
-from frugalvit.training.loading import load_image_classifier, load_vision_model
+from frugalvit.training.loading import load_model
 from frugalvit.training.preprocessing import restore_images
 from tiny import save_vit
 
@@ -28,8 +29,8 @@ COMMITS = {"main": "0" * 40, "v1": "1" * 40}  # as in conftest.py
 
 @pytest.mark.parametrize(("revision", "count"), [("", 3), ("@main", 3), ("@v1", 2), (f"@{COMMITS['v1']}", 2)])
 def test_a_revision_is_pinned(cached, revision, count):
-    for load in (load_image_classifier, load_vision_model):
-        model, processor = load(f"someone/model{revision}", "cpu")
+    for task in ("image-classification", "image-feature-extraction"):
+        model, processor = load_model(f"someone/model{revision}", task, "cpu")
         assert model.config.num_labels == count and processor.image_mean[0] == pytest.approx(0.1 * count)
     assert describe(f"someone/model{revision}")["parameters"] == model.num_parameters()
 
@@ -64,7 +65,7 @@ PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     ids=["with pooler", "without pooler", "masked images", "MAE"],
 )
 def test_what_the_embedding_does_not_read_may_be_there_or_not(saved, loaded, tmp_path):
-    model, _ = load_vision_model(write(saved, tmp_path / "model"), "cpu")
+    model, _ = load_model(write(saved, tmp_path / "model"), "image-feature-extraction", "cpu")
     assert type(model) is loaded
     assert not any(part in name for name, _ in model.named_parameters() for part in ("pooler", "decoder"))
     with torch.no_grad():
@@ -78,18 +79,53 @@ def test_weights_that_the_embedding_reads_must_be_there(tmp_path):
     del weights["layernorm.bias"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="is no complete ViTModel: its .*checkpoint lacks layernorm.bias"):
-        load_vision_model(folder, "cpu")
+        load_model(folder, "image-feature-extraction", "cpu")
 
 
 def test_adapters_pipes_and_models_of_other_images_are_refused(tmp_path):
     os.mkfifo(tmp_path / "open_clip_model.safetensors")
     with pytest.raises(ValueError, match="open_clip_model.safetensors' is a pipe"):
-        load_vision_model(f"open_clip:local-dir:{tmp_path}", "cpu")
+        load_model(f"open_clip:local-dir:{tmp_path}", "image-feature-extraction", "cpu")
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(ValueError, match="is an adapter of peft; merge it first: merge_and_unload"):
-        load_image_classifier(tmp_path)
+        load_model(tmp_path, "image-classification")
     with pytest.raises(ValueError, match="takes images of 4 channels; files are read as RGB"):
-        load_image_classifier(save_vit(tmp_path / "vit", num_channels=4))
+        load_model(save_vit(tmp_path / "vit", num_channels=4), "image-classification")
+
+
+def test_defects_keep_their_traceback(tmp_path, monkeypatch):
+    """Only what users cause becomes one line."""
+    folder = write(make(transformers.ViTModel), tmp_path / "model")
+    for error, expected in (
+        (TypeError("3"), TypeError),
+        (AttributeError("x"), AttributeError),
+        (OSError("torn"), ValueError),
+    ):
+
+        def fail(*_, error=error, **options):
+            raise error
+
+        monkeypatch.setattr(transformers.ViTModel, "__init__", fail)
+        with pytest.raises(expected) as raised:
+            load_model(folder, "image-feature-extraction", "cpu")
+        assert type(raised.value) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("caltech101-sparsefomer", "no model .* did you mean caltech101-sparseformer"),
+        ("sparseformer-v1-tiny", "a recipe without weights; train it by `frugalvit train --config sparseformer-v1"),
+        ("./nowhere", "There is no folder './nowhere'"),
+        ("vit", "neither a folder nor a hub id"),
+        ("someone/model@", "names no revision"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_the_hub_is_asked(name, message, monkeypatch):
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it is asked for"))
+    for load in (frugalvit.Classifier, frugalvit.Embedder, frugalvit.architectures.load_saved_model):
+        with pytest.raises(ValueError, match=message):
+            load(name)
 
 
 def write_timm(folder: Path, num_classes: int) -> torch.nn.Module:
@@ -105,7 +141,7 @@ def write_timm(folder: Path, num_classes: int) -> torch.nn.Module:
 def test_timms_folders(num_classes, tmp_path):
     name = tmp_path / "model"
     expected = write_timm(name, num_classes)
-    model, processor = load_vision_model(name, "cpu")
+    model, processor = load_model(name, "image-feature-extraction", "cpu")
     assert type(model) is (
         transformers.TimmWrapperForImageClassification if num_classes else transformers.TimmWrapperModel
     )
@@ -114,7 +150,7 @@ def test_timms_folders(num_classes, tmp_path):
     image_format = ImageFormat.from_processor(processor)
     assert (image_format.size, image_format.resize, image_format.mean) == ((32, 32), 40, (0.5, 0.4, 0.3))
     if num_classes:
-        classifier, _ = load_image_classifier(name, "cpu")
+        classifier, _ = load_model(name, "image-classification", "cpu")
         with torch.no_grad():
             torch.testing.assert_close(classifier(PIXELS).logits, expected(PIXELS), rtol=0, atol=0)
 

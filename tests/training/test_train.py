@@ -18,7 +18,7 @@ from transformers import (
 
 from frugalvit.training import models
 from frugalvit.training.data import load_images
-from frugalvit.training.loading import load_image_classifier
+from frugalvit.training.loading import load_model
 from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
 from runs import check_resumes, error_of
 from runs import make as make_trainer
@@ -117,7 +117,9 @@ def test_the_kind_of_problem_is_single_labels(tmp_path):
     assert own.model.config.problem_type == "single_label_classification"
     images, processor = own.images, own.processing_class
     with pytest.raises(ValueError, match="problem_type is 'multi_label_classification', expected None or 'single"):
-        ImageClassificationTrainer(load_image_classifier(folder)[0], own.args, images, processing_class=processor)
+        ImageClassificationTrainer(
+            load_model(folder, "image-classification")[0], own.args, images, processing_class=processor
+        )
     with pytest.raises(ValueError, match="distill_from is for one label an image"):
         make(tmp_path / "out", distill_from=folder, **VIT)
 
