@@ -139,7 +139,7 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     rate, warmup = (arguments.learning_rate / 4, 0) if continued else (arguments.learning_rate, 1 / epochs)
     argv = [
         *(*common, "--teacher", arguments.teacher, "--focusing", "paper", "--config_overrides", shared.STUDENT),
-        *("--recipe", "paper"),
+        *("--preset", "paper"),
         *("--num_train_epochs", str(epochs), "--learning_rate", str(rate), "--warmup_steps", str(warmup), *extra),
     ]
     return shared.run_training(bootstrap, folder, argv)

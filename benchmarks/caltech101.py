@@ -60,7 +60,7 @@ VARIANTS = {
     "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
     # With --tokens 256, the teacher's at 224 pixels: as many products as 64 tokens through twelve blocks.
     "3 blocks": ["--truncate", "9"],
-    "paper": ["--focusing", "paper", "--recipe", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
+    "paper": ["--focusing", "paper", "--preset", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
 # Sureness from which on an image needs no more tokens, and how many it is looked at with.
 CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]

@@ -159,7 +159,7 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
     argv += ["--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", "64"]
     argv += ["--crop_scale", "0.8", "1"]
     if name in STUDENTS:
-        argv += ["--focusing", "paper", "--recipe", "paper", "--config_overrides", STUDENT, "--learning_rate", "4e-3"]
+        argv += ["--focusing", "paper", "--preset", "paper", "--config_overrides", STUDENT, "--learning_rate", "4e-3"]
         argv += ["--warmup_steps", str(1 / arguments.epochs)]
     run_training(bootstrap, folder, argv)
     return folder

@@ -124,7 +124,7 @@ def main():
     folders = [arguments.runs_dir / shared.folder_name("student", seed) for seed in arguments.seeds]
     budget = ["--train_split", f"train[:{arguments.images}]", "--num_train_epochs", str(arguments.epochs)]
     budget += ["--per_device_train_batch_size", str(BATCH_SIZE), "--warmup_steps", str(0.5 / arguments.epochs)]
-    budget += ["--teacher", arguments.teacher, "--focusing", "paper", "--recipe", "small"]
+    budget += ["--teacher", arguments.teacher, "--focusing", "paper", "--preset", "small"]
     results = [
         shared.run_training(bootstrap, folder, [*budget, "--seed", str(seed)])
         for folder, seed in zip(folders, arguments.seeds, strict=True)

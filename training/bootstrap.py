@@ -51,29 +51,44 @@ from .views import Views, as_images, split_off
 
 
 PROG = "frugalvit bootstrap"
-# Pixels of the largest images that the recipe "small" is for.
+# Largest images, in pixels, for which a new focusing stage is trained with the preset "small" by default.
 LARGEST_SMALL = 96
-# Defaults. "inherited" is for students that begin as their teacher at a lower resolution, which large steps destroy;
-# the others are for new focusing stages. "paper" is made for 224 pixels; students of 32 pixels learn slowly with it:
-# "small" has large steps, and tokens learn what to hold.
-PAPER = {
-    "crop_scale": [0.5, 1.0],
-    "token_loss_weight": 0.0,
-    "learning_rate": 2e-4,
-    "inherited_lr_factor": 0.1,
-    "warmup_steps": 0.05,
-    "per_device_train_batch_size": 128,
+# Training arguments that follow the preset where they are not given. "inherited" has small steps, because large ones
+# destroy a student that starts as its teacher at a lower resolution. "paper" and "small" train a new focusing stage:
+# "paper" suits images of 224 pixels, and learns slowly from those of 32, for which "small" has larger steps and a loss
+# for each token.
+PRESETS = {
+    "paper": {
+        "crop_scale": [0.5, 1.0],
+        "token_loss_weight": 0.0,
+        "learning_rate": 2e-4,
+        "inherited_lr_factor": 0.1,
+        "warmup_steps": 0.05,
+        "per_device_train_batch_size": 128,
+        "num_train_epochs": 20.0,
+    },
+    "small": {
+        "crop_scale": [0.8, 1.0],
+        "token_loss_weight": 4.0,
+        "learning_rate": 6e-3,
+        "inherited_lr_factor": 0.1,
+        "warmup_steps": 0.025,
+        "per_device_train_batch_size": 64,
+        "num_train_epochs": 20.0,
+    },
+    "inherited": {
+        "crop_scale": [0.5, 1.0],
+        "token_loss_weight": 0.0,
+        "learning_rate": 1e-3,
+        "inherited_lr_factor": 0.02,
+        "warmup_steps": 0.05,
+        "per_device_train_batch_size": 64,
+        "num_train_epochs": 20.0,
+    },
 }
-SMALL = {"crop_scale": [0.8, 1.0], "token_loss_weight": 4.0, "learning_rate": 6e-3, "warmup_steps": 0.025}
-INHERITED = {"learning_rate": 1e-3, "inherited_lr_factor": 0.02}
-RECIPES = {
-    "paper": PAPER,
-    "small": PAPER | SMALL | {"per_device_train_batch_size": 64},
-    "inherited": PAPER | INHERITED | {"per_device_train_batch_size": 64},
-}
-# Fields of new students. The focusing stage of "small" has the paper's sampling points, half its iterations and mixed
-# points, three quarters of its stem channels and bottleneck.
-NEW_STUDENTS = {
+# Configuration of new students by preset. The focusing stage of "small" has the paper's number of sampling points, but
+# half of its iterations and mixed points, and three quarters of the channels of its stem and bottleneck.
+STUDENT_FIELDS = {
     "paper": {"truncate": 1 / 3},
     "small": {
         "truncate": 1.0,
@@ -90,16 +105,19 @@ NEW_STUDENTS = {
 class BootstrapArguments(ImageTrainingArguments):
     """Arguments of bootstrapping: the loss, the views of images, and what learns."""
 
-    recipe: str | None = argument(
-        None, f"Defaults. Default: by focusing, and small up to {LARGEST_SMALL} pixels.", choices=[*RECIPES]
+    preset: str | None = argument(
+        None,
+        f"Defaults of the arguments below. Default: inherited or, with focusing paper, small up to {LARGEST_SMALL} "
+        "pixels and paper above.",
+        choices=[*PRESETS],
     )
     metric_for_best_model: str = argument("alignment", "Metric that chooses the best model.")
     num_train_epochs: float | None = argument(None, "Epochs. Default: 20, or 5 with student.")
-    per_device_train_batch_size: int | None = argument(None, "Images of a step on a device. Default: by recipe.")
-    learning_rate: float | None = argument(None, "Highest learning rate; a quarter with student. Default: by recipe.")
-    inherited_lr_factor: float | None = argument(None, "Factor of inherited weights' rate. Default: by recipe.")
+    per_device_train_batch_size: int | None = argument(None, "Images of a step on a device. Default: by preset.")
+    learning_rate: float | None = argument(None, "Highest learning rate; a quarter with student. Default: by preset.")
+    inherited_lr_factor: float | None = argument(None, "Factor of inherited weights' rate. Default: by preset.")
     warmup_steps: float | None = argument(
-        None, "Steps of warm-up, or a share of all; 0 with student. Default: by recipe."
+        None, "Steps of warm-up, or a share of all; 0 with student. Default: by preset."
     )
     weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
     lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
@@ -112,14 +130,14 @@ class BootstrapArguments(ImageTrainingArguments):
     temperature: float = argument(3.0, "Temperature of both distributions, for loss kl.")
     label_loss_weight: float = argument(0.0, "Weight of the cross-entropy with the labels.")
     token_loss_weight: float | None = argument(
-        None, "Weight of each token's distance, in its RoI. Default: by recipe."
+        None, "Weight of each token's distance, in its RoI. Default: by preset."
     )
     token_layers: list[int] | None = argument(None, "Layers of these tokens, -1 for the last. Default: all.")
     token_distance: str = argument("normalized", "Distance, raw where a LLaVA reads.", choices=["normalized", "raw"])
     dense_loss_weight: float = argument(0.0, "Weight of the feature map's distance from the teacher's.")
     dense_layers: list[int] | None = argument(None, "Layers of these maps, from the last, -1, backwards. Default: -1.")
     crop_scale: list[float] | None = argument(
-        None, "Lowest and highest share of the area of a crop. Default: by recipe."
+        None, "Lowest and highest share of the area of a crop. Default: by preset."
     )
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
@@ -136,22 +154,45 @@ class BootstrapArguments(ImageTrainingArguments):
     }
 
     def __post_init__(self):
-        # `TrainingArguments` compares it with numbers.
-        given = self.warmup_steps
-        self.warmup_steps = self.warmup_steps or 0
+        # None stands for the preset's warm-up, and `TrainingArguments` only checks numbers.
+        follows_preset = self.warmup_steps is None
+        if follows_preset:
+            self.warmup_steps = 0
         super().__post_init__()
-        self.warmup_steps = given
+        if follows_preset:
+            self.warmup_steps = None
 
-    def complete(self, inherits_patches: bool, pixels: int, continues: bool = False):
-        """Fill in what was not given, by a recipe; one that `continues` is shorter and starts with smaller steps."""
-        small = pixels <= LARGEST_SMALL and not continues
-        self.recipe = self.recipe or ("inherited" if inherits_patches else "small" if small else "paper")
-        values = RECIPES[self.recipe] | {"num_train_epochs": 20.0}
-        if continues:
-            values |= {"learning_rate": values["learning_rate"] / 4, "warmup_steps": 0.0, "num_train_epochs": 5.0}
-        for name, value in values.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+
+def choose_preset(inherits_patches: bool, pixels: int, continued: bool) -> str:
+    """Return the preset of a student that is trained on images of this size if no preset is given."""
+    if inherits_patches:
+        return "inherited"
+    return "paper" if continued or pixels > LARGEST_SMALL else "small"
+
+
+def resolve_arguments(args: BootstrapArguments, config, pixels: int) -> BootstrapArguments:
+    """Return a copy of the arguments with the preset's values in place of None.
+
+    A student that was loaded by `from_pretrained` is continued: it trains for five epochs without warm-up, at a
+    quarter of the preset's learning rate.
+
+    Args:
+        args (`BootstrapArguments`): Arguments as they were given.
+        config: The student's configuration.
+        pixels (`int`): Longer side of the teacher's images.
+    """
+    args = copy.copy(args)
+    continued = bool(config.name_or_path)
+    args.preset = args.preset or choose_preset(config.has_patch_embedding, pixels, continued)
+    defaults = dict(PRESETS[args.preset])
+    if continued:
+        defaults["learning_rate"] /= 4
+        defaults["warmup_steps"] = 0.0
+        defaults["num_train_epochs"] = 5.0
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
 
 
 class BootstrapTrainer(ImageTrainer):
@@ -183,7 +224,6 @@ class BootstrapTrainer(ImageTrainer):
     ):
         if processing_class is None:
             raise ValueError("The teacher is a model; give its image processor, processing_class.")
-        args = copy.copy(args)
         config = model.config
         teacher_format = ImageFormat.from_processor(processing_class)
         if config.image_mean is None:
@@ -200,7 +240,7 @@ class BootstrapTrainer(ImageTrainer):
                 "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
                 "{} instead of {}. Give image_processor to from_teacher.".format(*normalizations)
             )
-        args.complete(config.has_patch_embedding, max(teacher_format.size))
+        args = resolve_arguments(args, config, max(teacher_format.size))
         self.anatomy = teacher
         self.classify = getattr(model, "classifier", None)
         self.labels = self.classify and config.id2label
@@ -415,11 +455,11 @@ def make_trainer(
     anatomy = read_anatomy(model.requires_grad_(False), teacher_format.size)
     if options.student:
         student = continued_student(options)
-        args.complete(student.config.has_patch_embedding, max(teacher_format.size), continues=True)
     else:
-        args.complete(options.focusing == "inherited", max(teacher_format.size))
-        new = NEW_STUDENTS["inherited" if options.focusing == "inherited" else args.recipe]
-        student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **new)
+        inherits_patches = options.focusing == "inherited"
+        preset = args.preset or choose_preset(inherits_patches, max(teacher_format.size), continued=False)
+        fields = STUDENT_FIELDS["inherited" if inherits_patches else preset]
+        student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **fields)
     if options.image_size:
         set_image_size(student.config, options.image_size)
     trainer = BootstrapTrainer(anatomy, student, args, train, evaluation, processor, options.teacher)

@@ -1,4 +1,4 @@
-"""Students of a vision transformer: how they are made, and which parts of them learn."""
+"""Students of a vision transformer: build new ones, load those to continue, and freeze what stays the teacher's."""
 
 import random
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class StudentArguments:
     image_size: int | None = argument(None, "Pixels of the student's images. Default: the teacher's or student's.")
     config_overrides: str = argument("", "The student's configuration, for example stem_channels=32.")
     upsampler_hidden_size: int | None = argument(None, "Width of a backbone's upsampler; needs dense_loss_weight.")
-    truncate: float | None = argument(None, "Leading blocks left out, a share or a count. Default: by recipe.")
+    truncate: float | None = argument(None, "Leading blocks left out, a share or a count. Default: by preset.")
     break_ties: bool = argument(True, "Move equal initial RoIs apart, which the paper and its code leave.")
     trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
 
@@ -69,28 +69,38 @@ class StudentArguments:
 
 
 def build_student(
-    options: StudentArguments, teacher: Anatomy, teacher_format: ImageFormat, inherit_blocks: bool = True, **recipe
+    options: StudentArguments,
+    teacher: Anatomy,
+    teacher_format: ImageFormat,
+    inherit_blocks: bool = True,
+    **defaults,
 ) -> PreTrainedModel:
-    """Return a new student with the teacher's blocks. `recipe` gives `truncate` and fields of the configuration that
-    `options` leaves open."""
-    student_class = STUDENTS[options.focusing][kind_of(teacher)]
+    """Return a new student with the teacher's blocks.
+
+    Args:
+        options (`StudentArguments`): The student's class, tokens and configuration.
+        teacher (`Anatomy`): The vision transformer whose blocks and head the student inherits.
+        teacher_format (`ImageFormat`): Size and normalization of the teacher's images, which the student shares.
+        inherit_blocks (`bool`): Inherit the teacher's blocks; otherwise its classifier alone.
+        defaults: `truncate` and fields of the configuration, for those that `options` does not set.
+    """
+    kind = "map" if options.upsampler_hidden_size else kind_of(teacher)
+    student_class = STUDENTS[options.focusing][kind]
+    counts = sorted({*(options.num_tokens or ())})
+    fields = teacher_format.config_fields() | defaults
+    if len(counts) > 1:
+        fields["elastic_token_counts"] = counts
     if options.upsampler_hidden_size:
-        student_class = STUDENTS[options.focusing]["map"]
-        recipe["upsampler_hidden_size"] = options.upsampler_hidden_size
+        fields["upsampler_hidden_size"] = options.upsampler_hidden_size
     if options.focusing == "paper":
-        recipe |= {"inherit_blocks": inherit_blocks, "break_ties": options.break_ties}
+        fields["inherit_blocks"] = inherit_blocks
+        fields["break_ties"] = options.break_ties
     elif not inherit_blocks:
         raise ValueError("inherit_blocks is False, expected True with focusing inherited.")
     if options.placement == "content":
-        recipe["placement"] = "content"
+        fields["placement"] = "content"
     if options.truncate is not None:
-        recipe["truncate"] = options.truncate
-    counts = sorted({*(options.num_tokens or ())})
-    fields = {
-        "elastic_token_counts": counts if len(counts) > 1 else None,
-        **teacher_format.config_fields(),
-    }
-    fields |= recipe
+        fields["truncate"] = options.truncate
     if options.config_overrides:
         fields |= parse_overrides(student_class.config_class.model_type, options.config_overrides)
     return student_class.from_teacher(teacher, counts[-1] if counts else None, **fields)

@@ -36,6 +36,12 @@ def command_words(**options) -> list[str]:
     return words
 
 
+def values_of(groups) -> list[dict]:
+    """Return the fields of dataclasses, except those that describe this process."""
+    left_out = ("distributed_state", "_n_gpu")
+    return [{name: value for name, value in vars(group).items() if name not in left_out} for group in groups]
+
+
 def run_command(command: str, output_dir, **options):
     """Run a training of this name, and return its trainer."""
     module = importlib.import_module(f"frugalvit.training.{command}")

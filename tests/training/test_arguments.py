@@ -1,7 +1,7 @@
 """Arguments on the command line, in YAML files and in Python: the same, and errors are one line."""
 
 import pytest
-from trainings import command_words
+from trainings import command_words, values_of
 
 from frugalvit import BootstrapArguments, bootstrap, cli
 from frugalvit.training.arguments import DataArguments, read_values
@@ -14,12 +14,6 @@ GIVEN |= {"tune_all": True, "lr_scheduler_type": "linear", "crop_scale": [0.5, 1
 YAML = """{command: bootstrap, output_dir: out, teacher: t, num_tokens: [4, 9], token_layers: 2, dataset: [a b, c],
 truncate: 0.5, break_ties: false, learning_rate: 1e-3, num_train_epochs: "1.5", max_steps: 7, tune_all: yes,
 lr_scheduler_type: linear, crop_scale: [0.5, 1], class_names: ["no", 1], student: null, dense_layers: null}"""
-
-
-def values_of(groups) -> list[dict]:
-    """The fields of dataclasses, but for what they say of this process."""
-    left_out = ("distributed_state", "_n_gpu")
-    return [{name: value for name, value in vars(group).items() if name not in left_out} for group in groups]
 
 
 def test_command_line_yaml_and_python_give_the_same(tmp_path):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from trainings import STUDENT, TINY_STUDENT, Pairs, assert_equal, command_words, logged, run_command
+from trainings import STUDENT, TINY_STUDENT, Pairs, assert_equal, logged, run_command, values_of
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor
 from vision_transformers import KINDS, save_kind
 
@@ -23,7 +23,7 @@ from frugalvit import (
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import EvalView
-from frugalvit.training.bootstrap import make_parser, make_trainer
+from frugalvit.training.bootstrap import PRESETS, make_parser, make_trainer
 from frugalvit.training.data import load_images
 from frugalvit.training.students import token_counts_to_train
 from frugalvit.training.views import as_images
@@ -31,7 +31,7 @@ from tiny import make_vit
 
 
 run = functools.partial(run_command, "bootstrap")
-PAPER = {"focusing": "paper", "recipe": "paper", "config_overrides": TINY_STUDENT}
+PAPER = {"focusing": "paper", "preset": "paper", "config_overrides": TINY_STUDENT}
 INHERITED = {"focusing": "inherited", "num_tokens": 16}
 # For Python.
 ONE_EPOCH = PAPER | {"per_device_train_batch_size": 16, "use_cpu": True, "num_train_epochs": 1}
@@ -102,7 +102,7 @@ def make(teacher, images, tmp_path):
 
 def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
     """Inherited weights rest meanwhile."""
-    own = make(recipe="paper", learning_rate=1.0, warmup_steps=4)
+    own = make(preset="paper", learning_rate=1.0, warmup_steps=4)
     own.create_optimizer()
     scheduler, rates = own.create_scheduler(12), []
     for _ in range(12):
@@ -124,7 +124,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement="content")
     before = {name: value.clone() for name, value in student.state_dict().items()}
     own = make(student, learning_rate=1.0, warmup_steps=4)
-    assert (own.args.recipe, own.args.inherited_lr_factor) == ("inherited", 0.02)
+    assert (own.args.preset, own.args.inherited_lr_factor) == ("inherited", 0.02)
     own.create_optimizer()
     scheduler = own.create_scheduler(12)
     own.optimizer.step()
@@ -149,28 +149,53 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
         make(PatchSparseFormerVisionModel(config))
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "expected"),
-    [
-        (
-            96,
-            {"focusing": "paper"},
-            {"recipe": "small", "learning_rate": 6e-3, "num_train_epochs": 20, "token_loss_weight": 4},
-        ),
-        (384, {"focusing": "paper"}, {"recipe": "paper", "token_loss_weight": 0, "per_device_train_batch_size": 128}),
-        (32, {}, {"recipe": "inherited", "inherited_lr_factor": 0.02}),
-        (32, {"recipe": "paper", "warmup_steps": 0}, {"crop_scale": [0.5, 1.0], "warmup_steps": 0}),
-        (
-            32,
-            {"focusing": "paper", "student": "s"},
-            {"recipe": "paper", "learning_rate": 5e-5, "num_train_epochs": 5, "warmup_steps": 0},
-        ),
-    ],
-)
-def test_the_recipe_fits_the_images_and_what_is_given_goes_before(size, options, expected):
-    student, _, args = make_parser().parse(command_words(teacher="t", output_dir="o", use_cpu=True, **options))
-    args.complete(student.focusing == "inherited", size, student.student is not None)
-    assert {name: getattr(args, name) for name in expected} == expected
+# Arguments that follow the preset; the pixels of the teacher's images choose it for a new focusing stage.
+INHERITED_DEFAULTS = {"preset": "inherited", "learning_rate": 1e-3, "inherited_lr_factor": 0.02, "warmup_steps": 0.05}
+SMALL_DEFAULTS = {"preset": "small", "learning_rate": 6e-3, "num_train_epochs": 20, "token_loss_weight": 4}
+PAPER_DEFAULTS = {"preset": "paper", "learning_rate": 2e-4, "token_loss_weight": 0, "per_device_train_batch_size": 128}
+CONTINUED = {"num_train_epochs": 5, "warmup_steps": 0}
+NEW_AT_32 = ["--focusing", "paper", "--config_overrides", TINY_STUDENT]
+STARTS = {
+    "inherited": ([], INHERITED_DEFAULTS),
+    "new, 32 pixels": (NEW_AT_32, SMALL_DEFAULTS),
+    "new, 224 pixels": ([*NEW_AT_32, "--teacher", "large"], PAPER_DEFAULTS),
+    "continued inherited": (["--student", "inherited"], INHERITED_DEFAULTS | CONTINUED | {"learning_rate": 2.5e-4}),
+    "continued, 32 pixels": (["--student", "new"], PAPER_DEFAULTS | CONTINUED | {"learning_rate": 5e-5}),
+    "given": ([*NEW_AT_32, "--preset", "paper", "--warmup_steps", "0"], PAPER_DEFAULTS | {"warmup_steps": 0}),
+}
+
+
+@pytest.fixture(scope="module")
+def starts(teacher, tmp_path_factory):
+    """The folder of a teacher of 224 pixels and of students to continue."""
+    folder = tmp_path_factory.mktemp("starts")
+    make_vit(num_labels=10, num_hidden_layers=3, image_size=224, patch_size=32).save_pretrained(folder / "large")
+    ViTImageProcessor(size={"height": 224, "width": 224}).save_pretrained(folder / "large")
+    SparseFormerForImageClassification.from_teacher(str(teacher), 4, truncate=1, **STUDENT).save_pretrained(
+        folder / "new"
+    )
+    PatchSparseFormerForImageClassification.from_teacher(str(teacher), 4).save_pretrained(folder / "inherited")
+    return folder
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_python_and_command_have_the_same_defaults(start, starts, teacher, images, tmp_path, monkeypatch):
+    monkeypatch.chdir(starts)
+    words, expected = STARTS[start]
+    words = ["--teacher", str(teacher), "--output_dir", str(tmp_path / "out"), "--use_cpu", *words]
+    own = make_trainer(*make_parser().parse(words), parts=(images, images))
+    assert {name: getattr(own.args, name) for name in expected} == expected
+    options, _, args = make_parser().parse(words)
+    model, processor = (
+        kind.from_pretrained(options.teacher) for kind in (AutoModelForImageClassification, AutoImageProcessor)
+    )
+    if options.student:
+        student = type(own.student).from_pretrained(options.student)
+    else:
+        student = type(own.student).from_teacher(model, 4, image_processor=processor)
+    python = BootstrapTrainer(model, student, args, images, images, processor)
+    assert None not in [getattr(python.args, name) for name in PRESETS["paper"]]
+    assert values_of([python.args]) == values_of([own.args])
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +280,7 @@ def test_maps_are_aligned_and_upsamplers_learn_and_go_on(teacher, tmp_path):
     upsampled = logged(run(tmp_path / "out", upsampler_hidden_size=16, **options), "loss")
     assert plain[0] > plain[-1] > upsampled[-1] > 0
     assert ".feature_maps" in card_in(tmp_path / "out") and "last_hidden_state" not in card_in(tmp_path / "out")
-    options = {"student": tmp_path / "out", "dense_loss_weight": 1, "recipe": "inherited", "num_train_epochs": 1}
+    options = {"student": tmp_path / "out", "dense_loss_weight": 1, "preset": "inherited", "num_train_epochs": 1}
     run(tmp_path / "on", teacher=teacher, **options)
     students = [frugalvit.PatchSparseFormerBackbone.from_pretrained(tmp_path / name) for name in ("out", "on")]
     trained, gone_on = (next(iter(each.feature_maps.upsamplers.values())).out_proj.weight for each in students)

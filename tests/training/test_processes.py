@@ -18,7 +18,7 @@ from frugalvit.training import bootstrap
 
 LAUNCH, PROGRAMS = Path(bootstrap.__file__).with_name("launch"), Path(trainings.__file__).parent
 # Two epochs of four steps, of which each draws counts of tokens.
-STUDENT = trainings.SHORT | {"focusing": "paper", "recipe": "paper", "config_overrides": trainings.TINY_STUDENT}
+STUDENT = trainings.SHORT | {"focusing": "paper", "preset": "paper", "config_overrides": trainings.TINY_STUDENT}
 STUDENT |= {
     "eval_split": "test[:51]",
     "num_tokens": [1, 2, 3, 4, 5],
