@@ -1,0 +1,173 @@
+"""How well a student searches an index that its teacher filled, and how well its teacher searches the student's.
+
+    python benchmarks/index_recall.py --data Caltech-101 caltech101-train.parquet caltech101-test.parquet
+
+`--data` gives a title, the photographs of the index and the photographs of the queries, and can be repeated. Without
+photographs for queries, each photograph of the index is a query, and the index is searched without it.
+
+The truth is the teacher's own search: its queries in its index, by cosine. A row is a model in one of three roles:
+"queries" of the model in the teacher's index, queries of the teacher in the model's "index", or "both" by the model,
+which is what a new index would give. Its scores are means over queries:
+
+- `neighbors@1`: share of queries whose nearest photograph is the teacher's nearest.
+- `neighbors@10`: of the teacher's ten nearest photographs, the share that is among the ten found.
+- `labels@1`, `labels@10`: share of the photographs found, the first or the first ten, that have the query's label.
+
+`…_error` is the standard error over queries. `…_difference` compares a student with the teacher at the smaller image
+that has as many patches, query by query, and `labels…_to_teacher` any model with the teacher.
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import datasets
+import torch
+import torch.nn.functional as F
+
+from frugalvit import checkpoint_path
+from frugalvit.baselines import LOWER_RESOLUTION, Baseline, load_students, load_teachers
+from frugalvit.compare import embed_once
+from frugalvit.modeling.packing import pack_linear_layers
+from frugalvit.training.data import label_numbers, load_images, sample
+from shared import add_results_argument, make_parser, write_table
+
+
+COUNTS = (1, 10)
+ROLES = ("queries", "index", "both")
+
+
+def main():
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--data",
+        action="append",
+        nargs="+",
+        required=True,
+        metavar=("TITLE", "IMAGES"),
+        help="title, images of the index and images of the queries; can be repeated",
+    )
+    parser.add_argument("--teacher", default=str(checkpoint_path("caltech101-vit")))
+    parser.add_argument("--student", default=str(checkpoint_path("caltech101-sparseformer")))
+    parser.add_argument("--sizes", type=int, nargs="+", default=[112, 84, 56], help="pixels of the teacher's images")
+    parser.add_argument("--index-images", type=int, help="size of the index, drawn at random (default: all images)")
+    parser.add_argument("--query-images", type=int, help="number of queries, drawn at random (default: all images)")
+    add_results_argument(parser)
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/index-recall"), help="default: %(default)s")
+    arguments = parser.parse_args()
+    baselines = load_teachers(arguments.teacher, resolutions=arguments.sizes) + load_students(arguments.student)
+    for baseline in baselines:
+        pack_linear_layers(baseline.model)
+    rows = []
+    settings = {name: getattr(arguments, name) for name in ("index_images", "query_images")}
+    for title, *files in arguments.data:
+        rows += [{"data": title} | row for row in measure(arguments, baselines, *files)]
+        write_table(arguments.results_dir / "index_recall.json", settings, rows)
+
+
+def measure(
+    arguments: argparse.Namespace, baselines: list[Baseline], index_file: str, query_file: str | None = None
+) -> list[dict]:
+    """Return a row for each model and role on photographs of one data set."""
+    index, index_embeddings = embed(arguments, baselines, index_file, arguments.index_images)
+    queries, query_embeddings = index, index_embeddings
+    if query_file:
+        queries, query_embeddings = embed(arguments, baselines, query_file, arguments.query_images)
+    of_index = labels(index)
+    of_queries = labels(queries)
+    teacher_queries = query_embeddings[0]
+    teacher_index = index_embeddings[0]
+    leave_out = query_file is None
+    truth = nearest(teacher_queries, teacher_index, leave_out)
+    of_teacher = scores(truth, truth, of_queries, of_index)
+    smaller = {}
+    rows = []
+    for baseline, own_queries, own_index in zip(baselines, query_embeddings, index_embeddings, strict=True):
+        about = {
+            "model": baseline.name,
+            "method": baseline.method,
+            "tokens": baseline.tokens,
+            "queries": len(queries),
+            "index": len(index),
+        }
+        if baseline is baselines[0]:
+            rows.append(about | {"role": "both"} | describe(of_teacher))
+            continue
+        pairs = ((own_queries, teacher_index), (teacher_queries, own_index), (own_queries, own_index))
+        for role, pair in zip(ROLES, pairs, strict=True):
+            found = scores(nearest(*pair, leave_out), truth, of_queries, of_index)
+            row = about | {"role": role} | describe(found)
+            for name in found:
+                if name.startswith("labels"):
+                    row |= difference(f"{name}_to_teacher", found[name], of_teacher[name])
+            same_cost = smaller.get((baseline.tokens, role), {})
+            for name in same_cost:
+                row |= difference(f"{name}_difference", found[name], same_cost[name])
+            if baseline.method == LOWER_RESOLUTION:
+                smaller[baseline.tokens, role] = found
+            rows.append(row)
+    return rows
+
+
+def embed(
+    arguments: argparse.Namespace, baselines: list[Baseline], file: str, limit: int | None
+) -> tuple[datasets.Dataset, list[torch.Tensor]]:
+    """Load images and embed them by each model, or find the embeddings of an earlier run."""
+    images = sample(load_images([file], "train"), limit, seed=0)
+    embeddings = []
+    # Images are decoded once for the models of an image processor.
+    for _, group in itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor)):
+        found, _ = embed_once(arguments.runs_dir, list(group), images)
+        embeddings += [draws.mean(0) for draws in found]
+    return images, embeddings
+
+
+def labels(images: datasets.Dataset) -> torch.Tensor | None:
+    """Return labels, or None where no two images share one."""
+    if "label" not in images.features:
+        return None
+    numbers = torch.from_numpy(label_numbers(images))
+    return numbers if len(numbers.unique()) < len(numbers) else None
+
+
+def nearest(queries: torch.Tensor, index: torch.Tensor, leave_out: bool) -> torch.Tensor:
+    """Return the most similar images of an index by cosine, nearest first, `(queries, 10)`. `leave_out` keeps an image
+    from finding itself where the queries are the index."""
+    similarity = F.normalize(queries, dim=-1) @ F.normalize(index, dim=-1).T
+    if leave_out:
+        similarity.fill_diagonal_(-torch.inf)
+    return similarity.topk(max(COUNTS)).indices
+
+
+def scores(
+    found: torch.Tensor, truth: torch.Tensor, of_queries: torch.Tensor | None, of_index: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return the scores of each query, `(queries,)`, by name."""
+    by_name = {}
+    for count in COUNTS:
+        same = found[:, :count, None] == truth[:, None, :count]
+        by_name[f"neighbors@{count}"] = same.any(2).double().mean(1)
+    if of_queries is not None and of_index is not None:
+        right = of_index[found] == of_queries[:, None]
+        by_name |= {f"labels@{count}": right[:, :count].double().mean(1) for count in COUNTS}
+    return by_name
+
+
+def describe(by_name: dict[str, torch.Tensor]) -> dict[str, float]:
+    described = {}
+    for name, values in by_name.items():
+        described |= {name: values.mean().item(), f"{name}_error": standard_error(values)}
+    return described
+
+
+def difference(name: str, values: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
+    paired = values - others
+    return {name: paired.mean().item(), f"{name}_error": standard_error(paired)}
+
+
+def standard_error(values: torch.Tensor) -> float:
+    return values.std().item() / len(values) ** 0.5
+
+
+if __name__ == "__main__":
+    main()
