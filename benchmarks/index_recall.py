@@ -5,12 +5,18 @@
 `--data` gives a title, the photographs of the index and the photographs of the queries, and can be repeated. Without
 photographs for queries, each photograph of the index is a query, and the index is searched without it.
 
-The truth is the teacher's own search: its queries in its index, by cosine. A row is a model in one of three roles:
-"queries" of the model in the teacher's index, queries of the teacher in the model's "index", or "both" by the model,
-which is what a new index would give. Its scores are means over queries:
+The truth is the teacher's own search: its queries in its index, by cosine. A row is a model in one of `ROLES`:
+
+- "queries": the model embeds the queries, and the teacher filled the index.
+- "index": the teacher embeds the queries, and the model filled the index.
+- "grown": the model embeds the queries and every other photograph of the index, and the teacher the other half.
+- "both": the model embeds queries and index, as for a new index.
+
+Scores are means over queries:
 
 - `neighbors@1`: share of queries whose nearest photograph is the teacher's nearest.
 - `neighbors@10`: of the teacher's ten nearest photographs, the share that is among the ten found.
+- `neighbors_in_50`: of the teacher's ten nearest photographs, the share that is among the fifty found.
 - `labels@1`, `labels@10`: share of the photographs found, the first or the first ten, that have the query's label.
 
 `…_error` is the standard error over queries. `…_difference` compares a student with the teacher at the smaller image
@@ -27,14 +33,15 @@ import torch.nn.functional as F
 
 from frugalvit import checkpoint_path
 from frugalvit.baselines import LOWER_RESOLUTION, Baseline, load_students, load_teachers
-from frugalvit.compare import embed_once
+from frugalvit.compare import embed_all
 from frugalvit.modeling.packing import pack_linear_layers
 from frugalvit.training.data import label_numbers, load_images, sample
 from shared import add_results_argument, make_parser, write_table
 
 
 COUNTS = (1, 10)
-ROLES = ("queries", "index", "both")
+SHORTLIST = 50
+ROLES = ("queries", "index", "grown", "both")
 
 
 def main():
@@ -93,7 +100,14 @@ def measure(
         if baseline is baselines[0]:
             rows.append(about | {"role": "both"} | describe(of_teacher))
             continue
-        pairs = ((own_queries, teacher_index), (teacher_queries, own_index), (own_queries, own_index))
+        grown = teacher_index.clone()
+        grown[1::2] = own_index[1::2]
+        pairs = (
+            (own_queries, teacher_index),
+            (teacher_queries, own_index),
+            (own_queries, grown),
+            (own_queries, own_index),
+        )
         for role, pair in zip(ROLES, pairs, strict=True):
             found = scores(nearest(*pair, leave_out), truth, of_queries, of_index)
             row = about | {"role": role} | describe(found)
@@ -116,9 +130,14 @@ def embed(
     images = sample(load_images([file], "train"), limit, seed=0)
     embeddings = []
     # Images are decoded once for the models of an image processor.
-    for _, group in itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor)):
-        found, _ = embed_once(arguments.runs_dir, list(group), images)
-        embeddings += [draws.mean(0) for draws in found]
+    groups = itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor))
+    for number, (_, group) in enumerate(groups):
+        kept = arguments.runs_dir / f"{Path(file).stem}-{limit or 'all'}-{number}.pt"
+        if not kept.is_file():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            found, _ = embed_all(list(group), images)
+            torch.save([draws.mean(0) for draws in found], kept)
+        embeddings += torch.load(kept)
     return images, embeddings
 
 
@@ -131,12 +150,12 @@ def labels(images: datasets.Dataset) -> torch.Tensor | None:
 
 
 def nearest(queries: torch.Tensor, index: torch.Tensor, leave_out: bool) -> torch.Tensor:
-    """Return the most similar images of an index by cosine, nearest first, `(queries, 10)`. `leave_out` keeps an image
+    """Return the most similar images of an index by cosine, nearest first, `(queries, 50)`. `leave_out` keeps an image
     from finding itself where the queries are the index."""
     similarity = F.normalize(queries, dim=-1) @ F.normalize(index, dim=-1).T
     if leave_out:
         similarity.fill_diagonal_(-torch.inf)
-    return similarity.topk(max(COUNTS)).indices
+    return similarity.topk(min(SHORTLIST, similarity.shape[1])).indices
 
 
 def scores(
@@ -146,7 +165,9 @@ def scores(
     by_name = {}
     for count in COUNTS:
         same = found[:, :count, None] == truth[:, None, :count]
-        by_name[f"neighbors@{count}"] = same.any(2).double().mean(1)
+        by_name[f"neighbors@{count}"] = same.any(1).double().mean(1)
+    same = found[:, :, None] == truth[:, None, : max(COUNTS)]
+    by_name[f"neighbors_in_{SHORTLIST}"] = same.any(1).double().mean(1)
     if of_queries is not None and of_index is not None:
         right = of_index[found] == of_queries[:, None]
         by_name |= {f"labels@{count}": right[:, :count].double().mean(1) for count in COUNTS}

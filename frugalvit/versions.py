@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit of the clone that this file is in, with a mark where files differ from it; None elsewhere."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty=, changed", "--exclude=*"]

@@ -17,6 +17,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 
 import frugalvit
 from frugalvit.registry import FAMILIES
+from frugalvit.versions import versions
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,13 @@ def python(code: str, cwd: Path | None = None, **environment: str) -> subprocess
 
 def test_version_is_the_installed_one():
     assert importlib.metadata.version("frugalvit") == frugalvit.__version__
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone has a commit")
+def test_results_note_the_commit_of_a_clone():
+    command = ["git", "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert head.startswith(versions()["commit"].partition(",")[0])
 
 
 def test_public_names():
