@@ -70,7 +70,8 @@ left, top = (image.width - across) / 2, (image.height - down) / 2
     if report["format"] == "openvino":
         hint = f'{{"INFERENCE_PRECISION_HINT": "{openvino_precision(report["precision"])}"}}'
         run = f"""program = openvino.Core().compile_model("{program}", "CPU", {hint})
-outputs = program({inputs}).to_tuple()"""
+# An infer request a call: threads may share the program, and no request.
+outputs = program.create_infer_request().infer({inputs}).to_tuple()"""
     else:
         run = f"""program = onnxruntime.InferenceSession("{program}")
 outputs = program.run(None, {inputs})"""

@@ -1,6 +1,7 @@
 """Models as programs of OpenVINO or ONNX Runtime, written and run by Transformers' exporters."""
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import io
@@ -240,8 +241,13 @@ def read_report(folder: Path) -> dict:
 
 
 class ExportedModule(nn.Module):
-    """A program in a folder that `frugalvit export` wrote, by default the one that sees images, called like the model
-    that it was made from, with its `config`, `device` and named outputs."""
+    """A program in a folder that `frugalvit export` wrote, called like the model that it was exported from, with its
+    `config`, `device` and named outputs. Threads may share it; a pickled module opens its folder again.
+
+    Args:
+        folder (`str` or `os.PathLike`): The exported folder.
+        part (`str`, *optional*): Name of the program. Default: the one that reads images.
+    """
 
     def __init__(self, folder: str | os.PathLike, part: str | None = None):
         super().__init__()
@@ -251,25 +257,27 @@ class ExportedModule(nn.Module):
         self.precision = self.report.get("precision")
         check_format(self.format, self.precision)
         components = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))["components"]
-        # In the order of `parts_of`.
-        part = part or next(iter(components))
-        if part not in components or part not in self.report["parts"]:
-            raise ValueError(f"{str(self.folder)!r} has no program {part!r}.")
-        file = components[part]["file"]
-        metadata = components[part]["metadata"]
+        # `parts_of` lists the program of the images first.
+        self.part = part or next(iter(components))
+        if self.part not in components or self.part not in self.report["parts"]:
+            raise ValueError(f"{str(self.folder)!r} has no program {self.part!r}, expected one of {[*components]}.")
+        file = components[self.part]["file"]
+        metadata = components[self.part]["metadata"]
         try:
             with _quiet():
                 exporter = getattr(exporters, f"{FORMATS[self.format].prefix}Exporter")
                 program = exporter.load_program(self.folder / file)
                 component = exporters.ExportedComponent(program, exporters.ExportMetadata.from_dict(metadata))
-                exported = exporters.ExportedModel({part: component}, self.format)
+                exported = exporters.ExportedModel({self.part: component}, self.format)
                 exported.to("cpu", **_runner_options(self.format, self.precision))
                 self.config = PreTrainedConfig.from_pretrained(self.folder)
-        # Each runtime has errors of its own.
+        # Each runtime raises errors of its own.
         except Exception as error:
             raise ValueError(f"Cannot load {str(self.folder)!r} in {self.format}: {first_line(error)}") from error
-        self._runner = exported.runners[part]
-        self.outputs = self.report["parts"][part]["outputs"]
+        self._runner = exported.runners[self.part]
+        # Runners that no call uses at the moment.
+        self._idle_runners = [self._runner]
+        self.outputs = self.report["parts"][self.part]["outputs"]
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.eval()
@@ -279,10 +287,31 @@ class ExportedModule(nn.Module):
     ) -> ModelOutput:
         """Run the program on inputs of the original model."""
         if output_rois and "rois" not in self.outputs:
-            raise ValueError("The model was exported without its RoIs; `frugalvit export --output-rois` keeps them.")
+            raise ValueError("The model was exported without its RoIs; `frugalvit export --output_rois` keeps them.")
         if pixel_values is not None:
             inputs["pixel_values"] = pixel_values.to(self.device, self.dtype)
-        return ModelOutput(**self._runner(**inputs))
+        with self._exclusive_runner() as runner:
+            return ModelOutput(**runner(**inputs))
+
+    @contextlib.contextmanager
+    def _exclusive_runner(self):
+        """Lend a runner to one call. Transformers' runner for OpenVINO has a single infer request, in which calls of
+        several threads would overwrite each other's results; ONNX Runtime's binds inputs and outputs for each call."""
+        try:
+            # Popping and appending are atomic.
+            runner = self._idle_runners.pop()
+        except IndexError:
+            runner = copy.copy(self._runner)
+            if self.format == "openvino":
+                runner.request = runner.compiled_model.create_infer_request()
+        try:
+            yield runner
+        finally:
+            self._idle_runners.append(runner)
+
+    def __reduce__(self):
+        # A compiled program cannot be pickled.
+        return type(self), (self.folder.absolute(), self.part)
 
 
 def load_exported(

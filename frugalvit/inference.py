@@ -1,7 +1,7 @@
 """`Embedder` and `Classifier`, from photographs to numbers, for applications."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -140,7 +140,18 @@ class Embedder(_Application):
 
     def __init__(self, model: str | os.PathLike | nn.Module, image_processor=None, **options):
         super().__init__(model, image_processor, **options)
-        self._run = image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
+        self._run = self._make_embedder()
+
+    def _make_embedder(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
+
+    def __getstate__(self) -> dict:
+        # The embedder is a closure, which cannot be pickled.
+        return {name: value for name, value in vars(self).items() if name != "_run"}
+
+    def __setstate__(self, state: dict):
+        vars(self).update(state)
+        self._run = self._make_embedder()
 
     @staticmethod
     def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:

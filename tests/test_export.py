@@ -7,16 +7,20 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image
-from processes import web_server
+from processes import answers_of_threads, first_answers, web_server
 from transformers import AutoImageProcessor
 
 import frugalvit
+from drawn import noise
 from frugalvit import demo, export, export_page
 from frugalvit.cli import main
 from frugalvit.export_page import RUNTIME_FILES, check_page
@@ -163,6 +167,19 @@ def test_a_program_is_the_model(arguments, tolerance, write, folder):
     # Fewer bits are compared with all of them.
     assert tolerance or measured["min_cosine"] < 1 - 1e-7
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
+
+
+@pytest.mark.parametrize("arguments", [ONNX, ("--format", "openvino")])
+def test_threads_and_processes_share_a_program(arguments, write):
+    """Each thread gets the answer to its own image; a process opens the folder again."""
+    classify = frugalvit.Classifier(write(*arguments))
+    images = [noise(seed=seed) for seed in range(7)]
+    alone = [next(classify([image])) for image in images]
+    for _, index, answer in answers_of_threads([classify], images):
+        np.testing.assert_allclose(answer, alone[index], atol=1e-5)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        answers = pool.submit(first_answers, classify, images).result()
+    np.testing.assert_allclose(answers, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("arguments", [ONNX, ("--format", "openvino")])

@@ -2,12 +2,15 @@
 
 import io
 import itertools
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import answers_of_threads, first_answers
 from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import AutoImageProcessor, ViTImageProcessor
 
@@ -83,6 +86,21 @@ def test_scores_are_those_of_the_model(images):
     assert not np.allclose(*embeddings, atol=1e-3) and model.config.num_tokens is None
     model.set_num_tokens(4)
     assert np.allclose(embeddings[0], extract_features(model, processor, images), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [frugalvit.Classifier, frugalvit.Embedder])
+def test_threads_and_processes_share_a_model(kind, images):
+    """Each thread gets the answer to its own image, at its own number of tokens; a process gets the same by pickle."""
+    model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
+    applications = [kind(model, processor, num_tokens=count) for count in (4, 9, None)]
+    images = images[:7]
+    alone = [list(application(images)) for application in applications]
+    assert not np.allclose(alone[0], alone[2], atol=1e-4)
+    for which, index, answer in answers_of_threads(applications, images):
+        np.testing.assert_allclose(answer, alone[which][index], atol=1e-5)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        answers = pool.submit(first_answers, applications[1], images).result()
+    np.testing.assert_allclose(answers, alone[1], atol=1e-5)
 
 
 def test_each_image_has_its_own_error(images, tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,3 +100,19 @@ def environment(home: str | Path) -> dict[str, str]:
     """The environment of a process that has the hub's caches in `home`."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
     return others | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+
+
+def first_answers(application, images: list) -> list:
+    """Answers of a `Classifier` or an `Embedder`, for a process that gets it by pickle."""
+    return list(application(images))
+
+
+def answers_of_threads(applications: list, images: list, calls: int = 160) -> list[tuple[int, int, object]]:
+    """Let eight threads ask about one image after the other; each call's application, image and answer."""
+
+    def ask(number: int) -> tuple[int, int, object]:
+        which, index = number % len(applications), number % len(images)
+        return which, index, next(iter(applications[which]([images[index]])))
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, range(calls)))
