@@ -25,6 +25,7 @@ from .files import RECIPES, end_on_sigterm, read_text
 from .text import first_line, printable
 
 
+_OPTION = re.compile(r"--[A-Za-z][\w-]*")
 # What is expected of values, and whether one is that.
 NOT_NEGATIVE = ("0 or more", lambda value: value >= 0)
 POSITIVE = ("1 or more", lambda value: value >= 1)
@@ -47,10 +48,11 @@ def check_fields(arguments):
         values = value if isinstance(value, list) else [value]
         if value is not None and choices and not {*values} <= {*choices}:
             raise ValueError(f"{each.name} is {value!r}, expected one of {', '.join(choices)}.")
-    for name, (expected, fits) in getattr(arguments, "expected", {}).items():
-        value = getattr(arguments, name)
-        if value is not None and not fits(value):
-            raise ValueError(f"{name} is {value!r}, expected {expected}.")
+    for owner in reversed(type(arguments).__mro__):
+        for name, (expected, fits) in vars(owner).get("expected", {}).items():
+            value = getattr(arguments, name)
+            if value is not None and not fits(value):
+                raise ValueError(f"{name} is {value!r}, expected {expected}.")
 
 
 @dataclass
@@ -88,59 +90,98 @@ class ImageTrainingArguments(TrainingArguments):
 
 
 @dataclass
-class DataArguments:
-    """Images to train and evaluate on."""
+class DatasetArguments:
+    """The images of a training or a measurement."""
 
     dataset: list[str] = argument([SUBSET], f"Hub id, folder or zip file of images, parquet files, or {SUBSET}.")
     dataset_config: str | None = argument(None, "Configuration of a hub data set that has several.")
+    image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
+    label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
+
+
+@dataclass
+class DataArguments(DatasetArguments):
+    """Images to train and evaluate on."""
+
     train_split: str = argument("train", "Split to train on; slices such as train[:1000], too.")
     eval_dataset: list[str] | None = argument(None, "Data set to evaluate on, if not another split of dataset.")
     eval_split: str | None = argument(
         None, f'Split to choose the best epoch on, or "{NO_EVALUATION}". Default: validation, or a tenth held back.'
     )
-    image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
     streaming: bool = argument(False, "Read training images as training goes; needs max_steps.")
-    label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
     # Splits that were loaded to choose the best epoch and to measure it, for the card.
     evaluated: str | None = field(default=None, init=False, repr=False)
     tested: str | None = field(default=None, init=False, repr=False)
 
 
-class ArgumentParser(HfArgumentParser):
-    """`HfArgumentParser` with errors of one line and `--config`, a YAML file of arguments or the name of a recipe.
-    Arguments on the command line replace those of the file."""
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with defaults, except where the text gives the default or the default is empty."""
 
-    def __init__(self, dataclass_types: list[type], prog: str):
-        usage = f"{prog} [--config FILE|RECIPE] [--ARGUMENT VALUE ...]"
-        super().__init__(dataclass_types, prog=prog, usage=usage, allow_abbrev=False)
-        self.add_argument("--config", metavar="FILE|RECIPE", help="YAML file of arguments, or the name of a recipe.")
+    def _get_help_string(self, action: argparse.Action) -> str:
+        is_given = "default" in (action.help or "").lower()
+        is_empty = action.default is False or action.default in (None, "", [], argparse.SUPPRESS)
+        return action.help if is_given or is_empty else super()._get_help_string(action)
+
+
+class OptionParser(HfArgumentParser):
+    """`HfArgumentParser` whose errors are one line. An option has its field's name; hyphens in the place of the
+    underscores are accepted, too, and not listed."""
+
+    def __init__(self, dataclass_types: list[type], prog: str, **options):
+        super().__init__(dataclass_types, prog=prog, allow_abbrev=False, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the arguments)\n")
 
-    def parse(self, argv: list[str]) -> tuple:
+    def add_argument(self, *names: str, **settings):
+        # `HfArgumentParser` adds the spelling with hyphens as a second name.
+        return super().add_argument(*(names[:1] if names[0].startswith("--") else names), **settings)
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = []
+        for text in sys.argv[1:] if args is None else args:
+            name, equals, value = text.partition("=")
+            words.append(f"--{name[2:].replace('-', '_')}{equals}{value}" if _OPTION.fullmatch(name) else text)
+        return super().parse_known_args(words, namespace)
+
+    def parse(self, argv: list[str] | None) -> tuple:
         """Return an instance of each dataclass; an error ends the process with code 2 and one line."""
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        finder.add_argument("--config")
-        found, words = finder.parse_known_args(argv)
         try:
-            if found.config:
-                in_file = []
-                for name, value in read_config(found.config, self.prog).items():
-                    values = value if isinstance(value, list) else [value]
-                    texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
-                    # null stands for the default.
-                    in_file += [] if value is None else [f"--{name}", *texts]
-                words = in_file + words
             options = {"look_for_args_file": False, "return_remaining_strings": True}
-            *parsed, _, rest = self.parse_args_into_dataclasses(words, **options)
+            *parsed, rest = self.parse_args_into_dataclasses(self.read_words(argv), **options)
             if rest:
                 close = difflib.get_close_matches(rest[0].partition("=")[0], self._option_string_actions, 1)
                 raise ValueError(f"there is no argument {rest[0]}{f'; did you mean {close[0]}?' if close else ''}")
-            return tuple(parsed)
         except (ValueError, OSError, argparse.ArgumentError) as error:
             self.error(printable(" ".join(str(error).split())))
+        return tuple(parsed[: len(self.dataclass_types)])
+
+    def read_words(self, argv: list[str] | None) -> list[str]:
+        """Return the words of the command line."""
+        return list(sys.argv[1:] if argv is None else argv)
+
+
+class ArgumentParser(OptionParser):
+    """The parser of a training, with `--config`: a YAML file of arguments or the name of a recipe. Arguments on the
+    command line replace those of the file."""
+
+    def __init__(self, dataclass_types: list[type], prog: str):
+        super().__init__(dataclass_types, prog, usage=f"{prog} [--config FILE|RECIPE] [--ARGUMENT VALUE ...]")
+        self.add_argument("--config", metavar="FILE|RECIPE", help="YAML file of arguments, or the name of a recipe.")
+
+    def read_words(self, argv: list[str] | None) -> list[str]:
+        """Return the words of the command line after those of the file that `--config` names."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config")
+        found, words = finder.parse_known_args(super().read_words(argv))
+        in_file = []
+        for name, value in read_config(found.config, self.prog).items() if found.config else ():
+            values = value if isinstance(value, list) else [value]
+            texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
+            # null stands for the default.
+            in_file += [] if value is None else [f"--{name}", *texts]
+        return in_file + words
 
 
 def read_config(given: str, prog: str) -> dict:
