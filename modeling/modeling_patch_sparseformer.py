@@ -444,7 +444,7 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
 
         An image is done when the likeliest class has a probability of `confidence`, 0 to 1. `token_counts` are tried
         in this order; by default the smallest of `config.elastic_token_counts`, then `config.num_tokens` or all
-        (`docs/elastic.md`: more between them save less than they cost).
+        (`docs/results.md`: more between them save less than they cost).
         """
         images = torch.arange(len(pixel_values), device=pixel_values.device)
         return classify_adaptively(
