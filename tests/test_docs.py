@@ -1,13 +1,14 @@
-"""README and docs, page by page: every block of code runs, from top to bottom, on a few images and on tiny models in
-the place of those of the hub."""
+"""Run every block of code of README and docs, on a few images and on tiny models instead of those of the hub."""
 
 import importlib
+import json
 import re
 import shlex
 import shutil
 import textwrap
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,7 @@ from tiny import make_llava, make_processor, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(file.relative_to(ROOT)): file for file in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-# Commands that are not run here, and why: by how they begin.
+# Prefixes of commands that are not run here, with the reason.
 NOT_HERE = {
     "pip install": "an environment is not changed by a test; .ci/run installs",
     "pytest": "this is it",
@@ -42,14 +43,16 @@ NOT_HERE = {
     "python -m http.server": "it serves until it is stopped",
     "frugalvit quickstart": "tests/test_quickstart.py and .ci/run",
     "frugalvit export": "tests/test_export.py exports in each format; int8 alone takes longer than all of this page",
-    "frugalvit predict image.png --model exported": "tests/test_export.py, as what is exported",
+    "frugalvit predict image.png --model exported": "tests/test_export.py, since exports are not made here",
     "frugalvit bootstrap --teacher google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
     "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
-    "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output_dir dinov2-tower": "next",
+    "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output_dir dinov2-tower": (
+        "tests/training/test_align_llava.py has a tower of another width"
+    ),
     "frugalvit align-llava --model LLAVA --vision_model dinov2-tower": "tests/training/test_align_llava.py",
     "frugalvit compare": "tests/test_compare.py",
 }
-# What a page says, and what stands for it: tiny models, and the images that ship.
+# Names in pages, and the tiny models and small data sets that replace them.
 STAND_INS = {
     "facebook/dinov2-small": "dinov2",
     "path/to/teacher": "teacher",
@@ -64,7 +67,7 @@ STAND_INS = {
     "OTHER": "checkpoints/cifar10-vit",
     'num_train_epochs=1, output="student"': 'num_train_epochs=1, output="student", per_device_train_batch_size=8',
 }
-# Options that make a command short, behind its own.
+# Options that are appended to a command to make it short.
 TRAINS = ["--num_train_epochs", "1", "--per_device_train_batch_size", "8"]
 NARROW = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=32"
 NARROW_AGENT = "hidden_size=32,num_hidden_layers=2,intermediate_size=32"
@@ -83,14 +86,14 @@ SUBSET = ["--train_split", "train[:64]", "--eval_split", "test[:8]", "--per_devi
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Language and content of a page's blocks of code, in order."""
+    """Return language and content of a page's code blocks, in order."""
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"^ *```(bash|python)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
     return [(language, textwrap.dedent(code)) for language, code in found]
 
 
 def steps(page: Path) -> list[tuple[str, str]]:
-    """The steps that a page asks for, in order: commands, a line each, and blocks of Python."""
+    """Return a page's steps in order, as language and code: single commands and blocks of Python."""
     found = []
     for language, code in blocks(page):
         if language == "python":
@@ -108,7 +111,7 @@ def draw(path: Path, number: int):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A folder with what people have: models of others, and images in a folder for each of two classes."""
+    """Folder of tiny models of other libraries and of images, questions and captions."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -142,18 +145,41 @@ def models(tmp_path_factory) -> Path:
             (folder / "path" / "to" / "ade20k" / "annotations" / part).mkdir(parents=True, exist_ok=True)
             Image.fromarray(mask).save(folder / "path" / "to" / "ade20k" / "annotations" / part / f"{number}.png")
     draw(folder / "image.png", 0)
+    write_questions(folder)
     return folder
 
 
+def write_questions(folder: Path):
+    """Write captions as in Karpathy's splits, and questions as in ScienceQA."""
+    images = sorted((folder / "path" / "to" / "images").rglob("*.png"))[:4]
+    captions = [
+        {
+            "filename": str(file.relative_to(folder / "path" / "to" / "images")),
+            "split": "test",
+            "sentences": [{"raw": "a photo of a ship"}],
+        }
+        for file in images
+    ]
+    (folder / "captions.json").write_text(json.dumps({"images": captions}))
+    questions = {
+        "image": [str(file) for file in images],
+        "question": ["what is this ?"] * len(images),
+        "choices": [["cat", "dog"]] * len(images),
+        "answer": [0, 1, 0, 1],
+    }
+    questions = datasets.Dataset.from_dict(questions).cast_column("image", datasets.Image())
+    questions.to_parquet(folder / "questions.parquet")
+
+
 def stand_in(text: str) -> str:
-    """A command or a block with names of what is here."""
+    """Replace names in a command or a block by those of `STAND_INS`."""
     for name, own in STAND_INS.items():
         text = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w/.-])", own, text)
     return text
 
 
 def run(line: str, monkeypatch):
-    """Run a command, made short, in this process."""
+    """Run a shortened command in this process."""
     program, *arguments = shlex.split(stand_in(line), comments=True)
     if program == "python":
         script, *arguments = arguments
@@ -170,7 +196,7 @@ def run(line: str, monkeypatch):
     assert main([name, *arguments]) == 0, line
 
 
-# What PyTorch and Trainer warn about is theirs; the reader sees it too.
+# Readers see the warnings of PyTorch and Trainer, too.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "teacher"),
@@ -178,9 +204,9 @@ def run(line: str, monkeypatch):
 )
 def test_pages_run_from_top_to_bottom(name, teacher, models, hub, imported_once, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # A copy: pages write, too.
+    # Pages write into the folder, so each gets a copy.
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
-    # Where the page does not train one.
+    # Some pages train the teacher themselves.
     if "--output_dir teacher" not in PAGES[name].read_text(encoding="utf-8"):
         Path("teacher").symlink_to(teacher)
     for folder in ("checkpoints", "docs"):
