@@ -6,11 +6,11 @@ import importlib.metadata
 import itertools
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from .training.arguments import user_message
-from .training.files import end_on_sigterm
+from .training.choices import OPEN_CLIP
+from .training.files import end_on_sigterm, find_model
 
 
 # Command -> module, which is imported only when the command runs; help line.
@@ -49,16 +49,13 @@ MODEL_OPTIONS = ("--model", "--teacher", "--student", "--vision-model", "--visio
 
 
 def wrong_name(command: str, words: list[str]) -> str | None:
-    """Return what is wrong with the names of models and images, as far as it shows before PyTorch is imported."""
-    place = Path(find_spec("frugalvit").origin).parent
-    shipped = [file.parent.name for each in (place, place.parent) for file in each.glob("checkpoints/*/config.json")]
+    """Return the message about a model or an image that is not there, before the command is imported."""
     for option, name in itertools.pairwise(words):
-        if option not in MODEL_OPTIONS or name in shipped or Path(name).expanduser().exists():
-            continue
-        if name.startswith((".", "/", "~")):
-            return f"there is no folder {name!r}."
-        if "/" not in name and (close := difflib.get_close_matches(name, shipped, n=1, cutoff=0.8)):
-            return f"there is no model {name!r}; did you mean {close[0]}?"
+        if option in MODEL_OPTIONS and not name.startswith(OPEN_CLIP):
+            try:
+                find_model(name)
+            except ValueError as error:
+                return str(error)
     images = itertools.takewhile(lambda word: not word.startswith("-"), words) if command == "predict" else ()
     missing = [name for name in images if not any(sign in name for sign in "*?[:") and not Path(name).exists()]
     return f"there is no image {missing[0]!r}." if missing else None

@@ -42,8 +42,8 @@ def command(monkeypatch):
         ("--version", f"frugalvit {__version__}"),
         ("no-such-command", "there is no command 'no-such-command'"),
         ("predict docs/dgo.png", "there is no image 'docs/dgo.png'"),
-        ("predict docs/dog.png --model cifar10-sparsformer", "did you mean cifar10-sparseformer?"),
-        ("bootstrap --teacher ./nowhere", "there is no folder './nowhere'"),
+        ("predict docs/dog.png --model cifar10-sparsformer", "did you mean cifar10-sparseformer"),
+        ("bootstrap --teacher ./nowhere", "There is no folder './nowhere'"),
     ],
 )
 def test_answers_at_once(argument, said):

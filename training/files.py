@@ -73,10 +73,11 @@ def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
         raise ValueError(f"{found!r} is a recipe without weights; train it by `frugalvit {command} --config {found}`.")
     if "/" in found or found.startswith((".", "~")):
         raise ValueError(f"There is no folder {found!r}.")
-    close = difflib.get_close_matches(found, shipped_checkpoints(), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"these ship: {', '.join(shipped_checkpoints())}."
+    shipped = shipped_checkpoints()
+    close = difflib.get_close_matches(found, shipped, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"these ship: {', '.join(shipped)}."
     raise ValueError(
-        f"There is no model {found!r}: it is neither a folder nor a hub id (owner/name) nor a model that ships; {hint}"
+        f"There is no model {found!r}, expected a folder, a hub id, owner/name, or one that ships; {hint}"
     )
 
 

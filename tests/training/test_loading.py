@@ -117,7 +117,7 @@ def test_defects_keep_their_traceback(tmp_path, monkeypatch):
         ("caltech101-sparsefomer", "no model .* did you mean caltech101-sparseformer"),
         ("sparseformer-v1-tiny", "a recipe without weights; train it by `frugalvit train --config sparseformer-v1"),
         ("./nowhere", "There is no folder './nowhere'"),
-        ("vit", "neither a folder nor a hub id"),
+        ("vit", "no model 'vit', expected a folder, a hub id, owner/name, or one that ships; these"),
         ("someone/model@", "names no revision"),
     ],
 )
