@@ -1,10 +1,12 @@
-"""docs/papers.md, line by line: all that it names exists."""
+"""Places, commands and files that docs/papers.md names exist, and places in the code that other pages name."""
 
 import ast
 import functools
 import re
 import shlex
 from pathlib import Path
+
+import pytest
 
 from frugalvit.cli import COMMANDS
 
@@ -14,11 +16,12 @@ HEADER = ["item", "what it says", "place", "command", "results", "where paper, c
 
 
 def read_lines() -> list[dict[str, str]]:
-    """The lines of all tables, each a dict of its cells."""
+    """Return the rows of all tables, each a dict of its cells."""
     found = []
     for section in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in section.splitlines() if line[:1] == "|"]
-        assert rows[:1] in ([], [HEADER])
+        if rows:
+            assert rows[0] == HEADER
         found += [dict(zip(HEADER, row, strict=True)) for row in rows[2:]]
     return found
 
@@ -27,13 +30,13 @@ LINES = read_lines()
 
 
 def named(cell: str) -> list[str]:
-    """The names that stand in backticks."""
+    """Return the names in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 
 @functools.cache
 def symbols(file: Path) -> set[str]:
-    """Names that a file's statements give, those within a class with its name and a dot before."""
+    """Return the names that a file defines; those in a class follow its name and a dot."""
     found = set()
 
     def read(statements, prefix=""):
@@ -49,14 +52,19 @@ def symbols(file: Path) -> set[str]:
     return found
 
 
-def test_places_exist():
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
+def test_places_exist(page):
+    for file, symbol in re.findall(r"`([\w/]+\.py):([\w.]+)`", page.read_text(encoding="utf-8")):
+        assert symbol in symbols(ROOT / file), (file, symbol)
+
+
+def test_places_are_named_as_file_and_symbol():
     for place in {place for line in LINES for place in named(line["place"])}:
-        file, _, symbol = place.partition(":")
-        assert symbol in symbols(ROOT / file), place
+        assert re.fullmatch(r"[\w/]+\.py:[\w.]+", place), place
 
 
 def test_commands_and_results_exist():
-    """Programs, tests, commands and recipes that the lines name, and the files of results."""
+    """Check programs, tests, commands, recipes and results."""
     for command in {command for line in LINES for command in named(line["command"])}:
         program, name, *words = shlex.split(command)
         if program == "pytest":
