@@ -1,10 +1,12 @@
-"""README and docs: commands take their options, links lead somewhere; `test_docs.py` runs them."""
+"""Commands in README, docs and results parse, and links lead somewhere; `test_docs.py` runs the pages."""
 
 import contextlib
 import importlib
 import io
+import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor
 import frugalvit
 from frugalvit.cli import COMMANDS
 from frugalvit.command_line import CommandParser
-from frugalvit.training.arguments import ArgumentParser
+from frugalvit.training.arguments import OptionParser
 from frugalvit.training.files import shipped_checkpoints
 
 
@@ -24,7 +26,7 @@ PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file 
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
-    """Page and line, and content, of every block of code."""
+    """Return place and content of every code block in a language."""
     return [
         (f"{name}:{text[: match.start()].count(chr(10)) + 1}", re.sub(r"^ {3}", "", match[1], flags=re.MULTILINE))
         for name, text in sorted(PAGES.items())
@@ -41,7 +43,7 @@ COMMAND_LINES = [
 
 
 def test_the_lines_of_every_card_run(tmp_path, monkeypatch):
-    """Those of the models that ship, and of a CLIP as it is saved."""
+    """The cards are those of the shipped models and of a saved CLIP."""
     monkeypatch.chdir(tmp_path)
     image = Image.new("RGB", (48, 40), "red")
     image.save("image.png")
@@ -55,28 +57,58 @@ def test_the_lines_of_every_card_run(tmp_path, monkeypatch):
         assert lines and ("embeddings" in names) == ("SentenceTransformer" in names) == ("clip" in folder.name)
 
 
-class TakenError(Exception):
-    """Raised where a command has taken its options and would go to work."""
+class ParsedError(Exception):
+    """Raised when a command has parsed its options."""
 
 
-@pytest.mark.parametrize(("where", "line"), COMMAND_LINES, ids=[" ".join(line)[:60] for line in COMMAND_LINES])
-def test_commands_take_their_options(where, line, monkeypatch):
+@pytest.fixture
+def stop_after_parsing(monkeypatch):
+    """Let commands raise `ParsedError` instead of running."""
+
     def stopping(read):
         def read_and_stop(self, *args, **kwargs):
             read(self, *args, **kwargs)
-            raise TakenError
+            raise ParsedError
 
         return read_and_stop
 
     monkeypatch.setattr(CommandParser, "parse_args", stopping(CommandParser.parse_args))
-    recipe = ArgumentParser.parse_args_into_dataclasses
-    monkeypatch.setattr(ArgumentParser, "parse_args_into_dataclasses", stopping(recipe))
+    monkeypatch.setattr(OptionParser, "parse", stopping(OptionParser.parse))
+
+
+@pytest.mark.parametrize(("where", "line"), COMMAND_LINES, ids=[" ".join(line)[:60] for line in COMMAND_LINES])
+def test_commands_take_their_options(where, line, stop_after_parsing):
     _, name, *arguments = shlex.split(line, comments=True)
     if not arguments:
         assert name in COMMANDS
         return
-    with pytest.raises(TakenError):
+    with pytest.raises(ParsedError):
         importlib.import_module(COMMANDS[name][0]).main(arguments)
+
+
+def commands_of_results(content) -> Iterator[dict]:
+    """Yield the parts of a results file that have a command."""
+    if isinstance(content, dict) and "command" in content:
+        yield content
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    for value in values:
+        yield from commands_of_results(value)
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("results/*.json")), ids=lambda file: file.stem)
+def test_commands_of_results_parse_or_name_their_commit(file, stop_after_parsing, monkeypatch, tmp_path):
+    """A command that only older code can parse has a key `as_of`, the commit with that code."""
+    # Benchmarks create folders while they parse.
+    monkeypatch.chdir(tmp_path)
+    for part in commands_of_results(json.loads(file.read_text(encoding="utf-8"))):
+        if "as_of" not in part:
+            program, name, *arguments = shlex.split(part["command"])
+            monkeypatch.setattr("sys.argv", [name, *arguments])
+            with pytest.raises(ParsedError):
+                if program == "frugalvit":
+                    importlib.import_module(COMMANDS[name][0]).main(arguments)
+                else:
+                    importlib.import_module(Path(name).stem).main()
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -95,7 +127,7 @@ def test_links_lead_somewhere(name):
 
 
 def test_names_and_commands_exist():
-    # Places in the code, which docs/papers.md names, have a test of their own.
+    # tests/test_papers.py checks docs/papers.md.
     text = "\n".join(page for name, page in PAGES.items() if name != "docs/papers.md")
     families = r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer|AgentCNN|BootstrappedViT)[A-Z]\w+"
     assert {*re.findall(families, text)} <= {*frugalvit.__all__}
@@ -107,7 +139,7 @@ def test_every_public_name_is_documented():
 
 
 def test_every_shipped_model_loads_by_the_command(monkeypatch):
-    """The table has all of them; its class and name in the place of the command's."""
+    """The page's command runs with the name and the class of each row of its table."""
     monkeypatch.chdir(ROOT)
     page = PAGES["docs/models.md"]
     rows = dict(re.findall(r"^\| `((?:cifar10|caltech101)-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", page, re.MULTILINE))
