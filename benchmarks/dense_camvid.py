@@ -38,6 +38,7 @@ from frugalvit.compare import draw_comparison
 from frugalvit.macs import count_macs
 from frugalvit.modeling.dense import spread as spread_over_cells
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
+from frugalvit.modeling.hosts.running import compute_feature_maps, normalize
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
@@ -239,7 +240,7 @@ def read_masks(images) -> torch.Tensor:
 
 
 def map_of_teacher(anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor:
-    return anatomy.feature_maps(pixel_values)[0]
+    return compute_feature_maps(anatomy, pixel_values)[0]
 
 
 def map_of_student(student: SparseFormerBackbone, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -250,7 +251,8 @@ def map_of_random_patches(some: RandomPatches, pixel_values: torch.Tensor) -> to
     """Each cell has the state of the nearest patch that was kept."""
     tokens, kept = some.states(pixel_values)
     anatomy = some.anatomy
-    tokens, (rows, columns) = anatomy.normalize(tokens)[:, anatomy.num_prefix_tokens :], anatomy.grid
+    tokens = normalize(anatomy, tokens)[:, anatomy.num_prefix_tokens :]
+    rows, columns = anatomy.grid
     cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).float().to(tokens.device)
     nearest = torch.cdist(cells.expand(len(kept), -1, -1), cells[kept]).argmin(-1)
     return tokens.gather(1, nearest[..., None].expand(-1, -1, tokens.shape[-1])).mT.unflatten(-1, anatomy.grid)

@@ -33,8 +33,14 @@ import shared
 from frugalvit.baselines import Baseline, Vision, as_teacher
 from frugalvit.macs import count_macs
 from frugalvit.modeling.hosts import Anatomy, read_anatomy
-from frugalvit.modeling.hosts.anatomy import TOLERANCE, difference, evaluating
+from frugalvit.modeling.hosts.running import (
+    compute_hidden_states,
+    evaluation_mode,
+    make_example,
+    relative_difference,
+)
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.modeling.inheritance import TOLERANCE
 from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
 from frugalvit.speed import images_per_second
@@ -385,7 +391,7 @@ class RandomPatches:
         """Return the tokens after the last block, `(batch, prefix + patches, hidden_size)`, and the indices of the
         patches kept, `(batch, patches)` int64."""
         with self.choosing():
-            return self.anatomy.states(pixel_values)[-1], self.kept
+            return compute_hidden_states(self.anatomy, pixel_values)[-1], self.kept
 
     @contextmanager
     def choosing(self):
@@ -430,11 +436,11 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
         final_norm=anatomy.norm is not None,
         no_embed_class=True,
     ).eval()
-    vit.pooling, classifier = anatomy.pooling, anatomy.classifier
+    vit.pooling, classifier = anatomy.pooling.mode, anatomy.classifier
     vit.head = None if classifier is None else nn.Linear(classifier.in_features, classifier.out_features)
     # What a black image has before the first block, but for the bias: positions, interpolated where the model does.
-    with evaluating(anatomy.model):
-        tokens = anatomy.states(torch.zeros_like(anatomy.example()[:1]))[0]
+    with evaluation_mode(anatomy.model):
+        tokens = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))[0]
     bias = 0 if projection.bias is None else projection.bias
     weights = {"cls_token": tokens[:, :1], "pos_embed": tokens[:, 1:] - bias}
     outer = {"patch_embed.proj": projection, "norm": anatomy.norm, "head": classifier}
@@ -453,9 +459,9 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
             weights[f"blocks.{index}.attn.qkv.{name}"] = qkv
     vit.load_state_dict(weights)
     vit.to(anatomy.device)
-    images = anatomy.example()
-    with evaluating(anatomy.model):
-        value = difference(vit(images).embedding, anatomy.embed(images))
+    images = make_example(anatomy)
+    with evaluation_mode(anatomy.model):
+        value = relative_difference(vit(images).embedding, anatomy.embed(images))
     if not value < TOLERANCE:
         raise ValueError(f"timm's copy of {anatomy.name} gives embeddings that differ, relatively by {value:.1e}.")
     return vit

@@ -112,7 +112,7 @@ def load_teachers(
     baselines = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
     shorter = min(anatomy.image_size)
     patch = min(anatomy.patch_size)
-    if resolutions is None and anatomy.patch_obstacle:
+    if resolutions is None and anatomy.unsupported_patches_reason:
         resolutions = []
     elif resolutions is None:
         sides = {max(round(shorter / patch * share**0.5), 1) * patch for share in SHARES}
@@ -177,7 +177,7 @@ def load_students(folder: str, method: str | None = None, name: str | None = Non
             for count in (config.trained_token_counts if several else [config.default_num_tokens])
         ]
     anatomy = read_anatomy(model, size)
-    if not anatomy.obstacle:
+    if not anatomy.unsupported_reason:
         return [as_teacher(anatomy, name=name, method=method or name, **fields)]
     embed = image_embedder(model, size)
     return [Baseline(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]

@@ -113,7 +113,7 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
     anatomy = read_anatomy(model)
     anatomy.require_plain("initialize")
     for reason, applies in (
-        ("it adds no positions to its tokens", anatomy.positions is None),
+        ("it adds no positions to its tokens", anatomy.position_table is None),
         ("it rotates queries and keys by their positions", anatomy.rotary is not None),
         ("it normalizes queries and keys", anatomy.blocks[0].attention.query_norm is not None),
     ):
@@ -124,7 +124,7 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
         parts = block.attention
         projections = parts.query, parts.key, parts.value, parts.output
         layers.append(BlockParts(block.module, block.attention_norm, parts.num_heads, *projections))
-    positions = anatomy.positions
+    positions = anatomy.position_table
     return TransformerParts(layers, positions, positions.requires_grad, anatomy.grid, pre_norm=anatomy.pre_norm)
 
 

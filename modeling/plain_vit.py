@@ -23,7 +23,8 @@ from transformers import (
 
 from ..configuration.configuration_base import pair
 from .hosts import Anatomy, read_anatomy
-from .hosts.anatomy import GridPositions, Projection, difference, evaluating
+from .hosts.anatomy import GridPositions, Projection
+from .hosts.running import evaluation_mode, make_example, relative_difference
 from .hosts.transformers import read_block, read_head
 from .inheritance import TOLERANCE, load_block, load_pooling, load_weights
 from .layers import check_num_tokens
@@ -116,49 +117,52 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
 
 
 def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, int]):
-    """Write a student's weights into the modules of a host, which was built for images of this grid."""
+    """Copy a student's weights into the modules of a host that was built for images of this grid."""
     base = student.base_model
     embeddings = base.embeddings
-    patches = anatomy.patch_embedding
-    positions = embeddings.positions_of(grid)
     projection = embeddings.projection
+    patches = anatomy.patches.projection
     load_weights(patches, Projection(projection.weight.view(patches.weight.shape), projection.bias))
+    load_weights(anatomy.patches.norm, embeddings.patch_norm)
+    load_weights(anatomy.pre_norm, embeddings.norm)
+    positions = embeddings.positions_of(grid)
     if patches.bias is None:
         positions = positions + projection.bias
-    load_weights(anatomy.patch_norm, embeddings.patch_norm)
-    load_weights(anatomy.pre_norm, embeddings.norm)
     if isinstance(anatomy.patch_positions, GridPositions):
         table = anatomy.patch_positions.table.flatten(0, -2)
-        # Those of tokens in front are in these tokens already.
+        # The student's class tokens and registers include their positions.
         table.copy_(F.pad(positions, (0, 0, len(table) - len(positions), 0)))
-    front = [tokens for tokens in (embeddings.cls_token, embeddings.register_tokens) if tokens is not None]
-    for part in anatomy.front:
-        rows = part.view(-1, part.shape[-1])
-        rows.copy_(torch.cat(front)[: len(rows)])
-        front = [torch.cat(front)[len(rows) :]]
+    prefix = [tokens for tokens in (embeddings.cls_token, embeddings.register_tokens) if tokens is not None]
+    first = 0
+    for tokens in anatomy.prefix_tokens:
+        rows = tokens.view(-1, tokens.shape[-1])
+        rows.copy_(torch.cat(prefix)[first : first + len(rows)])
+        first += len(rows)
     for block, layer in zip(anatomy.blocks, base.layers, strict=True):
         load_block(block, read_block(layer))
     load_weights(anatomy.norm, base.layernorm)
-    if anatomy.pooling_head is not None:
+    if anatomy.pooling.head is not None:
         head = read_head(base.pooling_head)
-        load_pooling(anatomy.pooling_head, head)
+        load_pooling(anatomy.pooling.head, head)
         if anatomy.model.config.model_type == "aimv2_vision_model":
-            # Its learned query is not projected.
-            anatomy.pooling_head.probe.copy_(head.attention.query(head.probe))
-    for target, source in ((anatomy.classifier, "classifier"), (anatomy.projection, "visual_projection")):
-        if target is not None:
-            load_weights(target, getattr(student, source))
+            # AIMv2 does not project its learned query.
+            anatomy.pooling.head.probe.copy_(head.attention.query(head.probe))
+    if anatomy.classifier is not None:
+        load_weights(anatomy.classifier, student.classifier)
+    if anatomy.projection is not None:
+        load_weights(anatomy.projection, student.visual_projection)
 
 
 def check_host(student: PreTrainedModel, anatomy: Anatomy, num_tokens: int):
-    """Raise a ValueError unless a host computes of two images of noise what the student computes."""
-    images = anatomy.example()
-    with evaluating(student):
+    """Raise a ValueError unless a host's outputs for two images of noise are the student's."""
+    images = make_example(anatomy)
+    with evaluation_mode(student):
         outputs = student(images, num_tokens=num_tokens)
     expected = next(outputs[name] for name in ("logits", "image_embeds", "pooler_output") if name in outputs)
-    found = (anatomy.embed if anatomy.classifier is None else anatomy.run_classifier)(images)
-    if not difference(found, expected) < TOLERANCE:
+    run = anatomy.embed if anatomy.classifier is None else anatomy.run_classifier
+    difference = relative_difference(run(images), expected)
+    if not difference < TOLERANCE:
         raise ValueError(
             f"A {anatomy.name} with the student's weights differs from the student (relative difference "
-            f"{difference(found, expected):.1e}): it has no place for all of them, such as positions or biases."
+            f"{difference:.1e}): it has no place for all of them, such as positions or biases."
         )

@@ -15,6 +15,7 @@ from frugalvit import checkpoint_path, count_macs, read_anatomy
 from frugalvit.baselines import LOWER_RESOLUTION, as_teacher, at_lower_resolution
 from frugalvit.cli import main
 from frugalvit.compare import describe_score, draw_comparison, embed_all
+from frugalvit.modeling.hosts.running import make_example
 from frugalvit.modeling.hosts.transformers import resize_positions_
 
 
@@ -103,7 +104,7 @@ def test_an_interrupted_comparison_goes_on(outcome, tmp_path, monkeypatch):
 @torch.no_grad()
 def test_a_teacher_is_timed_as_it_runs(kind):
     anatomy = read_anatomy(KINDS[kind].make())
-    teacher, images = as_teacher(anatomy), anatomy.example()
+    teacher, images = as_teacher(anatomy), make_example(anatomy)
     assert torch.equal(teacher.model(images), (anatomy.run_classifier or anatomy.embed)(images))
     assert teacher.tokens == anatomy.num_prefix_tokens + 64
     assert count_macs(teacher.model, 32).macs_with_attention > 0

@@ -22,6 +22,7 @@ from transformers.backbone_utils import BackboneMixin
 
 from ..configuration.configuration_base import set_image_size
 from ..modeling.hosts import Anatomy, read_anatomy
+from ..modeling.hosts.running import record_hidden_states
 from ..modeling.image_format import ImageFormat
 from .arguments import (
     RANGE,
@@ -286,7 +287,7 @@ class BootstrapTrainer(ImageTrainer):
         """The mean loss over the counts of tokens that this step trains."""
         align = self.align
         reads_states = align.align_tokens or align.align_maps or align.forecasts
-        recorder = self.anatomy.record_hidden_states() if reads_states else nullcontext()
+        recorder = record_hidden_states(self.anatomy) if reads_states else nullcontext()
         with torch.no_grad(), self.accelerator.autocast(), recorder as states:
             embedding = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"]))
             targets = {"embedding": embedding.float()}

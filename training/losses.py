@@ -10,6 +10,7 @@ from transformers.backbone_utils import BackboneMixin
 from ..modeling.dense import assignment_weights, scatter_to_grid
 from ..modeling.focusing import sample_features
 from ..modeling.hosts import Anatomy
+from ..modeling.hosts.running import as_map, compute_queries_and_keys
 from ..modeling.modeling_bootstrapped_vit import divergence
 
 
@@ -99,7 +100,7 @@ class MapAlignmentLoss(nn.Module):
 
     def forward(self, maps: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the loss, a scalar in float32, of feature maps `(batch, channels, rows, columns)`, one for each
-        layer, beside the teacher's (`Anatomy.feature_maps`), to whose cells they are interpolated."""
+        layer, beside the teacher's (`compute_feature_maps`), to whose cells they are interpolated."""
         losses = []
         for found, target in zip(maps, targets, strict=True):
             found = found.float()
@@ -141,8 +142,7 @@ class MapAlignment:
 
     def of_teacher(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the teacher's maps."""
-        tokens = (self.teacher.normalize(states[layer])[:, -self.teacher.num_patches :] for layer in self.layers)
-        return [each.mT.unflatten(-1, self.teacher.grid) for each in tokens]
+        return [as_map(self.teacher, states[layer]) for layer in self.layers]
 
     def __call__(self, outputs, targets: list[torch.Tensor]) -> torch.Tensor:
         if (maps := getattr(outputs, "feature_maps", None)) is None:
@@ -223,7 +223,7 @@ def attended_cells(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:
     """A block's attention to each patch, `(batch, patches)` float32; sums to 1."""
     asking = slice(0, teacher.num_class_tokens) if teacher.num_class_tokens else slice(teacher.num_prefix_tokens, None)
-    queries, keys = teacher.queries_and_keys(block, tokens)
+    queries, keys = compute_queries_and_keys(teacher, block, tokens)
     keys = keys[:, :, teacher.num_prefix_tokens :]
     scores = queries[:, :, asking].float() @ keys.float().transpose(2, 3) * block.attention.head_dim**-0.5
     return scores.softmax(-1).mean((1, 2))

@@ -35,7 +35,7 @@ def image_embedder(
         project = getattr(model, "visual_projection", nn.Identity())
         return lambda images: project(model.base_model(images, output_tokens=False, **chosen).pooler_output)
     anatomy = read_anatomy(model, image_size)
-    if anatomy.obstacle and hasattr(model, "base_model"):
+    if anatomy.unsupported_reason and hasattr(model, "base_model"):
         return lambda images: _pooled(model.base_model(pixel_values=images), anatomy)
     anatomy.require_plain("take the embedding of", embeds=True)
     return anatomy.embed
@@ -43,7 +43,7 @@ def image_embedder(
 
 def _pooled(outputs, anatomy: Anatomy) -> torch.Tensor:
     if getattr(outputs, "pooler_output", None) is None:
-        raise anatomy.refusal("take the embedding of", anatomy.obstacle)
+        raise anatomy.unsupported_error("take the embedding of", anatomy.unsupported_reason)
     return outputs.pooler_output.flatten(1)
 
 

@@ -1,4 +1,6 @@
-"""open_clip's VisionTransformer and its towers with a trunk of timm, read by structure: open_clip is not imported."""
+"""Reader of open_clip's VisionTransformer, and of its towers with a trunk of timm. open_clip is not imported."""
+
+import dataclasses
 
 import torch
 from torch import nn
@@ -10,75 +12,113 @@ from .anatomy import (
     Attention,
     Block,
     GridPositions,
+    Linear,
     NotAPlainViT,
+    PatchEmbedding,
+    Pooling,
     Projection,
     activation_name,
     check_patches,
     find,
     is_timm,
+    read_part,
     split_linear,
 )
 
 
-def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy | None:
-    """Read a visual tower into an `Anatomy`; None if the model is no tower of open_clip."""
-
-    def embed(images: torch.Tensor) -> torch.Tensor:
-        outputs = model(images)
-        # Some return tokens beside the embedding.
-        return outputs[0] if isinstance(outputs, tuple) else outputs
-
+def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
+    """Read a visual tower into an `Anatomy`."""
     if is_timm(getattr(model, "trunk", None)) and isinstance(getattr(model, "head", None), nn.Sequential):
-        from .timm import read as read_timm
-
-        anatomy = read_timm(model.trunk, image_size)
-        with anatomy.noting("embedding_obstacle"):
-            # The projection that open_clip adds to a trunk, or the trunk's own classifier, which is one then.
-            linears = [module for module in model.head if not isinstance(module, nn.Dropout)]
-            linears += [] if anatomy.classifier is None else [anatomy.classifier]
-            if len(linears) > 1 or not all(isinstance(linear, nn.Linear) for linear in linears):
-                raise NotAPlainViT("it projects what it pools by more than one linear layer")
-            anatomy.projection = linears[0] if linears else None
-        anatomy.classifier = anatomy.run_classifier = None
-    elif all(hasattr(model, name) for name in ("transformer", "class_embedding", "ln_post")):
-        anatomy = Anatomy(model, num_class_tokens=1)
-        with anatomy.noting("obstacle"):
-            _read_plain(model, anatomy)
-    else:
-        return None
-    anatomy.embed = embed
-    return anatomy
+        return _read_with_trunk(model, image_size)
+    if not all(hasattr(model, name) for name in ("transformer", "class_embedding", "ln_post")):
+        return Anatomy(model, unsupported_reason="it has no list of transformer blocks that is known")
+    try:
+        return _read_plain(model)
+    except NotAPlainViT as error:
+        return Anatomy(model, num_class_tokens=1, unsupported_reason=str(error))
 
 
-def _read_plain(model: nn.Module, anatomy: Anatomy):
+def _read_with_trunk(model: nn.Module, image_size: tuple[int, int] | None) -> Anatomy:
+    from .timm import read as read_timm
+
+    trunk = read_timm(model.trunk, image_size)
+    projection, reason = read_part(_read_head, model.head, trunk.classifier)
+    return dataclasses.replace(
+        trunk,
+        projection=projection,
+        classifier=None,
+        embed=model,
+        run_classifier=None,
+        unsupported_embedding_reason=trunk.unsupported_embedding_reason or reason,
+    )
+
+
+def _read_head(head: nn.Sequential, classifier: nn.Linear | None) -> Linear | None:
+    """Return the projection that follows a trunk's pooling: the head's layer, or the trunk's own classifier."""
+    linears = [module for module in head if not isinstance(module, nn.Dropout)]
+    if classifier is not None:
+        linears.append(classifier)
+    if len(linears) > 1 or not all(isinstance(linear, nn.Linear) for linear in linears):
+        raise NotAPlainViT("it projects its pooled tokens by more than one linear layer")
+    return linears[0] if linears else None
+
+
+def _read_plain(model: nn.Module) -> Anatomy:
     if not getattr(model.transformer, "batch_first", True):
         raise NotAPlainViT("its blocks take the batch second; create it with batch_first=True")
-    anatomy.blocks = [read_block(block) for block in model.transformer.resblocks]
-    anatomy.image_size = pair(model.image_size)
-    anatomy.grid = tuple(model.grid_size)
-    anatomy.pooling = "cls" if model.pool_type == "tok" else "latent_mean"
-    anatomy.pool_before_norm = bool(model.final_ln_after_pool)
-    anatomy.norm = model.ln_post
-    anatomy.pre_norm = find(model, ["ln_pre"])
-    anatomy.front = [model.class_embedding]
-    # As open_clip resizes them when it loads weights.
-    anatomy.patch_positions = GridPositions(model.positional_embedding, anatomy.grid, antialias=True)
-    with anatomy.noting("patch_obstacle"):
-        anatomy.patch_embedding = check_patches(model.conv1)
-    if model.proj is not None:
-        anatomy.projection = Projection(model.proj.mT)
+
+    def embed(pixel_values: torch.Tensor) -> torch.Tensor:
+        outputs = model(pixel_values)
+        # With `output_tokens`, a tower returns tokens beside the embedding.
+        return outputs[0] if isinstance(outputs, tuple) else outputs
+
+    grid = tuple(model.grid_size)
+    patches, patches_reason = read_part(_read_patches, model)
+    pooling, embedding_reason = read_part(_read_pooling, model)
+    return Anatomy(
+        model,
+        [read_block(block) for block in model.transformer.resblocks],
+        image_size=pair(model.image_size),
+        grid=grid,
+        num_class_tokens=1,
+        prefix_tokens=[model.class_embedding],
+        patches=patches,
+        # open_clip interpolates them with antialiasing when it loads weights.
+        patch_positions=GridPositions(model.positional_embedding, grid, antialias=True),
+        pre_norm=find(model, ["ln_pre"]),
+        norm=model.ln_post,
+        pooling=pooling or Pooling(),
+        projection=None if model.proj is None else Projection(model.proj.mT),
+        embed=embed,
+        unsupported_patches_reason=patches_reason,
+        unsupported_embedding_reason=embedding_reason,
+    )
+
+
+def _read_patches(model: nn.Module) -> PatchEmbedding:
+    return PatchEmbedding(check_patches(model.conv1))
+
+
+def _read_pooling(model: nn.Module) -> Pooling:
     if getattr(model, "attn_pool", None) is not None or model.pool_type not in ("tok", "avg"):
-        anatomy.embedding_obstacle = "it pools by a head of its own; known are 'tok' and 'avg'"
+        raise NotAPlainViT("it pools by a head of its own; known are 'tok' and 'avg'")
+    mode = "cls" if model.pool_type == "tok" else "latent_mean"
+    return Pooling(mode, before_norm=bool(model.final_ln_after_pool))
 
 
 def read_block(module: nn.Module) -> Block:
     """Read a residual attention block of a visual or a text tower. Raise a NotAPlainViT if it is no plain pre-norm
     block."""
-    attn = getattr(module, "attn", None)
-    if not isinstance(attn, nn.MultiheadAttention):
-        raise NotAPlainViT(f"its attention is a {type(attn).__name__}, expected nn.MultiheadAttention")
-    linears = split_linear(3, attn.in_proj_weight, attn.in_proj_bias)
-    attention = Attention(*linears, attn.out_proj, attn.num_heads)
-    mlp = MLP(module.mlp.c_fc, module.mlp.c_proj, activation_name(module.mlp.gelu))
-    scales = [getattr(scale, "gamma", None) for scale in (module.ls_1, module.ls_2)]
-    return Block(module, module.ln_1, attention, module.ln_2, mlp, *scales)
+    attention = getattr(module, "attn", None)
+    if not isinstance(attention, nn.MultiheadAttention):
+        raise NotAPlainViT(f"its attention is a {type(attention).__name__}, expected nn.MultiheadAttention")
+    query, key, value = split_linear(3, attention.in_proj_weight, attention.in_proj_bias)
+    return Block(
+        module,
+        attention_norm=module.ln_1,
+        attention=Attention(query, key, value, attention.out_proj, attention.num_heads),
+        mlp_norm=module.ln_2,
+        mlp=MLP(module.mlp.c_fc, module.mlp.c_proj, activation_name(module.mlp.gelu)),
+        attention_scale=getattr(module.ls_1, "gamma", None),
+        mlp_scale=getattr(module.ls_2, "gamma", None),
+    )

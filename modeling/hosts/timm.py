@@ -1,10 +1,9 @@
-"""timm's VisionTransformer and Eva (EVA-02, PE-Core, DINOv3), read by structure: timm is not imported."""
+"""Reader of timm's VisionTransformer and Eva (EVA-02, PE-Core, DINOv3). timm is not imported."""
 
 import torch
 from torch import nn
 
 from ...configuration.configuration_base import pair
-from ..layers import pool_tokens
 from .anatomy import (
     MLP,
     Anatomy,
@@ -13,94 +12,121 @@ from .anatomy import (
     Block,
     GridPositions,
     NotAPlainViT,
+    PatchEmbedding,
+    Pooling,
     Rotary,
     activation_name,
     check_patches,
     find,
+    pool,
+    read_part,
     split_linear,
 )
 
 
-# Blocks that are pre-norm; others have the same parts (`ResPostBlock`).
+# The classes of pre-norm blocks; some post-norm blocks (`ResPostBlock`) have the same parts.
 _BLOCKS = ("Block", "EvaBlock")
-# What models have whose class token is not in all blocks: CaiT, XCiT, ConViT, VOLO.
+# Attributes of models whose class token joins after some blocks: CaiT, XCiT, ConViT, VOLO.
 _LATE_CLASS_TOKENS = ("blocks_token_only", "cls_attn_blocks", "local_up_to_layer", "post_network")
 
 
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
-    """Read a model of timm into an `Anatomy`; the model is set to images of `image_size`."""
-    anatomy = Anatomy(model)
-    if getattr(model, "cls_token", None) is not None:
-        anatomy.num_class_tokens = 0 if any(hasattr(model, name) for name in _LATE_CLASS_TOKENS) else 1
-    with anatomy.noting("obstacle"):
-        _read_plain(model, anatomy, image_size)
-    return anatomy
+    """Read a model of timm into an `Anatomy`. The model is set to images of `image_size`."""
+    num_class_tokens = int(getattr(model, "cls_token", None) is not None)
+    if any(hasattr(model, name) for name in _LATE_CLASS_TOKENS):
+        num_class_tokens = 0
+    try:
+        return _read_plain(model, num_class_tokens, image_size)
+    except NotAPlainViT as error:
+        return Anatomy(model, num_class_tokens=num_class_tokens, unsupported_reason=str(error))
 
 
-def _read_plain(model: nn.Module, anatomy: Anatomy, image_size: tuple[int, int] | None):
-    blocks = list(getattr(model, "blocks", ()))
+def _read_plain(model: nn.Module, num_class_tokens: int, image_size: tuple[int, int] | None) -> Anatomy:
     if len({info["reduction"] for info in getattr(model, "feature_info", ())}) > 1:
         raise NotAPlainViT("it is hierarchical or hybrid, with fewer positions from stage to stage")
-    if not blocks or not hasattr(model, "patch_embed"):
+    if not len(getattr(model, "blocks", ())) or not hasattr(model, "patch_embed"):
         raise NotAPlainViT("it has no list of transformer blocks after a patch embedding")
-    anatomy.blocks = [read_block(block) for block in blocks]
+    blocks = [read_block(block) for block in model.blocks]
+    position_table = getattr(model, "pos_embed", None)
+    if position_table is not None and position_table.ndim != 3:
+        raise NotAPlainViT("its positions are no list of vectors")
     if image_size not in (None, pair(model.patch_embed.img_size)):
         model.set_input_size(img_size=image_size)
-    anatomy.image_size = pair(model.patch_embed.img_size)
-    anatomy.grid = tuple(model.patch_embed.grid_size)
-    anatomy.num_register_tokens = model.num_prefix_tokens - anatomy.num_class_tokens
-    anatomy.pre_norm = find(model, ["norm_pre"])
-    anatomy.rotary = _read_rotary(model, anatomy)
-    front = [getattr(model, name, None) for name in ("cls_token", "dist_token", "reg_token")]
-    anatomy.front = [token for token in front if token is not None]
-    if (positions := getattr(model, "pos_embed", None)) is not None:
-        if positions.ndim != 3:
-            raise NotAPlainViT("its positions are no list of vectors")
-        anatomy.patch_positions = GridPositions(positions, anatomy.grid, antialias=True)
-    with anatomy.noting("patch_obstacle"):
-        if backbone := getattr(model.patch_embed, "backbone", None):
-            raise NotAPlainViT(f"its patches are embedded by the layers of a {type(backbone).__name__}")
-        anatomy.patch_embedding = check_patches(getattr(model.patch_embed, "proj", None))
-        anatomy.patch_norm = find(model.patch_embed, ["norm"])
-    with anatomy.noting("embedding_obstacle"):
-        _read_pooling(model, anatomy)
-    if isinstance(head := getattr(model, "head", None), nn.Linear):
-        anatomy.classifier = head
-        anatomy.run_classifier = model
+        position_table = getattr(model, "pos_embed", None)
+    grid = tuple(model.patch_embed.grid_size)
+    patches, patches_reason = read_part(_read_patches, model)
+    pooling, embedding_reason = read_part(_read_pooling, model)
+    pooling = pooling or Pooling()
+    head = getattr(model, "head", None)
+    classifier = head if isinstance(head, nn.Linear) else None
+    prefix_tokens = [getattr(model, name, None) for name in ("cls_token", "dist_token", "reg_token")]
 
-    def embed(images: torch.Tensor) -> torch.Tensor:
-        features = model.forward_features(images)
+    def embed(pixel_values: torch.Tensor) -> torch.Tensor:
+        features = model.forward_features(pixel_values)
         if model.global_pool:
             return model.forward_head(features, pre_logits=True)
-        return pool_tokens(features, anatomy.pooling, nn.Identity(), anatomy.num_prefix_tokens, [0])
+        return pool(features, pooling.mode, model.num_prefix_tokens)
 
-    anatomy.embed = embed
+    return Anatomy(
+        model,
+        blocks,
+        image_size=pair(model.patch_embed.img_size),
+        grid=grid,
+        num_class_tokens=num_class_tokens,
+        num_register_tokens=model.num_prefix_tokens - num_class_tokens,
+        prefix_tokens=[token for token in prefix_tokens if token is not None],
+        patches=patches,
+        patch_positions=None if position_table is None else GridPositions(position_table, grid, antialias=True),
+        rotary=_read_rotary(model, grid, blocks[0].attention.head_dim),
+        pre_norm=find(model, ["norm_pre"]),
+        norm=find(model, ["fc_norm", "norm"]),
+        pooling=pooling,
+        classifier=classifier,
+        embed=embed,
+        run_classifier=None if classifier is None else model,
+        unsupported_patches_reason=patches_reason,
+        unsupported_embedding_reason=embedding_reason,
+    )
 
 
 def read_block(module: nn.Module) -> Block:
     """Read a block. Raise a NotAPlainViT if it is no plain pre-norm block."""
     if type(module).__name__ not in _BLOCKS:
         raise NotAPlainViT(f"its blocks are {type(module).__name__}s, expected one of {', '.join(_BLOCKS)}")
-    scales = [
-        getattr(getattr(module, new, None), "gamma", getattr(module, old, None))
-        for new, old in (("ls1", "gamma_1"), ("ls2", "gamma_2"))
-    ]
-    attention = _read_attention(module.attn)
-    return Block(module, module.norm1, attention, module.norm2, _read_mlp(module.mlp), *scales)
+    return Block(
+        module,
+        attention_norm=module.norm1,
+        attention=_read_attention(module.attn),
+        mlp_norm=module.norm2,
+        mlp=_read_mlp(module.mlp),
+        attention_scale=getattr(getattr(module, "ls1", None), "gamma", getattr(module, "gamma_1", None)),
+        mlp_scale=getattr(getattr(module, "ls2", None), "gamma", getattr(module, "gamma_2", None)),
+    )
 
 
 def _read_attention(module: nn.Module) -> Attention:
     if find(module, ["qkv"]) is not None:
-        # EVA's biases are parameters of their own, and keys have none.
-        separate = getattr(module, "q_bias", None) is not None
-        bias = [module.q_bias, None, module.v_bias] if separate else module.qkv.bias
-        linears = split_linear(3, module.qkv.weight, bias)
+        bias = module.qkv.bias
+        if getattr(module, "q_bias", None) is not None:
+            # EVA's biases are parameters beside the layer, and its keys have none.
+            bias = [module.q_bias, None, module.v_bias]
+        query, key, value = split_linear(3, module.qkv.weight, bias)
     elif hasattr(module, "q_proj"):
-        linears = [module.q_proj, module.k_proj, module.v_proj]
+        query = module.q_proj
+        key = module.k_proj
+        value = module.v_proj
     else:
         raise NotAPlainViT(f"its attention is a {type(module).__name__}, which has no projections to read")
-    norms = [find(module, [name]) for name in ("q_norm", "k_norm", "norm")]
-    return Attention(*linears, module.proj, module.num_heads, *norms)
+    return Attention(
+        query,
+        key,
+        value,
+        module.proj,
+        module.num_heads,
+        query_norm=find(module, ["q_norm"]),
+        key_norm=find(module, ["k_norm"]),
+        output_norm=find(module, ["norm"]),
+    )
 
 
 def _read_mlp(module: nn.Module) -> MLP:
@@ -109,58 +135,63 @@ def _read_mlp(module: nn.Module) -> MLP:
     up = module.fc1_x if hasattr(module, "fc1_g") else module.fc1
     gate = getattr(module, "fc1_g", None)
     if gate is None and up.out_features == 2 * module.fc2.in_features:
-        halves = split_linear(2, up.weight, up.bias)
-        up, gate = halves if module.gate_last else halves[::-1]
+        first, second = split_linear(2, up.weight, up.bias)
+        up, gate = (first, second) if module.gate_last else (second, first)
     return MLP(up, module.fc2, activation_name(module.act), gate, find(module, ["norm"]))
 
 
-def _read_rotary(model: nn.Module, anatomy: Anatomy) -> Rotary | None:
+def _read_patches(model: nn.Module) -> PatchEmbedding:
+    if backbone := getattr(model.patch_embed, "backbone", None):
+        raise NotAPlainViT(f"its patches are embedded by the layers of a {type(backbone).__name__}")
+    projection = check_patches(getattr(model.patch_embed, "proj", None))
+    return PatchEmbedding(projection, find(model.patch_embed, ["norm"]))
+
+
+def _read_rotary(model: nn.Module, grid: tuple[int, int], head_dim: int) -> Rotary | None:
     rope = getattr(model, "rope", None)
     if rope is None:
         return None
     kind = type(rope).__name__
     if kind == "RotaryEmbeddingDinoV3" and rope.normalize_coords == "separate" and rope.min_period is None:
-        # Coordinates 2 (i + 0.5 + offset) / n - 1, angles 2 pi times that.
-        scale = [4 * torch.pi] * 2
-        shift = [2 * torch.pi * (2 * rope.grid_offset / count - 1) for count in anatomy.grid]
+        # Coordinates are 2 (i + 0.5 + offset) / n - 1, angles 2 pi times the coordinates.
+        scale = (4 * torch.pi, 4 * torch.pi)
+        shift = tuple(2 * torch.pi * (2 * rope.grid_offset / count - 1) for count in grid)
     elif kind == "RotaryEmbeddingCat" and rope.grid_type == "index":
-        # Coordinates (i + offset) / n * reference.
-        reference = rope.ref_feat_shape or anatomy.grid
-        scale = [float(count) for count in reference]
-        shift = [(rope.grid_offset - 0.5) / count * ref for count, ref in zip(anatomy.grid, reference, strict=True)]
+        # Coordinates are (i + offset) / n * reference.
+        reference = rope.ref_feat_shape or grid
+        scale = tuple(float(count) for count in reference)
+        shift = tuple((rope.grid_offset - 0.5) / count * ref for count, ref in zip(grid, reference, strict=True))
     else:
         raise NotAPlainViT(f"its rotary positions ({kind}) are not those of EVA-02 or DINOv3")
-    channels = torch.arange(anatomy.blocks[0].attention.head_dim)
+    channels = torch.arange(head_dim)
     if not rope.rotate_half:
-        # Neighbors rotate together.
+        # Neighboring channels rotate together.
         channels = channels.view(-1, 2).T.flatten()
     if rope.grid_indexing == "xy":
         channels = channels.view(2, 2, -1).flip(1).flatten()
-    return Rotary(float(rope.temperature), tuple(scale), tuple(shift), channels)
+    return Rotary(float(rope.temperature), scale, shift, channels)
 
 
-def _read_pooling(model: nn.Module, anatomy: Anatomy):
+def _read_pooling(model: nn.Module) -> Pooling:
     if getattr(model, "head_dist", None) is not None:
         raise NotAPlainViT("it averages two classifiers")
-    norm = find(model, ["norm"])
-    last = find(model, ["fc_norm"])
-    if norm is not None and last is not None:
+    norm_after_pooling = find(model, ["fc_norm"])
+    if norm_after_pooling is not None and find(model, ["norm"]) is not None:
         raise NotAPlainViT("it normalizes its tokens before and after pooling")
-    anatomy.norm = last or norm
-    anatomy.pool_before_norm = last is not None
+    before_norm = norm_after_pooling is not None
     includes_prefix = getattr(model, "pool_include_prefix", False)
-    pool = getattr(model, "global_pool", None)
-    if pool == "map" and model.attn_pool is not None:
-        # Eva's attention pooling sees all tokens, VisionTransformer's those of patches.
-        sees_all = includes_prefix or not hasattr(model, "pool_include_prefix")
-        anatomy.pooling = "attention" if sees_all and anatomy.num_prefix_tokens else "latent_attention"
-        anatomy.pooling_head = _read_pooling_head(model.attn_pool)
-    elif pool == "token" or (pool == "" and anatomy.num_class_tokens):
-        anatomy.pooling = "cls"
-    elif pool in ("avg", ""):
-        anatomy.pooling = "mean" if includes_prefix or not anatomy.num_prefix_tokens else "latent_mean"
-    else:
-        raise NotAPlainViT(f"it pools by {pool!r}; known are 'token', 'avg' and 'map'")
+    pool_type = getattr(model, "global_pool", None)
+    if pool_type == "map" and model.attn_pool is not None:
+        # Eva's attention pooling attends to all tokens, VisionTransformer's to patches.
+        attends_to_all = includes_prefix or not hasattr(model, "pool_include_prefix")
+        mode = "attention" if attends_to_all and model.num_prefix_tokens else "latent_attention"
+        return Pooling(mode, before_norm=before_norm, head=_read_pooling_head(model.attn_pool))
+    if pool_type == "token" or (pool_type == "" and getattr(model, "cls_token", None) is not None):
+        return Pooling("cls", before_norm=before_norm)
+    if pool_type in ("avg", ""):
+        mode = "mean" if includes_prefix or not model.num_prefix_tokens else "latent_mean"
+        return Pooling(mode, before_norm=before_norm)
+    raise NotAPlainViT(f"it pools by {pool_type!r}; known are 'token', 'avg' and 'map'")
 
 
 def _read_pooling_head(module: nn.Module) -> AttentionPooling:
@@ -170,8 +201,8 @@ def _read_pooling_head(module: nn.Module) -> AttentionPooling:
         raise NotAPlainViT("its attention pooling normalizes queries and keys")
     key, value = split_linear(2, module.kv.weight, module.kv.bias)
     attention = Attention(module.q, key, value, module.proj, module.num_heads)
-    mlp = module.mlp and _read_mlp(module.mlp)
     norm = find(module, ["norm"])
+    mlp = None if module.mlp is None else _read_mlp(module.mlp)
     if mlp is not None and norm is None:
         raise NotAPlainViT("its attention pooling has an MLP without a norm")
     return AttentionPooling(module.latent[0], attention, norm, mlp)

@@ -11,6 +11,7 @@ from vision_transformers import KINDS
 import frugalvit
 import token_merging
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.hosts.running import make_example
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_rivals_of_placement_see_a_whole_grid_alike():
 def test_random_patches():
     """All patches, in any order, give the teacher's embedding. A few give another one each time."""
     anatomy = read_anatomy(KINDS["vit"].make())
-    images = anatomy.example()
+    images = make_example(anatomy)
     with torch.no_grad():
         expected = anatomy.embed(images)
         everything = token_merging.RandomPatches(anatomy, anatomy.num_patches, seed=0)

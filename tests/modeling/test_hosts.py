@@ -1,6 +1,7 @@
 """Every kind of vision transformer of docs/models.md: read exactly, and of use to every method that its row says."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,13 @@ from vision_transformers import KINDS, of_timm, randomize
 import frugalvit
 from frugalvit import impulse_init_, insert_context_broadcast, mimetic_init_
 from frugalvit.modeling.hosts import read_anatomy
-from frugalvit.modeling.hosts.anatomy import difference
+from frugalvit.modeling.hosts.running import (
+    compute_feature_maps,
+    compute_hidden_states,
+    compute_queries_and_keys,
+    make_example,
+    relative_difference,
+)
 
 
 # The tanh approximation of GELU differs by 5e-5.
@@ -73,14 +80,14 @@ def changed(student: nn.Module) -> nn.Module:
 def difference_from(anatomy, outputs, images: torch.Tensor) -> float:
     """The largest difference of a student's logits or embedding from its teacher's, relative to the largest value."""
     if anatomy.classifier is not None:
-        return difference(outputs.logits, anatomy.run_classifier(images)).item()
-    return difference(outputs.get("image_embeds", outputs.get("pooler_output")), anatomy.embed(images)).item()
+        return relative_difference(outputs.logits, anatomy.run_classifier(images)).item()
+    return relative_difference(outputs.get("image_embeds", outputs.get("pooler_output")), anatomy.embed(images)).item()
 
 
 @torch.no_grad()
 def parity(anatomy) -> float:
     """`difference_from` of a student with all patches."""
-    images = anatomy.example()
+    images = make_example(anatomy)
     return difference_from(anatomy, inherit(anatomy)(images), images)
 
 
@@ -96,9 +103,9 @@ def test_a_student_with_all_patches_is_its_teacher(name):
 def test_every_method_on_every_host(name):
     kind, anatomy = KINDS[name], read_anatomy(make(name))
     if kind.patches:
-        images = anatomy.example()
+        images = make_example(anatomy)
         assert anatomy.embed(images).shape == (2, anatomy.embedding_size)
-        assert anatomy.feature_maps(images)[0].shape == (2, anatomy.hidden_size, *anatomy.grid)
+        assert compute_feature_maps(anatomy, images)[0].shape == (2, anatomy.hidden_size, *anatomy.grid)
         if kind.resizes:
             resized = read_anatomy(make(name), (24, 16))
             assert (resized.image_size, resized.grid) == ((24, 16), (6, 4)) and parity(resized) < TOLERANCE
@@ -125,7 +132,7 @@ def check_other_methods(name: str):
     for kind in ("cb", "cb_s", "cb_gate", "cb_hybrid") if has_class_token else ("cb", "cb_s"):
         assert len(insert_context_broadcast(make(name), kind, ["mlp_end", "attention_end"])) == 6
     model = make(name)
-    images = read_anatomy(model).example()
+    images = make_example(read_anatomy(model))
     before = read_anatomy(model).embed(images)
     if not has_class_token:
         with pytest.raises(ValueError, match="needs a class token"):
@@ -152,7 +159,7 @@ class TestReading:
         }
         for field, value in wrong.items():
             anatomy = read_anatomy(make(name))
-            setattr(anatomy.rotary, field, value)
+            anatomy = replace(anatomy, rotary=replace(anatomy.rotary, **{field: value}))
             with pytest.raises(ValueError, match="differs from the teacher's"):
                 inherit(anatomy)
 
@@ -162,10 +169,10 @@ class TestReading:
         attention = anatomy.blocks[1].module.attn
         attention.fused_attn, weights = False, []
         attention.attn_drop.register_forward_hook(lambda module, inputs, output: weights.append(output))
-        states = anatomy.states(anatomy.example())
-        queries, keys = anatomy.queries_and_keys(anatomy.blocks[1], states[1])
+        states = compute_hidden_states(anatomy, make_example(anatomy))
+        queries, keys = compute_queries_and_keys(anatomy, anatomy.blocks[1], states[1])
         scores = queries @ keys.mT * anatomy.blocks[1].attention.head_dim ** -0.5
-        assert difference(scores.softmax(-1), weights[0]) < TOLERANCE
+        assert relative_difference(scores.softmax(-1), weights[0]) < TOLERANCE
 
     def test_patches_that_are_not_linear_are_an_obstacle_to_this_alone(self):
         overlapping = of_timm()()
@@ -201,7 +208,7 @@ class TestPlainViTs:
         assert type(host) is type(make(name)) or name in ("clip", "siglip", "siglip2")
         host.save_pretrained(tmp_path)
         anatomy = read_anatomy(type(host).from_pretrained(tmp_path))
-        images = anatomy.example()
+        images = make_example(anatomy)
         assert anatomy.grid == (4, 4)
         assert difference_from(anatomy, student(images, num_tokens=16), images) < 1e-4
 

@@ -26,6 +26,7 @@ from frugalvit import (
 )
 from frugalvit.modeling import hub
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.hosts.running import compute_hidden_states
 
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -180,7 +181,7 @@ def test_refuses_no_tokens_and_other_classes(model_class):
 def test_registers_start_as_the_teachers_are_in_a_blank_image():
     anatomy = read_anatomy(KINDS["dinov2-registers"].make())
     student = SparseFormerModel.from_teacher(anatomy, truncate=1)
-    held = anatomy.states(torch.zeros(1, 3, 32, 32))[1]
+    held = compute_hidden_states(anatomy, torch.zeros(1, 3, 32, 32))[1]
     torch.testing.assert_close(student.latents.register_tokens, held[0, 1:4])
     tokens = student(torch.randn(2, 3, 32, 32)).last_hidden_state
     assert tokens.shape[1] == 1 + 3 + student.config.num_latent_tokens

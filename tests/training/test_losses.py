@@ -11,6 +11,7 @@ from vision_transformers import KINDS, of_transformers
 
 from frugalvit import BootstrapArguments, PatchSparseFormerModel, SparseFormerForImageClassification
 from frugalvit.modeling.hosts import read_anatomy
+from frugalvit.modeling.hosts.running import compute_hidden_states, make_example
 from frugalvit.training import losses
 from frugalvit.training.losses import MapAlignment, MapAlignmentLoss, TokenAlignment
 from tiny import make_vit
@@ -49,7 +50,7 @@ def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement,
     images, found = maps(2, 3, 32, 32), []
     student = PatchSparseFormerModel.from_teacher(patches, 16, placement=placement)
     with torch.no_grad():
-        states = patches.states(images)
+        states = compute_hidden_states(patches, images)
         for count, layers in ((16, [-1, -2]), (4, [-1, -2]), (4, [-1])):
             align = MapAlignment(student, patches, layers)
             outputs = student(images, num_tokens=count, **TokenAlignment.arguments)
@@ -88,7 +89,7 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
     read = alignment.shares_of_patches(rois) @ torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
     torch.testing.assert_close(read, torch.tensor([[[0.375, 0.5], [0.5, 0.5], [0.125, 1 / 12], [0.5, 0.5]]]))
     images = maps(2, 3, 32, 48)
-    outputs, held = student.base_model(images, **alignment.arguments), anatomy.states(images)
+    outputs, held = student.base_model(images, **alignment.arguments), compute_hidden_states(anatomy, images)
     assert len(held) == 4 and len(outputs.hidden_states) == 4 - truncate
     loss = alignment(outputs, held)
     loss.backward()
@@ -106,7 +107,7 @@ def test_a_layer_as_it_is():
     """A LLaVA reads scale and mean of the states, too."""
     (student, anatomy), images = make_pair(transformers_vit), maps(2, 3, 32, 48)
     alignment = TokenAlignment(student, anatomy, layers=[-2], distance="raw")
-    outputs, held = student.base_model(images, **alignment.arguments), anatomy.states(images)
+    outputs, held = student.base_model(images, **alignment.arguments), compute_hidden_states(anatomy, images)
     shares, states = alignment.shares_of_patches(outputs.rois[-1]), outputs.hidden_states[-2]
     patches = held[-2][:, -shares.shape[-1] :]
     expected = (states[:, alignment.skipped :] - shares @ patches).square().mean() / patches.var((0, 1)).mean()
@@ -124,9 +125,9 @@ def test_attention_to_patches_is_what_the_model_computes(name):
     model = KINDS[name].make()
     model.set_attn_implementation("eager")
     anatomy = read_anatomy(model)
-    images, front = anatomy.example(), anatomy.num_prefix_tokens
+    images, front = make_example(anatomy), anatomy.num_prefix_tokens
     with torch.no_grad():
-        states, expected = anatomy.states(images), model(images, output_attentions=True).attentions
+        states, expected = compute_hidden_states(anatomy, images), model(images, output_attentions=True).attentions
     asking = slice(0, anatomy.num_class_tokens) if anatomy.num_class_tokens else slice(front, None)
     for block, tokens, weights in zip(anatomy.blocks, states, expected, strict=False):
         weights = weights[:, :, asking, front:]
