@@ -304,7 +304,7 @@ def make_parser() -> ArgumentParser:
 def make_trainer(options: LlavaArguments, data: DataArguments, args: AlignLlavaArguments) -> AlignLlavaTrainer:
     """Return the trainer for the arguments of the command."""
     start(args, options.model, options.vision_model)
-    train, evaluation, test = load_splits(data)
+    train, evaluation, test = load_splits(data, skip_corrupt=args.skip_corrupt)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     original, processor = load_model(
         options.model,

@@ -448,7 +448,9 @@ def make_trainer(
     start(args, options.teacher, options.student)
     if options.upsampler_hidden_size and not args.dense_loss_weight:
         raise ValueError("upsampler_hidden_size needs dense_loss_weight, for example 1.")
-    train, evaluation, test = (*parts, None) if parts else load_splits(data, args.label_loss_weight > 0)
+    train, evaluation, test = (
+        (*parts, None) if parts else load_splits(data, args.label_loss_weight > 0, args.skip_corrupt)
+    )
     model, processor = teacher or load_model(
         options.teacher, "image-feature-extraction", "cpu", options.trust_remote_code
     )

@@ -11,6 +11,7 @@ import tempfile
 import unicodedata
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +21,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from .choices import SUBSET
-from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS
+from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, check_image
 from .files import read_text, shipped_images, split_revision
 from .text import first_line, printable, shortened
 
@@ -38,6 +40,9 @@ SYSTEM_FOLDERS = re.compile(r"[.@].*|__macosx|\$recycle\.bin|system volume infor
 NOT_READ = "these are not read (convert them to JPEG or PNG; pip install 'frugalvit[pictures]' reads .heic and .jxl)"
 # Classes that get their numbers for names.
 MOST_CLASSES = 100_000
+# Images that are decoded before a run to find those that cannot be read, and images that a message lists.
+MOST_DECODED = 20_000
+MOST_NAMED = 20
 
 
 def load_images(
@@ -157,6 +162,57 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
         return images
     generator = torch.Generator().manual_seed(seed)
     return images.select(torch.randperm(len(images), generator=generator)[:limit].sort().values.tolist())
+
+
+def readable_images(images, skip_corrupt: bool = False, name: str = "the data set"):
+    """Return the images that can be read, and print how many were left out and which.
+
+    Up to `MOST_DECODED` images are decoded for this; of more, the headers are read, so that a truncated image shows
+    later, where it is used. Streams are returned as they are. Processes of a distributed training share the work.
+
+    Args:
+        images (`datasets.Dataset` or `datasets.IterableDataset`): A column `image`, and maybe `mask`, not decoded.
+        skip_corrupt (`bool`): Leave out images that cannot be read.
+        name (`str`): Name of the split or data set, for messages.
+
+    Raises:
+        ValueError: If no image can be read, or if some cannot and `skip_corrupt` is false; it names all of them.
+    """
+    if isinstance(images, datasets.IterableDataset) or not len(images):
+        return images
+    state = PartialState()
+    headers_only = len(images) > MOST_DECODED
+    if headers_only:
+        state.print(f"Of {len(images):,} images of {name}, the headers are checked, not the pixels.", file=sys.stderr)
+    columns = [column for column in ("image", "mask") if column in images.features]
+
+    def problem(index: int) -> tuple[int, str] | None:
+        record = images[index]
+        for column in columns:
+            try:
+                check_image(record[column], headers_only)
+            # Decoders raise whatever a broken file leads them to.
+            except Exception as error:
+                path = isinstance(record[column], Mapping) and record[column].get("path")
+                return index, f"{printable(path or f'{column} {index}')} ({first_line(error)})"
+        return None
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        own = range(state.process_index, len(images), state.num_processes)
+        found = dict(filter(None, pool.map(problem, own)))
+    if state.num_processes > 1:
+        found = dict(pair for each in gather_object([found]) for pair in each.items())
+    if not found:
+        return images
+    problems = [found[index] for index in sorted(found)]
+    count = f"{len(problems):,} of {len(images):,}"
+    listed = ", ".join(problems[:MOST_NAMED]) + (", …" if len(problems) > MOST_NAMED else "")
+    if len(problems) == len(images):
+        raise ValueError(f"None of the {len(images):,} images of {name} can be read: {listed}.")
+    if not skip_corrupt:
+        raise ValueError(f"{count} images of {name} cannot be read: {listed}. To leave them out: skip_corrupt.")
+    state.print(f"{count} images of {name} left out: {listed}.", file=sys.stderr)
+    return images.select([index for index in range(len(images)) if index not in found])
 
 
 def load_table(

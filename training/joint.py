@@ -196,7 +196,7 @@ def make_trainer(options: TwinArguments, data: DataArguments, args: JointArgumen
     start(args)
     if args.vit_max_grad_norm is None and not args.sam_rho:
         args.vit_max_grad_norm = CLIPPING.get(options.variant.removesuffix("-res"))
-    train, evaluation, test = load_splits(data, learns_labels=True)
+    train, evaluation, test = load_splits(data, learns_labels=True, skip_corrupt=args.skip_corrupt)
     trainer = JointTrainer(build_twins(options, class_names(train)), args, train, evaluation)
     trainer.test_images = test
     return trainer

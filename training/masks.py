@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 
 from .choices import IGNORED
-from .data import SPLITS, SYSTEM_FOLDERS, files_within, kind_of, load_table, split_names
+from .data import SPLITS, SYSTEM_FOLDERS, files_within, kind_of, load_table, readable_images, split_names
 from .decoding import IMAGE_ENDINGS, CorruptImageError, is_image_file, open_record
 from .files import read_text
 from .splits import load_parts
@@ -30,13 +30,15 @@ BACKGROUND = "_background_"
 IGNORE = "__ignore__"
 
 
-def load_masked_splits(data) -> tuple:
-    """Load images to train, evaluate and test on, see `load_parts`; labelme's names become `data.class_names`."""
+def load_masked_splits(data, skip_corrupt: bool = False) -> tuple:
+    """Load images to train, evaluate and test on, see `load_parts`; labelme's names become `data.class_names`. See
+    `readable_images` for `skip_corrupt`."""
     data.class_names = data.class_names or _labelme_names(_find_pairs(data.dataset)) or None
     columns = data.image_column, data.mask_column
 
     def load(dataset: list[str], split: str, streaming: bool = False):
-        return load_masked_images(dataset, split, data.dataset_config, *columns, data.class_names, streaming)
+        images = load_masked_images(dataset, split, data.dataset_config, *columns, data.class_names, streaming)
+        return readable_images(images, skip_corrupt, split)
 
     return load_parts(data, load, lambda dataset: masked_split_names(dataset, data.dataset_config))
 

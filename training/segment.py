@@ -304,7 +304,7 @@ def make_trainer(
 ) -> SegmentationTrainer:
     """Return the trainer for the arguments of the command."""
     start(args, options.model)
-    train, evaluation, test = load_masked_splits(data)
+    train, evaluation, test = load_masked_splits(data, args.skip_corrupt)
     model, processor = build_model(options, data, args.reduce_labels)
     trainer = SegmentationTrainer(model, args, train, evaluation, processor, base_model=options.model)
     trainer.test_images = test

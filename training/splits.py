@@ -11,22 +11,24 @@ from accelerate import PartialState
 from timm.data import ImageNetInfo
 
 from .choices import NO_EVALUATION
-from .data import class_names, label_numbers, load_images, split_names
+from .data import class_names, label_numbers, load_images, readable_images, split_names
 from .text import shortened
 
 
 # Splits for evaluation, the first choice first.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
+# Name of the part of a split that `hold_back` takes from it.
+HELD_BACK = "{}, held back"
 IMAGENET_CLASSES = 1000
 # Transformers' names for classes that have none, and numbers.
 _NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
 
 
-def load_splits(data, learns_labels: bool = False) -> tuple:
+def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -> tuple:
     """Load the images to train on, to evaluate on and to test on that `DataArguments` name, see `load_parts`.
 
-    With `learns_labels`, all images need a label; otherwise images of which some have none count as unlabeled. In a
-    stream, this is not checked.
+    With `learns_labels`, all images need a label, of two classes or more; otherwise images of which some have no label
+    count as unlabeled. Labels of a stream are not checked. See `readable_images` for `skip_corrupt`.
     """
     # Class names of the training images, for images whose labels are numbers or texts.
     names = None
@@ -44,11 +46,13 @@ def load_splits(data, learns_labels: bool = False) -> tuple:
             streaming=streaming,
         )
         names = names or class_names(images)
-        return images
+        return readable_images(images, skip_corrupt, split)
 
     parts = load_parts(data, load, lambda dataset: split_names(dataset, data.dataset_config))
     if learns_labels and class_names(parts[0]) is None:
         raise ValueError(f"{' '.join(data.dataset)} has no labels to train with; name their column: label_column.")
+    if learns_labels:
+        check_classes(class_names(parts[0]))
     checked = []
     for images, split in zip(parts, (data.train_split, data.evaluated, data.tested), strict=True):
         check_same_classes(class_names(parts[0]), images)
@@ -90,7 +94,7 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
         choice = ", ".join([*splits, NO_EVALUATION])
         raise ValueError(f"{' '.join(source)} has no split to evaluate on; give eval_split (of {choice}).")
     train, evaluation = hold_back(train)
-    data.evaluated = f"{data.train_split}, held back"
+    data.evaluated = HELD_BACK.format(data.train_split)
     count = f"{len(evaluation):,} of {len(train) + len(evaluation):,} images of {data.train_split}"
     PartialState().print(f"{count} are held back to evaluate on; to choose: eval_split, eval_dataset.")
     return train, evaluation, None
@@ -123,6 +127,15 @@ def check_labels(images: datasets.Dataset, split: str):
     if len(missing):
         count = f"{len(missing):,} of {len(images):,}"
         raise ValueError(f"{count} images of the split {split!r} have no label, the first is image {missing[0]}.")
+
+
+def check_classes(names: Sequence[str]):
+    """Raise a ValueError for fewer than two classes, among which every model is right."""
+    if len(names) < 2:
+        raise ValueError(
+            f"There is one class, {shortened(list(names))}, expected two or more: with one, every answer is right. "
+            "A folder of images has a folder for each class."
+        )
 
 
 def check_same_classes(names: list[str] | None, images):

@@ -230,7 +230,7 @@ def make_trainer(
 ) -> ImageClassificationTrainer:
     """Return the trainer for the arguments of the command."""
     start(args, options.model, args.distill_from)
-    train, evaluation, test = load_splits(data, learns_labels=True)
+    train, evaluation, test = load_splits(data, learns_labels=True, skip_corrupt=args.skip_corrupt)
     model, processor = build_model(options, args, class_names(train))
     trainer = ImageClassificationTrainer(model, args, train, evaluation, processor, base_model=options.model)
     trainer.test_images = test

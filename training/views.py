@@ -20,7 +20,7 @@ from ..modeling.image_format import ImageFormat
 from .augmentation import MIX, VIEW, seeded
 from .data import class_names, load_images
 from .decoding import CorruptImageError, decode_image
-from .splits import check_same_classes, hold_back
+from .splits import check_classes, check_same_classes, hold_back
 
 
 # Images among which a stream is shuffled, besides its files.
@@ -92,6 +92,7 @@ def labeled_images(train, evaluation=None) -> tuple:
     parts = [None if images is None else as_images(images) for images in (train, evaluation)]
     if any(images is not None and class_names(images) is None for images in parts):
         raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
+    check_classes(class_names(parts[0]))
     check_same_classes(class_names(parts[0]), parts[1])
     return tuple(parts)
 

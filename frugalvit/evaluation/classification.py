@@ -13,14 +13,15 @@ from ..exported import ExportedModule, load_classifier
 from ..inference import choose_tokens
 from ..modeling.image_format import ImageFormat
 from ..modeling.packing import pack_linear_layers
-from ..training.data import class_names, label_numbers
+from ..training.data import class_names, label_numbers, readable_images
 from ..training.metrics import accuracies
-from ..training.splits import check_labels, check_single_label, match_labels
+from ..training.splits import check_classes, check_labels, check_single_label, match_labels
 from .images import image_batches, images_to_evaluate, reading_options
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    images, split = images_to_evaluate(arguments)
+    found, split = images_to_evaluate(arguments)
+    images = readable_images(found, arguments.skip_corrupt, split)
     model, image_processor = load_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
     pack_linear_layers(model)
     choose_tokens(model, arguments.num_tokens, None)
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         "occluded_share": 0.25 if arguments.occlude else None,
     }
     results = classification_accuracy(model, image_processor, images, **conditions, **reading_options(arguments))
+    results["skipped"] += len(found) - len(images)
     about = {"model": arguments.model, "dataset": " ".join(arguments.dataset), "split": split}
     conditions |= {"num_tokens": arguments.num_tokens}
     return about | {name: value for name, value in conditions.items() if value is not None} | results
@@ -50,6 +52,7 @@ def classification_accuracy(
     if class_names(images) is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     check_labels(images, str(images.split or "given"))
+    check_classes(class_names(images))
     check_single_label(model.config, "Accuracy")
     labels = torch.tensor(match_labels(class_names(images), model.config.id2label))[label_numbers(images)]
     image_format = ImageFormat.from_processor(image_processor) if fgsm_eps else None

@@ -11,19 +11,24 @@ import torch
 from tqdm import tqdm
 
 from ..reading import read_ahead, stack_pixels
-from ..training.data import class_names, label_numbers, load_images, split_names
+from ..training.data import class_names, label_numbers, load_images, readable_images, split_names
 from ..training.decoding import CorruptImageError, decode_image
 from ..training.preprocessing import prepare_images
-from ..training.splits import EVALUATION_SPLITS, load_splits
+from ..training.splits import EVALUATION_SPLITS, HELD_BACK, hold_back, load_splits
 from ..training.text import shortened
 
 
-def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset, str]:
-    """Load the images that the arguments name, and their split."""
+def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -> tuple[datasets.Dataset, str]:
+    """Load the images that the arguments name, and the name of their split: `--split`, or the first split for
+    evaluation that has labels, or "train" where there is none. With `held_back`, the part of "train" that trainings
+    hold back takes its place, see `hold_back`: a model that was trained on these images has not learned from it."""
     splits = [arguments.split]
+    is_held_back = False
     if not arguments.split:
         known = split_names(arguments.dataset, arguments.dataset_config)
-        splits = [split for split in EVALUATION_SPLITS if split in known] or ["train"]
+        splits = [split for split in EVALUATION_SPLITS if split in known]
+        is_held_back = held_back and not splits
+        splits = splits or ["train"]
 
     def load(split: str) -> datasets.Dataset:
         return load_images(
@@ -37,6 +42,9 @@ def images_to_evaluate(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
 
     parts = [(load(split), split) for split in splits]
     images, split = next((part for part in parts if "label" in part[0].features), parts[0])
+    if is_held_back:
+        images = hold_back(readable_images(images, arguments.skip_corrupt, split))[1]
+        split = HELD_BACK.format(split)
     images = take_first(images, arguments.limit)
     if (arguments.limit or "[" in split) and "label" in images.features:
         names = class_names(images)
@@ -55,7 +63,7 @@ def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
         raise ValueError(f"--split and --train-split are both {arguments.split!r}; expected different parts.")
     options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
     data = argparse.Namespace(**vars(arguments) | options)
-    train, evaluation, test = load_splits(data)
+    train, evaluation, test = load_splits(data, skip_corrupt=arguments.skip_corrupt)
     test, split = (evaluation, data.evaluated) if test is None else (test, data.tested)
     for images, part in ((train, arguments.train_split), (test, split)):
         if class_names(images) is None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ..inference import Embedder
 from ..training.data import class_names
 from ..training.metrics import accuracies
+from ..training.splits import check_classes
 from .features import embed_images
 from .images import read_labeled_parts, take_first
 
@@ -18,6 +19,7 @@ TEMPERATURE = 0.07
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     train, test, split = read_labeled_parts(arguments)
+    check_classes(class_names(train))
     test = take_first(test, arguments.limit)
     options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "device")}
     options |= {"return_errors": arguments.skip_corrupt, "trust_remote_code": arguments.trust_remote_code}
@@ -33,7 +35,6 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         "classes": len(class_names(train)),
         "train_images": len(labels),
         "images": len(test_labels),
-        "skipped": len(train) - len(labels) + len(test) - len(test_labels),
         "embedding_size": known.shape[1],
         "neighbors": arguments.neighbors,
         **accuracies().compute(predictions=scores, references=test_labels),

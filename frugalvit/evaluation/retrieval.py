@@ -7,6 +7,7 @@ from pathlib import Path
 import datasets
 import torch
 
+from ..training.data import readable_images
 from ..training.files import read_text
 from ..training.scores import check_scores
 from .images import image_batches
@@ -20,6 +21,9 @@ CHUNK = 256
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     [dataset] = arguments.dataset
     images, captions = read_karpathy(dataset, arguments.image_folder, arguments.split or "test", arguments.limit)
+    found = images.add_column("captions", captions)
+    found = readable_images(found, arguments.skip_corrupt, arguments.split or "test")
+    images, captions = found.remove_columns("captions"), found["captions"]
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
     image_embeddings = embed_all_images(towers, images, arguments.batch_size, arguments.num_workers)
     texts = [caption for several in captions for caption in several]

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..modeling.image_format import ImageFormat
+from ..training.data import readable_images
 from ..training.decoding import CorruptImageError, decode_image
 from ..training.loading import load_model
 from ..training.masks import MaskReader, load_masked_images, masked_split_names
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     model, image_processor = load_model(
         arguments.model, "image-segmentation", arguments.device, arguments.trust_remote_code
     )
-    images = load_masked_images(
+    found = load_masked_images(
         arguments.dataset,
         split,
         name=arguments.dataset_config,
@@ -35,17 +36,20 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         mask_column=arguments.mask_column,
         class_names=list(model.config.id2label.values()),
     )
+    found = take_first(found, arguments.limit)
+    images = readable_images(found, arguments.skip_corrupt, split)
     reduce_labels = arguments.reduce_labels or getattr(image_processor, "do_reduce_labels", False)
     ignored = arguments.ignored_labels or getattr(model.config, "ignored_labels", ())
     results = segmentation_scores(
         model,
         ImageFormat.from_processor(image_processor),
-        take_first(images, arguments.limit),
+        images,
         MaskReader(model.config.num_labels, ignored, reduce_labels),
         batch_size=arguments.batch_size,
         window=arguments.window,
         skip_corrupt=arguments.skip_corrupt,
     )
+    results["skipped"] += len(found) - len(images)
     names = model.config.id2label
     iou = results.pop("iou")
     results |= {f"iou {names[label]}": value for label, value in enumerate(iou)}

@@ -7,20 +7,23 @@ import datasets
 import open_clip
 import torch
 
-from ..training.data import class_names
+from ..training.data import class_names, readable_images
 from ..training.files import read_text
 from ..training.metrics import accuracies
+from ..training.splits import check_classes
 from .images import image_batches, images_to_evaluate, reading_options
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
-    images, split = images_to_evaluate(arguments)
+    found, split = images_to_evaluate(arguments)
+    images = readable_images(found, arguments.skip_corrupt, split)
     names = read_names(arguments.classes, images)
     templates = read_templates(arguments.templates)
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
     classifier = zero_shot_classifier(towers, names, templates, arguments.batch_size)
     results = zero_shot_accuracy(towers, classifier, images, **reading_options(arguments))
+    results["skipped"] += len(found) - len(images)
     about = {"dataset": " ".join(arguments.dataset), "split": split}
     return name_models(arguments) | about | {"classes": len(names), "templates": len(templates)} | results
 
@@ -35,6 +38,7 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
         names = read_lines(source)
     if len(names) < len(known):
         raise ValueError(f"--classes {source} names {len(names)} classes, the data set has {len(known)}.")
+    check_classes(names)
     return names
 
 

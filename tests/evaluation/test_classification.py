@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor
 
-from drawn import encode
+from drawn import draw_classes, encode
 from frugalvit.cli import main
-from frugalvit.training.splits import match_labels
+from frugalvit.training.arguments import DataArguments
+from frugalvit.training.splits import load_splits, match_labels
 from tiny import make_vit, save_vit
 
 
@@ -103,6 +104,29 @@ def test_several_labels_and_numbers_have_no_accuracy(tmp_path, capsys):
     model = save_vit(tmp_path / "vit", problem_type="multi_label_classification")
     error = fails("--model", model, "--dataset", tmp_path / "images.parquet", capsys=capsys)
     assert "Accuracy is for one label an image; the classifier's problem_type is 'multi_label_classification'" in error
+
+
+def test_counts_are_of_what_was_measured(folder, tmp_path, capsys):
+    draw_classes(tmp_path / "images", 3, ("1", "2"))
+    (tmp_path / "images" / "1" / "empty.png").touch()
+    arguments = ["--model", folder, "--dataset", tmp_path / "images"]
+    assert "1 of 7 images of train cannot be read: " in fails(*arguments, capsys=capsys)
+    output = tmp_path / "out.json"
+    words = ["evaluate", "classification", *map(str, arguments), "--skip-corrupt", "--output", str(output)]
+    assert main(words) == 0
+    results = json.loads(output.read_text())
+    assert (results["images"], results["skipped"]) == (6, 1)
+    assert f"1 of 7 images of train left out: {tmp_path}/images/1/empty.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["classification", "knn"])
+def test_a_single_class_is_no_measure(task, tmp_path, capsys):
+    draw_classes(tmp_path / "images", 12, ("cat",))
+    words = f"evaluate {task} --model cifar10-vit --dataset {tmp_path}/images --device cpu".split()
+    assert main(words) == 1
+    assert "There is one class, cat (1), expected two or more" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="There is one class, cat"):
+        load_splits(DataArguments(dataset=[str(tmp_path / "images")]), learns_labels=True)
 
 
 @pytest.mark.parametrize(

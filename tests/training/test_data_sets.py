@@ -159,6 +159,16 @@ def test_the_same_share_of_each_class_is_held_back():
             hold_back(few)
 
 
+def test_what_trainings_hold_back_can_be_loaded_again(tmp_path):
+    """A comparison without a test split judges on photographs that the student has not learned from."""
+    draw_classes(tmp_path, 15, ("cat", "dog", "owl"))
+    evaluation = load_splits(data := DataArguments(dataset=[str(tmp_path)]))[1]
+    arguments = argparse.Namespace(**OPTIONS | {"dataset": [str(tmp_path)], "skip_corrupt": False})
+    images, split = images_to_evaluate(arguments, held_back=True)
+    assert images["image"][:] == evaluation["image"][:] and split == data.evaluated == "train, held back"
+    assert len(images_to_evaluate(arguments)[0]) == 45
+
+
 def test_labels_of_minus_one_are_none(tmp_path, write_parquet, capsys):
     def write(name, labels):
         features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["even", "odd"])})

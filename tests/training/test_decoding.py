@@ -1,12 +1,16 @@
 """Images of every kind, read the same way for training, evaluation, prediction and the page."""
 
 import os
+import re
 import tracemalloc
 
+import datasets
 import numpy as np
 import pytest
 from PIL import Image, UnidentifiedImageError
 
+from frugalvit.training import data
+from frugalvit.training.data import readable_images
 from frugalvit.training.decoding import CorruptImageError, decode_image, read_image
 from frugalvit.training.masks import MaskReader
 
@@ -90,3 +94,40 @@ def test_postscript_never_reaches_another_program(tmp_path, monkeypatch):
         with pytest.raises((ValueError, UnidentifiedImageError)):
             read()
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def damaged(tmp_path) -> datasets.Dataset:
+    """Six images, of which three cannot be read: a truncated JPEG, a truncated PNG and a text."""
+    noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
+    for name in ("a.jpg", "cut.jpg", "b.png", "cut.png", "text.png", "c.jpg"):
+        Image.fromarray(noise).save(file := tmp_path / name)
+        content = file.read_bytes()
+        if name.startswith("cut"):
+            file.write_bytes(content[: len(content) // 2])
+        elif name.startswith("text"):
+            file.write_text("a text")
+    paths = [str(tmp_path / name) for name in ("a.jpg", "cut.jpg", "b.png", "cut.png", "text.png", "c.jpg")]
+    images = datasets.Dataset.from_dict({"image": paths, "label": [*range(6)]})
+    return images.cast_column("image", datasets.Image(decode=False))
+
+
+def test_all_unreadable_images_are_named_at_once(damaged, capsys, monkeypatch):
+    names = r"/cut.jpg \(.*/cut.png \(.*/text.png \("
+    with pytest.raises(ValueError, match=f"^3 of 6 images of train cannot be read: .*{names}.*skip_corrupt"):
+        readable_images(damaged, name="train")
+    assert readable_images(damaged, True, "train")["label"] == [0, 2, 5]
+    assert re.search(f"^3 of 6 images of train left out: .*{names}", capsys.readouterr().err)
+    with pytest.raises(ValueError, match="None of the 3 images"):
+        readable_images(damaged.select([1, 3, 4]), True)
+    # Of many images, the headers alone are read.
+    monkeypatch.setattr(data, "MOST_DECODED", 5)
+    assert readable_images(damaged, True)["label"] == [0, 1, 2, 3, 5]
+    assert "headers are checked" in capsys.readouterr().err
+
+
+def test_masks_are_checked_with_their_images(damaged):
+    images = damaged.select([0, 2, 5])
+    masks = [damaged[index]["image"] for index in (2, 3, 0)]
+    images = images.add_column("mask", masks).cast_column("mask", datasets.Image(decode=False))
+    assert readable_images(images, True)["label"] == [0, 5]
