@@ -47,7 +47,10 @@ from frugalvit.baselines import load_teacher
 from frugalvit.configuration.configuration_base import pair
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
-from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
+from frugalvit.modeling.modeling_patch_sparseformer import (
+    PatchSparseFormerEmbeddingsOutput,
+    PatchSparseFormerForImageClassification,
+)
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
@@ -223,7 +226,8 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
     starts at zero."""
     with peer(arguments.apt, "src"):
         theirs = importlib.import_module("src.models.patch_tokenizer")
-    embeddings, size = model.base_model.embeddings, image_format.size[0]
+    base = model.base_model
+    embeddings, size = base.embeddings, image_format.size[0]
     side = embeddings.patch_size[0]
     tokenizer = theirs.PatchTokenizer(SCALES, side, size, [], image_format.mean, image_format.std)
     shown = (255 * tokenizer.unnorm(images)).clamp(0, 255)
@@ -240,14 +244,14 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
         batch = images[start : start + 8]
         chosen = tokenizer(batch, {side: each[start : start + 8] for side, each in maps.items()})
         found += [length - 1 for length in chosen["seqlens"]]
-        embeddings.embed_each = lambda *_, batch=batch, chosen=chosen: embed_apt(embeddings, batch, chosen, size)
+        base.embed_each = lambda *_, batch=batch, chosen=chosen: embed_apt(embeddings, batch, chosen, size)
         logits.append(model(batch, num_tokens=torch.full((len(batch),), count)).logits)
-    del embeddings.embed_each
+    del base.embed_each
     return torch.cat(logits), statistics.mean(found)
 
 
-def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> tuple:
-    """As `embed_each` of the embeddings, of what the tokenizer has chosen."""
+def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> PatchSparseFormerEmbeddingsOutput:
+    """Embed the patches that the tokenizer has chosen, in the place of `PatchSparseFormerModel.embed_each`."""
     tokens, areas = [], []
     for level in range(SCALES):
         side = embeddings.patch_size[0] * 2**level
@@ -260,7 +264,9 @@ def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> tupl
     most = (areas > 0).sum(1).max()
     tokens = torch.cat(tokens, dim=1).gather(1, order.unsqueeze(-1).expand(-1, -1, tokens[0].shape[-1]))[:, :most]
     tokens = torch.cat([embeddings.cls_token.expand(len(images), -1, -1), tokens], dim=1)
-    return tokens, torch.zeros(len(images), most, 4), areas[:, :most], None
+    return PatchSparseFormerEmbeddingsOutput(
+        tokens=tokens, rois=torch.zeros(len(images), most, 4), areas=areas[:, :most]
+    )
 
 
 def classify_naflex(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:

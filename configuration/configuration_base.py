@@ -242,8 +242,18 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
 
     @property
     def default_num_tokens(self) -> int:
-        """Latent tokens of a call that chooses none."""
-        return self.num_latent_tokens if self.num_tokens is None else self.num_tokens
+        """Latent tokens of a call without `num_tokens`."""
+        # Read once, as another thread may call `set_num_tokens`.
+        num_tokens = self.num_tokens
+        return self.num_latent_tokens if num_tokens is None else num_tokens
+
+    def require_num_tokens(self, num_tokens: int):
+        """Raise a ValueError if `num_tokens` is no number of latent tokens that the model can compute with."""
+        if type(num_tokens) is not int or not 1 <= num_tokens <= self.num_latent_tokens:
+            raise ValueError(
+                f"`num_tokens` is {num_tokens!r}, expected 1 to {self.num_latent_tokens}, the number of latent tokens "
+                "of this model. `resize_tokens` adds more, which then have to be trained."
+            )
 
     @property
     def trained_token_counts(self) -> tuple[int, ...]:

@@ -16,22 +16,23 @@ def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[float, tu
     return min((abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids)
 
 
-def choose_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[int, int]:
+def choose_grid(num_cells: int, image_size: tuple[int, int], argument: str = "num_latent_tokens") -> tuple[int, int]:
     """Return the rows and columns of the grid whose cells are most nearly square in images of this height and width.
 
     Raises:
-        ValueError: if cells would be more than twice as long one way as the other; the message names counts that fit.
+        ValueError: if cells would be more than twice as long as wide, or the reverse. The message names `argument`
+            and numbers of cells that fit.
     """
     if num_cells < 1:
-        raise ValueError(f"`num_latent_tokens` is {num_cells}, expected at least 1.")
-    most = math.log(2) + 1e-6
+        raise ValueError(f"`{argument}` is {num_cells}, expected at least 1.")
+    largest = math.log(2) + 1e-6
     stretch, grid = nearest_grid(num_cells, image_size)
-    if stretch > most:
+    if stretch > largest:
         counts = sorted(range(1, 4 * num_cells + 8), key=lambda count: abs(count - num_cells))
-        fitting = [count for count in counts if nearest_grid(count, image_size)[0] <= most]
+        fitting = [count for count in counts if nearest_grid(count, image_size)[0] <= largest]
         raise ValueError(
-            f"{num_cells} tokens make no grid of cells that are nearly square in images of {image_size[0]} x "
-            f"{image_size[1]} pixels; {', '.join(map(str, sorted(fitting[:3])))} do."
+            f"`{argument}` is {num_cells}, which makes no grid of nearly square cells in images of {image_size[0]} x "
+            f"{image_size[1]} pixels; choose {', '.join(map(str, sorted(fitting[:3])))} or another number that does."
         )
     return grid
 
@@ -88,11 +89,16 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         finest = min(image_size[0] // (rows * height), image_size[1] // (columns * width))
         return [(rows << level, columns << level) for level in range(max(finest, 1).bit_length())]
 
-    def grid_of(self, num_tokens: int) -> tuple[int, int]:
-        """Return the rows and columns of the grid of `num_tokens` tokens; errors as of `choose_grid`."""
+    def grid_of(self, num_tokens: int, argument: str = "num_tokens") -> tuple[int, int]:
+        """Return the rows and columns of the grid of `num_tokens` tokens. Raise the ValueError of `choose_grid` if
+        there is none."""
         if num_tokens == self.num_latent_tokens:
             return self.token_grid
-        return choose_grid(num_tokens, pair(self.image_size))
+        return choose_grid(num_tokens, pair(self.image_size), argument)
+
+    def require_num_tokens(self, num_tokens: int):
+        super().require_num_tokens(num_tokens)
+        self.grid_of(num_tokens)
 
     def validate_placement(self):
         """Tokens fill their grid."""
@@ -101,8 +107,10 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
                 f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "
                 f"`num_latent_tokens`={self.num_latent_tokens}."
             )
-        for count in filter(None, (*(self.elastic_token_counts or ()), self.num_tokens)):
-            self.grid_of(count)
+        for count in self.elastic_token_counts or ():
+            self.grid_of(count, "elastic_token_counts")
+        if self.num_tokens is not None:
+            self.grid_of(self.num_tokens)
 
 
 @strict

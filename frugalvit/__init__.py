@@ -11,6 +11,7 @@ if importlib.util.find_spec("frugalvit.modeling") is None:
     raise ModuleNotFoundError("This clone of frugalvit is not installed; in its folder, run: pip install -e .")
 
 from .macs import count_context_broadcast, count_macs
+from .modeling.backbone_swap import swap_backbone
 from .modeling.context_broadcast import ContextBroadcast
 from .modeling.context_broadcast_hosts import (
     insert_context_broadcast,
@@ -18,7 +19,6 @@ from .modeling.context_broadcast_hosts import (
     remove_context_broadcast,
 )
 from .modeling.generalized_convolution import GeneralizedConv2d
-from .modeling.heads import swap_backbone
 from .modeling.hosts import Anatomy, read_anatomy, register_reader
 from .modeling.initialization import impulse_init_, initialize_attention_, mimetic_init_
 from .modeling.llava_tower import SparseFormerVisionTower

@@ -4,11 +4,10 @@ convolutions that see the image add the differences from cell to cell."""
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import initialization as init
 
 from ..configuration.configuration_base import pair
 from .layers import in_float32, resize
-from .segmentation import geometric_bias
+from .segmentation_head import geometric_bias
 
 
 # Pixels along a cell's side that an upsampler looks at, at most.
@@ -78,14 +77,6 @@ class MapUpsampler(nn.Module):
         self.place = nn.Conv2d(4, width, 1)
         self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
         self.out_proj = nn.Conv2d(width, config.hidden_size, 1)
-
-    def draw(self, std: float):
-        """Draw weights that add nothing to a map."""
-        for convolution in self.modules():
-            if isinstance(convolution, nn.Conv2d):
-                init.kaiming_normal_(convolution.weight)
-                init.zeros_(convolution.bias)
-        init.zeros_(self.out_proj.weight)
 
     def forward(self, features: torch.Tensor, pixel_values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """A map `(batch, hidden_size, height, width)`, the image and `place_in_token` to such a map."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_sparseformer import SparseFormerConfig
@@ -76,6 +75,9 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     """
     left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
     offsets = in_float32(offsets)
+    if offsets.shape[0] == 0:
+        # PyTorch warns about the variance of no values.
+        return offsets
     variance = offsets.var(dim=2, keepdim=True)
     mean = offsets.mean(dim=2, keepdim=True)
     # The square root has no finite gradient at 0, where all points of a token coincide.
@@ -133,13 +135,6 @@ class SparseFormerStem(nn.Module):
         super().__init__()
         self.convolution = nn.Conv2d(config.num_channels, config.stem_channels, kernel_size=7, stride=2, padding=3)
 
-    def draw(self, std: float):
-        """Draw weights as the reference implementation does, on which bootstrapping depends."""
-        weight = self.convolution.weight
-        init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
-        bound = weight[0].numel() ** -0.5
-        init.uniform_(self.convolution.bias, -bound, bound)
-
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         pixel_values = pixel_values.to(self.convolution.weight.dtype)
         # Pooling, normalizing and sampling are several times faster where a pixel's channels lie side by side.
@@ -166,16 +161,6 @@ class SparseFormerLatents(nn.Module):
             self.cls_token = nn.Parameter(torch.empty(config.num_class_tokens, config.hidden_size))
         if config.num_register_tokens:
             self.register_tokens = nn.Parameter(torch.empty(config.num_register_tokens, config.hidden_size))
-
-    def draw(self, std: float):
-        """Draw tokens, and lay RoIs out as `initial_rois` does."""
-        init.trunc_normal_(self.token_embedding, std=1.0)
-        init.copy_(
-            self.initial_rois, initial_rois(self.config.num_latent_tokens, self.config.trained_token_counts[:-1])
-        )
-        for token in (self.cls_token, self.register_tokens):
-            if token is not None:
-                init.normal_(token)
 
     def forward(self, batch_size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the first tokens, `(1, num_tokens, width)`, and their RoIs, `(1, num_tokens, 4)` in float32,
@@ -248,16 +233,6 @@ class SparseFormerMixing(nn.Module):
             self.channel_bias = self.point_bias = None
         self.out_proj = nn.Linear(config.num_mixed_points * config.stem_channels, hidden_size)
 
-    def draw(self, std: float):
-        """Draw weights that generate the same matrices for all tokens."""
-        init.constant_(self.layernorm.weight, self.layernorm.normalized_shape[0] ** -0.5)
-        init.zeros_(self.generator.weight)
-        matrices = [nn.init.xavier_uniform_(torch.empty(shape)).flatten() for shape in self.shapes]
-        init.copy_(self.generator.bias, torch.cat(matrices))
-        if self.channel_bias is not None:
-            init.zeros_(self.channel_bias)
-            init.zeros_(self.point_bias)
-
     def forward(self, tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """Mix what each token sampled, `(batch, tokens, points, channels)`, by matrices made from the token,
         `(batch, tokens, hidden_size)` or a batch of 1 for all images, to `(batch, tokens, hidden_size)`."""
@@ -289,12 +264,6 @@ class SparseFormerSampling(nn.Module):
         self.offset_proj = nn.Linear(hidden_size, 2 * config.num_sampling_points, bias=False)
         self.offset_bias = nn.Parameter(torch.empty(2 * config.num_sampling_points))
         self.mixing = SparseFormerMixing(config, hidden_size)
-
-    def draw(self, std: float):
-        """Draw weights that place points on a grid in the RoI."""
-        init.constant_(self.offset_layernorm.weight, self.offset_layernorm.normalized_shape[0] ** -0.5)
-        init.zeros_(self.offset_proj.weight)
-        init.copy_(self.offset_bias, initial_sampling_offsets(self.num_points).flatten())
 
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
@@ -333,11 +302,6 @@ class SparseFormerRoIDeltas(nn.Module):
         self.dense = None if config.is_v1 else nn.Linear(hidden_size, hidden_size)
         self.out_proj = nn.Linear(hidden_size, 4, bias=False)
 
-    def draw(self, std: float):
-        """Draw weights that leave RoIs where they are."""
-        init.constant_(self.layernorm.weight, self.layernorm.normalized_shape[0] ** -0.5)
-        init.zeros_(self.out_proj.weight)
-
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         tokens = self.layernorm(tokens)
         return self.out_proj(tokens if self.dense is None else F.gelu(self.dense(tokens)))
@@ -362,11 +326,6 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
         self.layernorm_after = nn.LayerNorm(hidden_size, eps=eps)
         self.mlp = MLP(hidden_size, 4 * hidden_size, "gelu")
         self.roi_deltas = SparseFormerRoIDeltas(config, hidden_size)
-
-    def draw(self, std: float):
-        """Draw the embeddings of the iterations."""
-        if self.stage_embedding is not None:
-            init.normal_(self.stage_embedding)
 
     def forward(
         self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, iteration: int = 0, **kwargs

@@ -24,7 +24,7 @@ from .hosts.running import (
 )
 from .hosts.transformers import read_block, read_head
 from .image_format import ImageFormat
-from .layers import pool_tokens, rotary_embeddings
+from .layers import rotary_embeddings
 from .placement import cut_patches, grid_rois
 
 
@@ -445,16 +445,7 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
     position_embeddings = rotary_embeddings(base.config, rois)
     for layer in base.layers:
         tokens = layer(tokens, position_embeddings=position_embeddings)
-    pooling = anatomy.pooling
-    found = pool_tokens(
-        tokens,
-        pooling.mode,
-        base.layernorm,
-        anatomy.num_prefix_tokens,
-        pooling.class_tokens or range(anatomy.num_class_tokens),
-        pooling.before_norm,
-        base.pooling_head,
-    )
+    found = base.pooler(tokens, base.layernorm, base.pooling_head)
     if hasattr(student, "visual_projection"):
         found = student.visual_projection(found)
     elif anatomy.projection is not None:

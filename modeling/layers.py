@@ -1,4 +1,4 @@
-"""Building blocks that the model families share."""
+"""Layers, outputs and functions that the model families share."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,23 +10,30 @@ from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput, logging
+
+from .hub import HubModel
 
 
 logger = logging.get_logger(__name__)
 
-# Standard deviation of fresh linear weights, the reference implementation's.
+# Standard deviation of new linear weights, as in the reference implementation.
 INITIALIZER_STD = 0.02
 
 
 def in_float32(values: torch.Tensor) -> torch.Tensor:
-    """Return values in float32, or in float64 if they have that already."""
+    """Cast to float32; float64 stays float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Softmax attention that returns its weights, `(batch, heads, queries, keys)`; the softmax is in float32."""
+    """Compute softmax attention; the softmax is in float32.
+
+    Returns:
+        The output, `(batch, queries, heads, head_dim)`, and the attention weights, `(batch, heads, queries, keys)`.
+    """
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         weights = weights + attention_mask
@@ -38,17 +45,20 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 def rotary_table(
     centers: torch.Tensor, theta: float, scale: tuple[float, float], shift: tuple[float, float], head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines of the angles by which a token's queries and keys are rotated, in float32.
+    """Return the cosines and sines of rotary position embeddings (Su et al. 2021, arXiv 2104.09864) for two axes.
 
-    Rotary positions (Su et al. 2021, arXiv 2104.09864) of two axes, each with a quarter of the channels' frequencies:
-    a token at `(y, x)` has the angles (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4.
-    With scale = 4 pi and shift = -2 pi these are 2 pi (2 c - 1) f, DINOv3's (Siméoni et al. 2025, arXiv 2508.10104);
-    EVA-02 (Fang et al. 2023, arXiv 2303.11331) counts patches. Neither needs a grid: the formula holds at any center.
+    Each axis has n = head_dim / 4 frequencies. A token centered at (y, x) is rotated by the angles
+    (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1. With scale = 4 pi and shift = -2 pi the angles are
+    DINOv3's, 2 pi (2 c - 1) f (Siméoni et al. 2025, arXiv 2508.10104); EVA-02 (Fang et al. 2023, arXiv 2303.11331)
+    counts patches instead. The formula needs no grid and holds at any center.
 
-    `centers` are `(..., 2)` as y, x, 0 to 1 across the image, results `(..., head_dim / 2)`, first the frequencies of
-    y, then those of x.
+    Args:
+        centers (`torch.Tensor` of shape `(..., 2)`): Centers of tokens as y and x, 0 to 1 across the image.
+
+    Returns:
+        Cosines and sines, `(..., head_dim / 2)` in float32: the frequencies of y, then those of x.
     """
-    # Numbers of Python instead of tensors, which a device would wait for.
+    # Python numbers instead of tensors: a tensor would have to be copied to the device.
     axes = zip(in_float32(centers).unbind(-1), scale, shift, strict=True)
     coordinates = torch.stack([center * factor + offset for center, factor, offset in axes], dim=-1)
     steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
@@ -57,8 +67,12 @@ def rotary_table(
 
 
 def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotate the tokens of queries or keys, `(batch, heads, tokens, head_dim)`, from number `first` on, by the angles
-    of `rotary_table`, `(batch, rotated tokens, head_dim / 2)`."""
+    """Rotate queries or keys from token number `first` on.
+
+    Args:
+        states (`torch.Tensor` of shape `(batch, heads, tokens, head_dim)`): Queries or keys.
+        cos, sin (`torch.Tensor` of shape `(batch, rotated tokens, head_dim / 2)`): Result of `rotary_table`.
+    """
     if states.shape[2] <= first:
         return states
     cos = cos.unsqueeze(1).to(states.dtype)
@@ -67,8 +81,10 @@ def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, fi
 
 
 def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the rotary positions of tokens with these RoIs, `(batch, tokens, 4)`, as `SelfAttention` takes them: a
-    token without a grid is rotated as a patch around the center of its RoI would be. RoIs get no gradient."""
+    """Return the rotary position embeddings of tokens, or `None` if the model has none.
+
+    A token is rotated as a patch around the center of its RoI, `(batch, tokens, 4)`, would be. RoIs get no gradient.
+    """
     if config.rope_theta is None:
         return None
     left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
@@ -79,16 +95,21 @@ def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channel i with channel i + head_dim / 2 of states `(batch, heads, tokens, head_dim)`, by cosines and
+    """Rotate channel i of `(batch, heads, tokens, head_dim)` together with channel i + head_dim / 2, by cosines and
     sines that broadcast with `(batch, heads, tokens, head_dim / 2)`."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention through Transformers' attention interface, of tokens to themselves or of other queries.
-    `head_norm` makes the norms of each head's queries and keys, `output_norm` that before the output projection, given
-    their width."""
+    """Multi-head self-attention through Transformers' attention interface.
+
+    Args:
+        head_norm (`Callable[[int], nn.Module]`, *optional*):
+            Factory of the norms of each head's queries and keys, called with their width.
+        output_norm (`Callable[[int], nn.Module]`, *optional*):
+            Factory of the norm before the output projection, called with its width.
+    """
 
     def __init__(
         self,
@@ -120,10 +141,20 @@ class SelfAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output for each of the first tokens, `queries`, by default all, which attend to all, `(batch,
-        tokens, hidden_size)`, and the attention weights if the implementation has them. `position_embeddings` are the
-        cosines and sines, `(batch, rotated tokens, head_dim / 2)`, of the last tokens; `attention_mask`, `(batch, 1,
-        1, tokens)`, is added to the scores."""
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch, tokens, hidden_size)`): Tokens that are attended to.
+            queries (`torch.Tensor` of shape `(batch, queries, hidden_size)`, *optional*):
+                Tokens that attend, all by default.
+            position_embeddings (`tuple` of two `torch.Tensor`, *optional*):
+                Cosines and sines, `(batch, rotated tokens, head_dim / 2)`, of the last tokens, see `rotary_table`.
+            attention_mask (`torch.Tensor`, *optional*):
+                A mask of Transformers for the attention implementation, or `(batch, 1, 1, tokens)` floats that are
+                added to the scores.
+
+        Returns:
+            The output, `(batch, queries, hidden_size)`, and the attention weights or `None`.
+        """
         queries = hidden_states if queries is None else queries
         heads = (-1, self.head_dim)
         query = self.q_proj(queries).unflatten(-1, heads).transpose(1, 2)
@@ -137,9 +168,13 @@ class SelfAttention(nn.Module):
             query = rotate_tokens(query, *position_embeddings, first)
             key = rotate_tokens(key, *position_embeddings, first)
         implementation = self.config._attn_implementation
-        if attention_mask is not None and attention_mask.is_floating_point() and "flash" in str(implementation):
-            # FlashAttention adds nothing to scores.
+        is_bias = isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point()
+        if is_bias and implementation != "eager":
+            # FlashAttention cannot add a bias to the scores, and flex attention fails on CPUs.
             implementation = "sdpa"
+        if key.shape[0] == 0:
+            # The other implementations of Transformers cannot reshape a batch without images.
+            implementation = "eager"
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         output = output.reshape(queries.shape)
@@ -149,8 +184,15 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between, and a norm before the second, which `norm` makes, given its width.
-    With a gate (Shazeer 2020, arXiv 2002.05202, SwiGLU for "silu"), the activated gate multiplies the first layer."""
+    """Two linear layers with an activation between.
+
+    Args:
+        gated (`bool`, *optional*, defaults to `False`):
+            Multiply the first layer's output by an activated gate (Shazeer 2020, arXiv 2002.05202; SwiGLU for
+            "silu").
+        norm (`Callable[[int], nn.Module]`, *optional*):
+            Factory of a norm before the second layer, called with its width.
+    """
 
     def __init__(
         self,
@@ -177,7 +219,7 @@ class MLP(nn.Module):
 
 
 def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
-    """Stochastic depth (Huang et al. 2016): zeroes a residual branch for whole images, `(batch, ...)`."""
+    """Apply stochastic depth (Huang et al. 2016): zero a residual branch, `(batch, ...)`, for whole images."""
     if rate == 0.0 or not training:
         return branch
     keep = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - rate)
@@ -185,14 +227,14 @@ def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor
 
 
 def norm_factory(config) -> Callable[[int], nn.Module]:
-    """Norm-layer factory for a `SparseFormerBaseConfig`: makes a norm, given its width."""
+    """Return the norm-layer factory of a `SparseFormerBaseConfig`, to be called with the norm's width."""
     norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
     return functools.partial(norm_class, eps=config.layer_norm_eps)
 
 
 class EncoderLayer(GradientCheckpointingLayer):
-    """A pre-norm transformer block of a SparseFormer: attention and MLP, each of normalized tokens, with the options
-    of the vision transformers from which students inherit blocks."""
+    """Pre-norm transformer block of both SparseFormers, with the options of the vision transformers from which
+    students inherit blocks."""
 
     def __init__(self, config, drop_path_rate: float):
         super().__init__()
@@ -218,15 +260,8 @@ class EncoderLayer(GradientCheckpointingLayer):
         self.attention_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
         self.mlp_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
 
-    def draw(self, std: float):
-        """Start layer scale at 1."""
-        if self.mlp_scale is not None:
-            init.ones_(self.attention_scale)
-            init.ones_(self.mlp_scale)
-
     def forward(self, hidden_states: torch.Tensor, num_queries: int | None = None, **kwargs) -> torch.Tensor:
-        """`(batch, tokens, hidden_size)` to the same shape, or, with `num_queries`, to the first tokens alone, which
-        attend to all."""
+        """Compute the first `num_queries` tokens, all by default; each attends to all tokens."""
         tokens = self.layernorm_before(hidden_states)
         branch, _ = self.attention(tokens, tokens[:, :num_queries], **kwargs)
         branch = branch if self.attention_scale is None else branch * self.attention_scale
@@ -237,7 +272,7 @@ class EncoderLayer(GradientCheckpointingLayer):
 
 
 class AttentionPooling(nn.Module):
-    """One learned query that attends to all tokens, then an MLP (SigLIP); AIMv2's has none."""
+    """Attention of one learned query to all tokens, followed by an MLP (SigLIP) or none (AIMv2)."""
 
     def __init__(self, config):
         super().__init__()
@@ -255,97 +290,231 @@ class AttentionPooling(nn.Module):
                 config.hidden_act,
             )
 
-    def draw(self, std: float):
-        """Draw the query as the reference implementation does."""
-        init.normal_(self.probe)
-
     def forward(self, hidden_states: torch.Tensor, areas: torch.Tensor | None = None) -> torch.Tensor:
-        """`(batch, tokens, hidden_size)` to `(batch, hidden_size)`. A token of area 2 counts as two, `(batch,
-        tokens)`."""
-        mask = None if areas is None else areas.log()[:, None, None]
+        """Pool `(batch, tokens, hidden_size)` to `(batch, hidden_size)`. With `areas`, `(batch, tokens)`, a token of
+        area 2 counts as two tokens."""
+        mask = None if areas is None else areas.to(hidden_states.dtype).log()[:, None, None]
         pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1), attention_mask=mask)
         if self.mlp is not None:
             pooled = pooled + self.mlp(self.layernorm(pooled))
         return pooled[:, 0]
 
 
-def pool_tokens(
-    tokens: torch.Tensor,
-    pooling: str,
-    norm: Callable[[torch.Tensor], torch.Tensor],
-    num_prefix_tokens: int,
-    class_tokens: Sequence[int] = (),
-    norm_last: bool = False,
-    attend: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None,
-    areas: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Pool tokens after the last block to one embedding of each image.
+class Pooler(nn.Module):
+    """Pool tokens to one embedding of each image, in the way that `config.pooling` names.
 
-    Args:
-        tokens (`torch.Tensor`): `(batch, prefix + other tokens, hidden_size)`.
-        pooling (`str`): `pooling` of a `SparseFormerBaseConfig`.
-        class_tokens (sequence of `int`): The class tokens that are pooled.
-        norm_last (`bool`): Whether means are taken before the norm.
-        attend (`Callable`, *optional*): Attention pooling.
-        areas (`torch.Tensor`, *optional*): Weights of the other tokens, `(batch, other tokens)`, 1 on average but for
-            those of weight 0; all count alike by default.
+    The final norm and attention pooling are modules of the model, under the names that checkpoints have.
     """
-    if pooling in ("cls", "class_mean"):
-        tokens = torch.stack([tokens[:, index] for index in class_tokens], dim=1)
-        if pooling == "cls":
-            return norm(tokens).flatten(1)
-        areas = None
-    if areas is not None:
-        areas = F.pad(areas.to(tokens.dtype), (num_prefix_tokens, 0), value=1.0)
-    if pooling == "cls_and_latent_mean":
-        tokens = norm(tokens)
-        latent = tokens[:, num_prefix_tokens:]
-        mean = latent.mean(dim=1) if areas is None else weighted_mean(latent, areas[:, num_prefix_tokens:])
-        return torch.cat([tokens[:, 0], mean], dim=1)
-    if pooling in ("latent_mean", "latent_attention"):
-        tokens = tokens[:, num_prefix_tokens:]
-        areas = None if areas is None else areas[:, num_prefix_tokens:]
-    tokens = tokens if norm_last else norm(tokens)
-    if pooling in ("attention", "latent_attention"):
-        pooled = attend(tokens, areas)
-    else:
-        pooled = tokens.mean(dim=1) if areas is None else weighted_mean(tokens, areas)
-    return norm(pooled) if norm_last else pooled
+
+    def __init__(self, config):
+        super().__init__()
+        self.pooling = config.pooling
+        self.num_prefix_tokens = config.num_prefix_tokens
+        self.class_tokens = list(config.pooled_class_tokens or range(config.num_class_tokens))
+        self.norm_last = config.final_norm == "after_pooling"
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        norm: nn.Module,
+        attention_pooling: AttentionPooling | None = None,
+        areas: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            tokens (`torch.Tensor` of shape `(batch, prefix + latent tokens, hidden_size)`): Output of the last block.
+            norm (`nn.Module`): The final norm, applied to tokens or, by `final_norm`, to the pooled embedding.
+            attention_pooling (`AttentionPooling`, *optional*): Needed where `config.pooling` is attention.
+            areas (`torch.Tensor` of shape `(batch, latent tokens)`, *optional*):
+                Weights of latent tokens, 1 on average; padding has a weight of 0.
+
+        Returns:
+            The pooled embedding, `(batch, config.pooled_size)`.
+        """
+        if self.pooling in ("cls", "class_mean"):
+            tokens = torch.stack([tokens[:, index] for index in self.class_tokens], dim=1)
+            areas = None
+            if self.pooling == "cls":
+                return norm(tokens).flatten(1)
+        elif self.pooling == "cls_and_latent_mean":
+            tokens = norm(tokens)
+            latent = tokens[:, self.num_prefix_tokens :]
+            mean = latent.mean(dim=1) if areas is None else weighted_mean(latent, areas)
+            return torch.cat([tokens[:, 0], mean], dim=1)
+        elif self.pooling in ("latent_mean", "latent_attention"):
+            tokens = tokens[:, self.num_prefix_tokens :]
+        elif areas is not None:
+            areas = F.pad(areas, (self.num_prefix_tokens, 0), value=1.0)
+        tokens = tokens if self.norm_last else norm(tokens)
+        if attention_pooling is not None:
+            pooled = attention_pooling(tokens, areas)
+        else:
+            pooled = tokens.mean(dim=1) if areas is None else weighted_mean(tokens, areas)
+        return norm(pooled) if self.norm_last else pooled
 
 
 def weighted_mean(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The mean of tokens `(batch, tokens, hidden_size)` by weights `(batch, tokens)`."""
+    """Average tokens `(batch, tokens, hidden_size)` by weights `(batch, tokens)`."""
+    weights = weights.to(tokens.dtype)
     return (tokens * weights.unsqueeze(-1)).sum(dim=1) / weights.sum(dim=1, keepdim=True)
 
 
-def reads_class_tokens_alone(config, **kwargs) -> bool:
-    """Whether of the last block a call with these arguments reads nothing but class tokens."""
-    names = ("output_hidden_states", "output_attentions")
-    recorded = any(kwargs.get(name, getattr(config, name, False)) for name in names)
-    return config.pooling == "cls" and not recorded
+@dataclass
+class SparseFormerModelOutput(BaseModelOutputWithPooling):
+    """Output of `SparseFormerModel` and `PatchSparseFormerModel`.
+
+    Args:
+        last_hidden_state (`torch.FloatTensor` of shape `(batch, prefix + latent tokens, hidden_size)`):
+            Tokens after the final norm; class tokens and registers come first.
+        pooler_output (`torch.FloatTensor` of shape `(batch, pooled_size)`): The pooled embedding.
+        hidden_states (`tuple`, *optional*): Input of the first encoder block and the output of each block.
+        attentions (`tuple`, *optional*): Attention weights `(batch, heads, tokens, tokens)` of each encoder block.
+        rois (`tuple`, *optional*, with `output_rois=True`):
+            RoIs of the latent tokens, `(batch, latent tokens, 4)` float32, after every adjustment, or the cells of a
+            PatchSparseFormer: left, top, right, bottom, 0 to 1 across the image, not clamped.
+        sampling_points (`tuple`, *optional*, with `output_rois=True`):
+            Points of every sampling, `(batch, latent tokens, points, 2)` float32: x and y, 0 to 1 across the image.
+        focusing_hidden_states (`tuple`, *optional*, with `output_focusing_hidden_states=True`):
+            Tokens `(batch, latent tokens, focusing_hidden_size)` after every focusing iteration.
+        stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
+            The map that tokens sample, `(batch, stem_channels, height / 4, width / 4)`.
+        attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
+            `AttentionForecast` of a PatchSparseFormer that is placed by content: `(batch, rows, columns)` float32
+            logits of a teacher's attention to each cell of the grid with twice the rows and columns.
+    """
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    stem_features: torch.FloatTensor | None = None
+    attention_forecast: torch.FloatTensor | None = None
+
+
+@dataclass
+class SparseFormerImageClassifierOutput(ImageClassifierOutput):
+    """`ImageClassifierOutput` with fields of `SparseFormerModelOutput`."""
+
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
+    """`SparseFormerModelOutput` with `image_embeds`, the projected `pooler_output`, `(batch, projection_dim)`."""
+
+    image_embeds: torch.FloatTensor | None = None
+    last_hidden_state: torch.FloatTensor | None = None
+    pooler_output: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+    rois: tuple[torch.FloatTensor, ...] | None = None
+    sampling_points: tuple[torch.FloatTensor, ...] | None = None
+    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    stem_features: torch.FloatTensor | None = None
+    attention_forecast: torch.FloatTensor | None = None
+
+
+class SparseFormerBasePreTrainedModel(HubModel):
+    """Base class of `SparseFormerPreTrainedModel` and `PatchSparseFormerPreTrainedModel`."""
+
+    base_model_prefix = "sparseformer"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    embeds = {"image": ("forward", "pooler_output")}
+    embedding_arguments = ("num_tokens",)
+    # Whether the last block may leave out tokens that are not pooled. Context Broadcasting in that block reads all
+    # tokens, so `insert_context_broadcast` sets it to False on the base model.
+    skips_unread_tokens = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    def no_weight_decay(self) -> list[str]:
+        """Names of parameters that optimizers should not decay, besides biases and norms."""
+        names = (
+            "initial_rois",
+            "token_embedding",
+            "position_embeddings",
+            "cls_token",
+            "register_tokens",
+            "stage_embedding",
+            "offset_bias",
+            "probe",
+            "attention_scale",
+            "mlp_scale",
+        )
+        return [name for name, _ in self.named_parameters() if name.rsplit(".", 1)[-1] in names]
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=INITIALIZER_STD)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, EncoderLayer):
+            if module.mlp_scale is not None:
+                init.ones_(module.attention_scale)
+                init.ones_(module.mlp_scale)
+        elif isinstance(module, AttentionPooling):
+            init.normal_(module.probe)
+        else:
+            super()._init_weights(module)
+
+    def set_num_tokens(self, num_tokens: int | None):
+        """Set the number of latent tokens, without [CLS], of calls that do not choose one.
+
+        The configuration keeps it, so that it is saved, exported and used by pipelines; weights stay as they are.
+
+        Args:
+            num_tokens (`int` or `None`): Number of latent tokens; `None` for all.
+
+        Raises:
+            ValueError: if `num_tokens` is below 1 or above `num_latent_tokens`, or if a PatchSparseFormer has no grid
+                with that number of cells.
+        """
+        self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
+
+    def num_last_queries(self, output_hidden_states: bool | None = None, output_attentions: bool | None = None, **_):
+        """Return the number of tokens that the last block has to compute when only the pooled embedding is read, given
+        the other arguments of a call; `None` for all tokens."""
+        config = self.config
+        records_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        records_attentions = config.output_attentions if output_attentions is None else output_attentions
+        if not self.skips_unread_tokens or config.pooling != "cls" or records_states or records_attentions:
+            return None
+        return config.num_class_tokens
 
 
 def check_num_tokens(config, num_tokens: int) -> int:
-    """Return the count of latent tokens that is asked for, with the errors of `set_num_tokens`. Warn once if the model
-    was not trained for it."""
-    if type(num_tokens) is not int or not 1 <= num_tokens <= config.num_latent_tokens:
-        raise ValueError(
-            f"`num_tokens` is {num_tokens!r}, expected 1 to {config.num_latent_tokens}, the latent tokens that this "
-            "model has; `resize_tokens` adds more, which then have to be trained."
-        )
+    """Return `num_tokens` if a model can compute with this number of latent tokens, and warn once if the model was not
+    trained with it.
+
+    Raises:
+        ValueError: if `num_tokens` is below 1, above `num_latent_tokens`, or makes no grid where tokens need one.
+    """
+    config.require_num_tokens(num_tokens)
     if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
         trained = ", ".join(map(str, config.trained_token_counts))
         logger.warning_once(
-            f"This model was trained with {trained} latent tokens and is asked for {num_tokens}, with which it may be "
-            "much worse. Bootstrapping it with `elastic_token_counts` teaches it others."
+            f"`num_tokens` is {num_tokens}, but this model was trained with {trained} latent tokens and may be much "
+            "worse with other numbers. Bootstrap it with several numbers of tokens to choose between them."
         )
     return num_tokens
 
 
 @dataclass
 class AdaptiveClassifierOutput(ModelOutput):
-    """Logits of images, `(batch, num_labels)`, from the last count of tokens that was tried, that count, `(batch,)`,
-    and the probability of the likeliest class from which on an image was done."""
+    """Output of `classify_adaptively`.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Logits with the last number of tokens tried.
+        num_tokens (`torch.LongTensor` of shape `(batch,)`): That number of tokens.
+        confidence (`float`): Probability of the likeliest class at which an image was finished.
+    """
 
     logits: torch.FloatTensor | None = None
     num_tokens: torch.LongTensor | None = None
@@ -353,13 +522,13 @@ class AdaptiveClassifierOutput(ModelOutput):
 
 
 def class_scores(config, logits: torch.Tensor) -> torch.Tensor:
-    """Turn logits into scores as Transformers' pipeline does: the numbers of a regression, sigmoids of a multi-label
-    model or of a single label, otherwise softmax probabilities. Float32."""
+    """Turn logits into float32 scores as Transformers' pipeline does: unchanged for regression, by a sigmoid for
+    multi-label models and for a single label, otherwise by a softmax."""
     logits = in_float32(logits)
     if config.problem_type == "regression":
         return logits
-    several = config.problem_type == "multi_label_classification" or config.num_labels == 1
-    return logits.sigmoid() if several else logits.softmax(-1)
+    is_multi_label = config.problem_type == "multi_label_classification" or config.num_labels == 1
+    return logits.sigmoid() if is_multi_label else logits.softmax(-1)
 
 
 def classify_adaptively(
@@ -369,8 +538,14 @@ def classify_adaptively(
     confidence: float,
     token_counts: Sequence[int] | None,
 ) -> AdaptiveClassifierOutput:
-    """Body of a model's `classify_adaptively`, given the indices of all images, `(batch,)`, and a function that
-    returns logits, `(chosen, num_labels)`, of some indices for a count."""
+    """Implement the method `classify_adaptively` of classifiers.
+
+    Args:
+        classify (`Callable[[torch.Tensor, int], torch.Tensor]`):
+            Function of image indices and a number of tokens that returns logits, `(images, num_labels)`.
+        images (`torch.LongTensor` of shape `(batch,)`): Indices of all images.
+        confidence, token_counts: Arguments of the method.
+    """
     if token_counts is None:
         most = config.default_num_tokens
         token_counts = sorted({min(config.trained_token_counts[0], most), most})
@@ -380,27 +555,27 @@ def classify_adaptively(
         raise ValueError("`token_counts` is empty, expected the numbers of tokens to try.")
     if config.problem_type == "regression":
         raise ValueError("`confidence` is a probability, and a regression has none; choose `num_tokens` instead.")
-    left = images
+    unfinished = images
     logits = num_tokens = None
     for count in token_counts:
-        found = classify(left, count)
+        new_logits = classify(unfinished, count)
         if logits is None:
-            logits = found
-            num_tokens = torch.full_like(left, count)
+            logits = new_logits
+            num_tokens = torch.full_like(unfinished, count)
         else:
-            logits = logits.index_copy(0, left, found)
-            num_tokens = num_tokens.index_fill(0, left, count)
-        left = left[class_scores(config, found).amax(dim=-1) < confidence]
-        if not len(left):
+            logits = logits.index_copy(0, unfinished, new_logits)
+            num_tokens = num_tokens.index_fill(0, unfinished, count)
+        unfinished = unfinished[class_scores(config, new_logits).amax(dim=-1) < confidence]
+        if not len(unfinished):
             break
     return AdaptiveClassifierOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)
 
 
 def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Images `(batch, channels, height, width)` at another size, in float32; those that have it are left as they are,
-    if that is known: in a program for several sizes it is not."""
-    is_known = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
-    if is_known and size == tuple(images.shape[-2:]):
+    """Resize images `(batch, channels, height, width)` in float32. Images that have the size already are returned
+    as they are, unless their size is dynamic in an exported program."""
+    is_static = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
+    if is_static and size == tuple(images.shape[-2:]):
         return images
     return F.interpolate(in_float32(images), size, mode="bilinear", antialias=True)
 
@@ -408,12 +583,19 @@ def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def image_classification_loss(
     logits: torch.Tensor, labels: torch.Tensor, config, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """Loss of an image classifier for `config.problem_type`, inferred from the labels and kept there if it is unset.
+    """Compute the loss of an image classifier in float32 for `config.problem_type`, which is inferred from the labels
+    and stored if it is unset.
 
-    Labels of logits `(batch, num_labels)` are `(batch,)` integers, `(batch, num_labels)` zeros and ones, or floats for
-    regression. With `num_items_in_batch` (what `Trainer` hands over when it accumulates gradients) the summed loss is
-    divided by that count for every problem type, so that accumulated steps add up to the large batch; Transformers'
-    own loss does so for single labels alone.
+    It differs from Transformers' `self.loss_function` in `num_items_in_batch`, which `Trainer` passes when it
+    accumulates gradients: the summed loss is divided by it for every problem type, not for single labels alone, so
+    that accumulated steps add up to the step of a large batch.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores of the classes.
+        labels (`torch.Tensor`):
+            `(batch,)` class indices, `(batch, num_labels)` zeros and ones for multi-label classification, or floats
+            for regression.
+        num_items_in_batch (`int`, *optional*): Number of images by which the summed loss is divided.
     """
     if config.problem_type is None:
         if config.num_labels == 1:

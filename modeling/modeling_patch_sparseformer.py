@@ -1,8 +1,10 @@
-"""PatchSparseFormer: a vision transformer whose few tokens each embed a cell of the image as a teacher embeds a patch.
+"""PatchSparseFormer: a vision transformer with few tokens, each embedding a cell of the image as its teacher embeds a
+patch.
 
-Cells are those of a grid, or of its blocks and parts, chosen for each image (`placement.py`). Positions are the
-teacher's, interpolated, so that a new student is its teacher at a lower resolution, which bootstrapping (Gao et al.,
-*Bootstrapping SparseFormers from Vision Foundation Models*, CVPR 2024) then aligns with the teacher.
+Cells form a grid or, placed by content, a grid of which some blocks of four are merged and some cells split for each
+image (`placement.py`). Positions are the teacher's, interpolated. So a new student is its teacher at a lower
+resolution, and bootstrapping (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, CVPR 2024) then
+aligns it with the teacher.
 """
 
 import math
@@ -14,9 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput, ModelOutput
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -26,66 +27,78 @@ from ..configuration.configuration_patch_sparseformer import (
     PatchSparseFormerProjectionConfig,
     choose_grid,
 )
-from .hub import HubModel
 from .layers import (
     INITIALIZER_STD,
     AdaptiveClassifierOutput,
     AttentionPooling,
     EncoderLayer,
+    Pooler,
     SelfAttention,
+    SparseFormerBasePreTrainedModel,
+    SparseFormerImageClassifierOutput,
+    SparseFormerModelOutput,
+    SparseFormerVisionModelWithProjectionOutput,
     check_num_tokens,
     classify_adaptively,
     image_classification_loss,
     in_float32,
     norm_factory,
-    pool_tokens,
-    reads_class_tokens_alone,
     resize,
     rotary_embeddings,
 )
-from .placement import ContentPlacement, cells_of, cut_patches, grid_rois, merge_in_four, pick_patches
+from .placement import (
+    AttentionForecast,
+    ContentPlacement,
+    cells_of,
+    cut_patches,
+    grid_rois,
+    merge_in_four,
+    pick_patches,
+)
 
 
 @dataclass
-class PatchSparseFormerModelOutput(BaseModelOutputWithPooling):
-    """Output of `PatchSparseFormerModel`.
+class CellsOutput(ModelOutput):
+    """Cells of images, each with a patch of pixels and a position.
 
     Args:
-        last_hidden_state (`torch.FloatTensor` of shape `(batch, [CLS] and registers + tokens, hidden_size)`):
-            Tokens after the final norm; `hidden_states` are before the first block and after each.
-        pooler_output (`torch.FloatTensor` of shape `(batch, pooled_size)`): The pooled embedding.
-        rois (`tuple`, *optional*, with `output_rois=True`):
-            The tokens' cells, `(batch, tokens, 4)` float32: left, top, right, bottom, 0 to 1 across the image.
-        attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
-            `(batch, rows, columns)` float32 logits of the share of a teacher's attention that falls on each cell of
-            the grid of twice the rows and columns, where `placement` is `"content"`.
+        patches (`torch.FloatTensor` of shape `(batch, tokens, channels * height * width)`): Pixels of the cells.
+        positions (`torch.FloatTensor` of shape `(tokens, hidden_size)` or `(batch, tokens, hidden_size)`):
+            Position embeddings of the cells.
+        rois (`torch.FloatTensor` of shape `(tokens, 4)` or `(batch, tokens, 4)`):
+            Left, top, right and bottom edges, 0 to 1 across the image.
+        areas (`torch.FloatTensor` of shape `(batch, tokens)`, *optional*):
+            Areas of the cells, 1 on average; `None` where all are equal.
+        attention_forecast (`torch.FloatTensor`, *optional*): Output of the `AttentionForecast`.
     """
 
-    rois: tuple[torch.FloatTensor, ...] | None = None
+    patches: torch.FloatTensor | None = None
+    positions: torch.FloatTensor | None = None
+    rois: torch.FloatTensor | None = None
+    areas: torch.FloatTensor | None = None
     attention_forecast: torch.FloatTensor | None = None
 
 
 @dataclass
-class PatchSparseFormerImageClassifierOutput(ImageClassifierOutput):
-    """`ImageClassifierOutput` with the `rois` of `PatchSparseFormerModelOutput`."""
+class PatchSparseFormerEmbeddingsOutput(ModelOutput):
+    """Output of `PatchSparseFormerEmbeddings`.
 
-    rois: tuple[torch.FloatTensor, ...] | None = None
+    Args:
+        tokens (`torch.FloatTensor` of shape `(batch, prefix + latent tokens, hidden_size)`): Embedded tokens.
+        rois (`torch.FloatTensor` of shape `(batch, latent tokens, 4)`): Cells of the latent tokens, see `CellsOutput`.
+        areas (`torch.FloatTensor` of shape `(batch, latent tokens)`, *optional*):
+            Areas of the cells, 1 on average; 0 marks padding, and `None` equal areas.
+        attention_forecast (`torch.FloatTensor`, *optional*): Output of the `AttentionForecast`.
+    """
 
-
-@dataclass
-class PatchSparseFormerVisionModelWithProjectionOutput(ModelOutput):
-    """`PatchSparseFormerModelOutput` with `image_embeds`, `(batch, projection_dim)`, the projected `pooler_output`."""
-
-    image_embeds: torch.FloatTensor | None = None
-    last_hidden_state: torch.FloatTensor | None = None
-    pooler_output: torch.FloatTensor | None = None
-    hidden_states: tuple[torch.FloatTensor, ...] | None = None
-    attentions: tuple[torch.FloatTensor, ...] | None = None
-    rois: tuple[torch.FloatTensor, ...] | None = None
+    tokens: torch.FloatTensor | None = None
+    rois: torch.FloatTensor | None = None
+    areas: torch.FloatTensor | None = None
+    attention_forecast: torch.FloatTensor | None = None
 
 
 class PatchSparseFormerEmbeddings(nn.Module):
-    """Embeds cells of images as patches, adds their positions, and puts [CLS] and registers in front."""
+    """Embed cells of images as patches, add their positions, and put class tokens and registers before them."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
@@ -104,109 +117,81 @@ class PatchSparseFormerEmbeddings(nn.Module):
         self.norm = norm(hidden_size) if "embedding" in config.extra_norms else nn.Identity()
         self.placement = ContentPlacement(config) if config.placement == "content" else None
 
-    def draw(self, std: float):
-        """Draw positions, class tokens and registers."""
-        init.trunc_normal_(self.position_embeddings, std=std)
-        for tokens in (self.cls_token, self.register_tokens):
-            if tokens is not None:
-                init.normal_(tokens)
-
-    def forward(self, pixel_values: torch.Tensor, num_tokens: int | torch.Tensor | None) -> tuple:
-        """Return tokens, `(batch, prefix + tokens, hidden_size)`, and of those that are no prefix the cells, `(batch,
-        tokens, 4)`, and their areas, `(batch, tokens)`, 1 on average, or None if they are equal; then the placement's
-        forecast."""
-        if isinstance(num_tokens, torch.Tensor):
-            return self.embed_each(pixel_values, num_tokens)
-        config = self.config
-        count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
+    def forward(self, pixel_values: torch.Tensor, num_tokens: int) -> PatchSparseFormerEmbeddingsOutput:
         pixel_values = in_float32(pixel_values)
-        grids = [config.grid_of(count)]
+        grids = [self.config.grid_of(num_tokens)]
         if self.placement is not None:
-            grids = config.cell_grids(count, tuple(pixel_values.shape[-2:]))
-        if len(grids) > 1 and min(grids[0]) > 1:
-            patches, positions, rois, areas, forecast = self.cut_cells(pixel_values, grids)
+            grids = self.config.cell_grids(num_tokens, tuple(pixel_values.shape[-2:]))
+        if len(grids) > 1 and min(grids[0]) > 1 and pixel_values.shape[0] > 0:
+            cells = self.place_cells(pixel_values, grids)
         else:
-            # Without finer cells or blocks of four there is nothing to choose: all images have the grid's cells.
+            # All images have the grid's cells: without finer cells or blocks of four there is no choice.
             rows, columns = grids[0]
             height, width = self.patch_size
             resized = resize(pixel_values, (rows * height, columns * width))
-            patches = cut_patches(resized, self.patch_size).flatten(1, 2)
-            positions = self.positions_of(grids[0])
-            rois = grid_rois(grids[0]).to(pixel_values.device)
-            areas = forecast = None
-        # Not the projection's dtype, which may be that of quantized weights.
-        patches = patches.to(self.position_embeddings.dtype)
-        tokens = self.patch_norm(self.projection(patches)) + positions
-        batch = tokens.shape[0]
-        front = [each for each in (self.cls_token, self.register_tokens) if each is not None]
-        tokens = torch.cat([*(each.expand(batch, -1, -1) for each in front), tokens], dim=1)
-        return self.norm(tokens), rois.expand(batch, -1, -1), areas, forecast
-
-    def embed_each(self, pixel_values: torch.Tensor, num_tokens: torch.Tensor) -> tuple:
-        """As `forward`, with a count for each image, `(batch,)`; padding to the most tokens has an area of 0."""
-        chosen = []
-        parts = []
-        for count in num_tokens.unique().tolist():
-            chosen.append((num_tokens == count).nonzero()[:, 0])
-            tokens, rois, areas, _ = self(pixel_values[chosen[-1]], count)
-            areas = rois.new_ones(rois.shape[:2]) if areas is None else areas
-            parts.append((tokens, rois, areas.unsqueeze(-1)))
-        order = torch.cat(chosen).argsort()
-        tokens, rois, areas = (
-            torch.cat([F.pad(part, (0, 0, 0, each[-1].shape[1] - part.shape[1])) for part in each])[order]
-            # Counts are in ascending order.
-            for each in zip(*parts, strict=True)
+            cells = CellsOutput(
+                patches=cut_patches(resized, self.patch_size).flatten(1, 2),
+                positions=self.positions_of(grids[0]),
+                rois=grid_rois(grids[0]).to(pixel_values.device),
+            )
+        # The dtype of positions, because the projection's weight may be quantized.
+        patches = cells.patches.to(self.position_embeddings.dtype)
+        tokens = self.patch_norm(self.projection(patches)) + cells.positions
+        batch_size = tokens.shape[0]
+        prefix = [each for each in (self.cls_token, self.register_tokens) if each is not None]
+        tokens = torch.cat([*(each.expand(batch_size, -1, -1) for each in prefix), tokens], dim=1)
+        return PatchSparseFormerEmbeddingsOutput(
+            tokens=self.norm(tokens),
+            rois=cells.rois.expand(batch_size, -1, -1),
+            areas=cells.areas,
+            attention_forecast=cells.attention_forecast,
         )
-        return tokens, rois, areas.squeeze(-1), None
 
-    def cut_cells(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> tuple:
-        """Return patches, `(batch, tokens, pixels)`, positions, RoIs and areas of the cells that are chosen for each
-        image, and the placement's forecast."""
+    def place_cells(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> CellsOutput:
+        """Choose as many cells for each image as the first of `grids` has, among its blocks of four and the cells of
+        all grids."""
         device = pixel_values.device
         height, width = self.patch_size
-        base, finest = (resize(pixel_values, (grid[0] * height, grid[1] * width)) for grid in (grids[0], grids[-1]))
+        base, finest = (
+            resize(pixel_values, (rows * height, columns * width)) for rows, columns in (grids[0], grids[-1])
+        )
         levels = [finest]
         for _ in grids[1:-1]:
             levels.insert(0, merge_in_four(levels[0]))
         levels = [merge_in_four(base, grids[0], self.patch_size), base, *levels]
-        cells, forecast = self.placement(levels, grids[0])
+        chosen, forecast = self.placement(levels, grids[0])
         positions = [self.positions_of(grid) for grid in grids]
         table = positions[0].mT.unflatten(1, grids[0])
         positions.insert(0, merge_in_four(table, grids[0]).flatten(1).mT)
         rois, areas = cells_of(grids)
-        patches = pick_patches(levels, self.patch_size, cells)
-        return patches, torch.cat(positions)[cells], rois.to(device)[cells], areas.to(device)[cells], forecast
+        return CellsOutput(
+            patches=pick_patches(levels, self.patch_size, chosen),
+            positions=torch.cat(positions)[chosen],
+            rois=rois.to(device)[chosen],
+            areas=areas.to(device)[chosen],
+            attention_forecast=forecast,
+        )
 
     def positions_of(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Positions of the cells of a grid, `(cells, hidden_size)`, interpolated."""
-        own = self.config.token_grid
-        if grid == own:
+        """Return the positions of a grid's cells, `(cells, hidden_size)`, interpolated where the grid is not the
+        model's own."""
+        own_grid = self.config.token_grid
+        if grid == own_grid:
             return self.position_embeddings
-        table = in_float32(self.position_embeddings).mT.unflatten(1, own).unsqueeze(0)
+        table = in_float32(self.position_embeddings).mT.unflatten(1, own_grid).unsqueeze(0)
         resized = F.interpolate(table, grid, mode="bicubic", antialias=True)
         return resized.flatten(2).squeeze(0).mT.to(self.position_embeddings)
 
 
-class PatchSparseFormerPreTrainedModel(HubModel):
-    """Base class of all PatchSparseFormers: loading, initialization and counts of tokens."""
+class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
+    """Base class of all PatchSparseFormers: loading, initialization and numbers of tokens."""
 
     config: PatchSparseFormerConfig
-    base_model_prefix = "sparseformer"
-    main_input_name = "pixel_values"
-    input_modalities = ("image",)
-    supports_gradient_checkpointing = True
     auto_classes = {
         "AutoModel": "PatchSparseFormerModel",
         "AutoModelForImageClassification": "PatchSparseFormerForImageClassification",
     }
-    embeds = {"image": ("forward", "pooler_output")}
-    embedding_arguments = ("num_tokens",)
     _no_split_modules = ["PatchSparseFormerEmbeddings", "EncoderLayer"]
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": OutputRecorder(EncoderLayer, index=0, layer_name="layers"),
         "attentions": OutputRecorder(SelfAttention, index=1, layer_name="layers"),
@@ -215,34 +200,33 @@ class PatchSparseFormerPreTrainedModel(HubModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.base_model.embeddings.projection
 
-    def no_weight_decay(self) -> list[str]:
-        """Names of parameters that optimizers should not decay, besides biases and norms."""
-        names = ("position_embeddings", "cls_token", "register_tokens", "probe", "attention_scale", "mlp_scale")
-        return [name for name, _ in self.named_parameters() if name.rsplit(".", 1)[-1] in names]
-
     @torch.no_grad()
     def _init_weights(self, module):
-        if isinstance(module, nn.Linear):
-            init.trunc_normal_(module.weight, std=INITIALIZER_STD)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif hasattr(module, "draw"):
-            module.draw(INITIALIZER_STD)
+        if isinstance(module, PatchSparseFormerEmbeddings):
+            init.trunc_normal_(module.position_embeddings, std=INITIALIZER_STD)
+            for tokens in (module.cls_token, module.register_tokens):
+                if tokens is not None:
+                    init.normal_(tokens)
+        elif isinstance(module, AttentionForecast):
+            # The head starts at zero, so that the forecast is even.
+            for convolution in (module.embedding, *module.convolutions):
+                init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+                init.zeros_(convolution.bias)
+            init.zeros_(module.head.weight)
+            init.zeros_(module.head.bias)
         else:
             super()._init_weights(module)
 
-    def set_num_tokens(self, num_tokens: int | None):
-        """Choose the number of latent tokens, [CLS] not counted, for all calls that choose none; `None` for all. The
-        model keeps the choice when it is saved, exported or given to a pipeline; weights stay. Raise a ValueError if
-        it is below 1, above `num_latent_tokens`, or makes no grid."""
-        if num_tokens is not None:
-            self.config.grid_of(check_num_tokens(self.config, num_tokens))
-        self.config.num_tokens = num_tokens
-
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Change the number of latent tokens, [CLS] not counted, in place, as continued bootstrapping needs. Positions
-        are interpolated. Errors as of `set_num_tokens`."""
+        """Change the number of latent tokens in place, with interpolated positions, for continued bootstrapping.
+
+        Args:
+            num_latent_tokens (`int`): Number of latent tokens, without [CLS].
+
+        Raises:
+            ValueError: if `num_latent_tokens` is below 1 or makes no grid.
+        """
         config = self.config
         embeddings = self.base_model.embeddings
         grid = choose_grid(num_latent_tokens, pair(config.image_size))
@@ -254,8 +238,8 @@ class PatchSparseFormerPreTrainedModel(HubModel):
         config.num_tokens = None
 
     def set_placement(self, placement: str):
-        """Choose where tokens look, in place: `"grid"` or `"content"`, see `placement` of the configuration. Weights
-        stay, but a grid has no forecast of attention."""
+        """Choose in place where tokens look: `"grid"` or `"content"`, see `placement` of the configuration. Weights
+        stay, except that `"grid"` drops the forecast of attention."""
         embeddings = self.base_model.embeddings
         self.config.placement = placement
         if placement == "grid":
@@ -273,55 +257,60 @@ class PatchSparseFormerPreTrainedModel(HubModel):
         image_processor=None,
         **fields,
     ):
-        """Return a student, in evaluation mode, that is its teacher at a lower resolution: it inherits the patch
+        """Return a student that is its teacher at a lower resolution, in evaluation mode: it inherits the patch
         embedding, positions, blocks, final norm and classifier or projection.
 
         Args:
-            teacher (`nn.Module` or `str`):
-                A plain pre-norm vision transformer of Transformers, timm or open_clip, see docs/models.md, or what
-                `read_anatomy` read of it; or a folder or hub id of Transformers, which brings its image processor.
-                The student pools as it does, and has its registers, gates, norms, layer scale and rotary positions.
-            num_latent_tokens (`int`, *optional*): Latent tokens; a quarter of the teacher's patches by default.
+            teacher (`nn.Module`, `Anatomy` or `str`):
+                A plain pre-norm vision transformer of Transformers, timm or open_clip (docs/models.md lists them), or
+                its anatomy; or a folder or hub id of Transformers, which is loaded with its image processor. The
+                student takes over the teacher's pooling, registers, gates, norms, layer scale and rotary positions.
+            num_latent_tokens (`int`, *optional*):
+                Number of latent tokens; a quarter of the teacher's patches by default.
             truncate (`float` or `int`, *optional*, defaults to 0):
-                Leading blocks left out: below 1 a share, from 1 on a count (1.0 is one block).
+                Leading blocks to leave out: a fraction below 1, or a count from 1 on (1.0 is one block).
             image_processor (*optional*):
-                The teacher's image processor, whose size, crop and normalization the student's has. Without one, the
-                student has none, and `save_pretrained` writes none.
-            fields: Fields of the configuration to set differently, for example `placement="content"`.
+                The teacher's image processor, from which the student takes size, crop and normalization. Without one,
+                `save_pretrained` writes none.
+            fields: Other fields of the configuration, for example `placement="content"`.
 
         Raises:
-            ValueError: if the teacher is no such transformer, has no classifier where one is needed, or the numbers
-                do not fit.
+            ValueError: if the teacher is no such transformer or has no classifier where one is needed, or if the
+                numbers do not fit.
         """
         try:
             from frugalvit.modeling.inheritance import inherit_patches
         except ModuleNotFoundError as error:
-            raise ImportError("from_teacher needs frugalvit: pip install frugalvit.") from error
+            raise ImportError(
+                "`from_teacher` needs the package frugalvit; its README says how to install it."
+            ) from error
         return inherit_patches(cls, teacher, num_latent_tokens, truncate, image_processor, **fields)
 
     def to_plain_vit(self, num_tokens: int | None = None, like=None) -> nn.Module:
-        """Return this model with a count of tokens as one of its teacher's class, for images of as many patches: a
-        `Dinov2ForImageClassification` for 84 pixels, for example, which loads and runs as any other.
+        """Return this model, with a given number of tokens, as a model of its teacher's class for images of as many
+        patches, for example a `Dinov2ForImageClassification` for 84 pixels.
 
         Args:
-            num_tokens (`int`, *optional*): Latent tokens; those of a call that chooses none by default.
+            num_tokens (`int`, *optional*): Number of latent tokens; by default that of calls without `num_tokens`.
             like (`PreTrainedConfig` or `str`, *optional*):
                 Configuration, folder or hub id of a model of Transformers with the teacher's architecture. Needed
                 where the teacher was of another library.
 
         Raises:
-            ValueError: if tokens are placed by content, `like` is needed or does not fit, or the class has no place
-                for some of the student's weights.
+            ValueError: if tokens are placed by content, `like` is needed or does not fit, or the class lacks
+                parameters for some of the student's weights.
         """
         try:
             from frugalvit.modeling.plain_vit import to_plain_vit
         except ModuleNotFoundError as error:
-            raise ImportError("to_plain_vit needs frugalvit: pip install frugalvit.") from error
+            raise ImportError(
+                "`to_plain_vit` needs the package frugalvit; its README says how to install it."
+            ) from error
         return to_plain_vit(self, num_tokens, like)
 
 
 class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
-    """The bare PatchSparseFormer, from pixels to tokens. `AutoModel` loads it, and it is the vision tower of LLaVA."""
+    """The bare PatchSparseFormer, from pixels to tokens. `AutoModel` loads it, and LLaVA uses it as vision tower."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         config.validate()
@@ -334,8 +323,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         self.layernorm = norm_factory(config)(config.hidden_size) if config.final_norm else nn.Identity()
         attends = config.pooling in ("attention", "latent_attention")
         self.pooling_head = AttentionPooling(config) if attends else None
-        # Context Broadcasting in the last block reads all tokens.
-        self.skips_unread_tokens = True
+        self.pooler = Pooler(config)
         self.post_init()
 
     @merge_with_config_defaults
@@ -348,49 +336,86 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         output_attention_forecast: bool = False,
         output_tokens: bool = True,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> PatchSparseFormerModelOutput:
+    ) -> SparseFormerModelOutput:
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size.
             num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
-                Latent tokens to compute with, up to `config.num_latent_tokens`; `config.num_tokens`, else all, by
-                default. Best one of `config.elastic_token_counts`: another one warns, once. With a count for each
-                image, the others' tokens are padded to the most and attended to by none.
+                Number of latent tokens, at most `config.num_latent_tokens`, or one number for each image: then tokens
+                are padded to the largest number, and no token attends to padding. By default `config.num_tokens`, or
+                all tokens. Numbers that the model was not trained with (`config.elastic_token_counts`) warn once.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
-                Return `last_hidden_state` of all tokens. Without it, the last block computes [CLS] alone where that is
-                what is pooled, unless `hidden_states` or `attentions` are asked for.
+                Return all tokens in `last_hidden_state`. With `False`, the last block computes only class tokens where
+                only these are pooled and neither `hidden_states` nor `attentions` are returned.
+
+        Raises:
+            ValueError: if `num_tokens` does not fit.
         """
-        hidden_states, rois, areas, forecast = self.embeddings(pixel_values, num_tokens)
-        position_embeddings = rotary_embeddings(self.config, rois)
-        skips = self.skips_unread_tokens and not output_tokens and reads_class_tokens_alone(self.config, **kwargs)
+        num_queries = None if output_tokens else self.num_last_queries(**kwargs)
         if isinstance(num_tokens, torch.Tensor):
-            mask = F.pad(areas > 0, (self.config.num_prefix_tokens, 0), value=True)
-            kwargs["attention_mask"] = create_bidirectional_mask(self.config, hidden_states, mask)
-            # Its mask is of as many queries as keys.
-            skips = False
+            embedded = self.embed_each(pixel_values, num_tokens)
+            mask = F.pad(embedded.areas > 0, (self.config.num_prefix_tokens, 0), value=True)
+            kwargs["attention_mask"] = create_bidirectional_mask(self.config, embedded.tokens, mask)
+            # The mask has as many queries as keys.
+            num_queries = None
+        else:
+            count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
+            embedded = self.embeddings(pixel_values, count)
+        position_embeddings = None
+        if self.config.rope_theta is not None:
+            position_embeddings = rotary_embeddings(self.config, embedded.rois)
+        hidden_states = embedded.tokens
         for layer in self.layers:
-            num_queries = self.config.num_class_tokens if skips and layer is self.layers[-1] else None
             hidden_states = layer(
-                hidden_states, num_queries=num_queries, position_embeddings=position_embeddings, **kwargs
+                hidden_states,
+                num_queries=num_queries if layer is self.layers[-1] else None,
+                position_embeddings=position_embeddings,
+                **kwargs,
             )
-        pooled = pool_tokens(
-            hidden_states,
-            self.config.pooling,
-            self.layernorm,
-            self.config.num_prefix_tokens,
-            self.config.pooled_class_tokens or range(self.config.num_class_tokens),
-            self.config.final_norm == "after_pooling",
-            self.pooling_head,
-            areas,
-        )
-        return PatchSparseFormerModelOutput(
+        return SparseFormerModelOutput(
             last_hidden_state=self.layernorm(hidden_states),
-            pooler_output=pooled,
-            rois=(rois,) if output_rois else None,
-            attention_forecast=forecast if output_attention_forecast else None,
+            pooler_output=self.pooler(hidden_states, self.layernorm, self.pooling_head, embedded.areas),
+            rois=(embedded.rois,) if output_rois else None,
+            attention_forecast=embedded.attention_forecast if output_attention_forecast else None,
+        )
+
+    @torch.compiler.disable
+    def embed_each(self, pixel_values: torch.Tensor, num_tokens: torch.Tensor) -> PatchSparseFormerEmbeddingsOutput:
+        """Embed each image with its own number of tokens, `(batch,)`, padded to the largest.
+
+        It stays out of compiled graphs, because shapes depend on the values of `num_tokens`. With an int, `forward`
+        compiles to one graph.
+        """
+        is_integer = not (num_tokens.is_floating_point() or num_tokens.is_complex() or num_tokens.dtype == torch.bool)
+        if num_tokens.shape != pixel_values.shape[:1] or not is_integer:
+            raise ValueError(
+                f"`num_tokens` is a tensor of shape {tuple(num_tokens.shape)} and {num_tokens.dtype}, expected one "
+                f"integer for each image, shape {tuple(pixel_values.shape[:1])}."
+            )
+        counts = num_tokens.unique().tolist() or [self.config.default_num_tokens]
+        for count in counts:
+            check_num_tokens(self.config, count)
+        indices = []
+        tokens = []
+        rois = []
+        areas = []
+        for count in counts:
+            chosen = (num_tokens == count).nonzero()[:, 0]
+            part = self.embeddings(pixel_values[chosen], count)
+            padding = max(counts) - count
+            indices.append(chosen)
+            tokens.append(F.pad(part.tokens, (0, 0, 0, padding)))
+            rois.append(F.pad(part.rois, (0, 0, 0, padding)))
+            part_areas = part.rois.new_ones(part.rois.shape[:2]) if part.areas is None else part.areas
+            areas.append(F.pad(part_areas, (0, padding)))
+        order = torch.cat(indices).argsort()
+        return PatchSparseFormerEmbeddingsOutput(
+            tokens=torch.cat(tokens)[order],
+            rois=torch.cat(rois)[order],
+            areas=torch.cat(areas)[order],
         )
 
 
@@ -415,20 +440,22 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         output_tokens: bool = False,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> PatchSparseFormerImageClassifierOutput:
+    ) -> SparseFormerImageClassifierOutput:
         """
         Args:
             labels (`torch.Tensor`, *optional*):
                 `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
             num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-            output_tokens (`bool`, *optional*, defaults to `False`): Let the last block compute all tokens.
+            output_tokens (`bool`, *optional*, defaults to `False`): Compute all tokens in the last block.
+            kwargs: Arguments of `PatchSparseFormerModel.forward`.
         """
         outputs = self.sparseformer(pixel_values, output_tokens=output_tokens, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
+            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
-        return PatchSparseFormerImageClassifierOutput(
+        return SparseFormerImageClassifierOutput(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
@@ -440,17 +467,20 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
     def classify_adaptively(
         self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
     ) -> AdaptiveClassifierOutput:
-        """Classify images with few tokens, and those whose class is not sure enough again with more.
+        """Classify images with few tokens, and repeat uncertain images with more tokens.
 
-        An image is done when the likeliest class has a probability of `confidence`, 0 to 1. `token_counts` are tried
-        in this order; by default the smallest of `config.elastic_token_counts`, then `config.num_tokens` or all
-        (`docs/results.md`: more between them save less than they cost).
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            confidence (`float`, *optional*, defaults to 0.9):
+                Probability of the likeliest class, 0 to 1, at which an image is finished.
+            token_counts (sequence of `int`, *optional*):
+                Numbers of tokens to try, in order. By default the smallest of `config.elastic_token_counts`, then
+                `config.num_tokens` or all; numbers between cost more than they save (docs/results.md).
         """
-        images = torch.arange(len(pixel_values), device=pixel_values.device)
         return classify_adaptively(
             self.config,
             lambda chosen, count: self(pixel_values[chosen], num_tokens=count).logits,
-            images,
+            torch.arange(len(pixel_values), device=pixel_values.device),
             confidence,
             token_counts,
         )
@@ -478,17 +508,11 @@ class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedMode
     @can_return_tuple
     def forward(
         self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
-    ) -> PatchSparseFormerVisionModelWithProjectionOutput:
-        """Pixels to `image_embeds`, `(batch, projection_dim)`; arguments go to `PatchSparseFormerModel.forward`."""
+    ) -> SparseFormerVisionModelWithProjectionOutput:
+        """Compute `image_embeds`, `(batch, projection_dim)`; `kwargs` are `PatchSparseFormerModel.forward`'s."""
         outputs = self.sparseformer(pixel_values, **kwargs)
-        return PatchSparseFormerVisionModelWithProjectionOutput(
-            image_embeds=self.visual_projection(outputs.pooler_output),
-            last_hidden_state=outputs.last_hidden_state,
-            pooler_output=outputs.pooler_output,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            rois=outputs.rois,
-        )
+        image_embeds = self.visual_projection(outputs.pooler_output)
+        return SparseFormerVisionModelWithProjectionOutput(image_embeds=image_embeds, **outputs)
 
 
 __all__ = [

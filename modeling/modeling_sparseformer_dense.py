@@ -7,6 +7,8 @@ from Vision Foundation Models*), a PatchSparseFormer a linear classifier of its 
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from transformers import initialization as init
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
 from transformers.modeling_outputs import BackboneOutput, SemanticSegmenterOutput
 from transformers.processing_utils import Unpack
@@ -16,10 +18,11 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
 from ..configuration.configuration_sparseformer import SparseFormerConfig
-from .dense import FeatureMaps
+from .dense import FeatureMaps, MapUpsampler
+from .layers import INITIALIZER_STD
 from .modeling_patch_sparseformer import PatchSparseFormerModel, PatchSparseFormerPreTrainedModel
 from .modeling_sparseformer import SparseFormerModel, SparseFormerPreTrainedModel
-from .segmentation import LinearDecoder, SegmentationHead, semantic_segmentation_loss
+from .segmentation_head import LinearDecoder, SegmentationHead, semantic_segmentation_loss
 
 
 @dataclass
@@ -45,7 +48,26 @@ class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
     token_maps: torch.FloatTensor | None = None
 
 
-class FeatureMapsMixin(BackboneMixin):
+class DenseInitializationMixin:
+    """Initialization of the heads of SparseFormers for dense prediction."""
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, SegmentationHead):
+            init.trunc_normal_(module.query.weight, std=INITIALIZER_STD)
+            init.zeros_(module.query.bias)
+        elif isinstance(module, MapUpsampler):
+            for convolution in module.modules():
+                if isinstance(convolution, nn.Conv2d):
+                    init.kaiming_normal_(convolution.weight)
+                    init.zeros_(convolution.bias)
+            # A new upsampler adds nothing to a map.
+            init.zeros_(module.out_proj.weight)
+        else:
+            super()._init_weights(module)
+
+
+class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
     """Feature maps at the teacher's own grid, whatever the number of tokens, in the place of
     Transformers' `Dinov2Backbone` and the like.
 
@@ -140,7 +162,7 @@ def segmenter_processor_config(config, fields: dict | None) -> dict | None:
     }
 
 
-class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
+class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormerPreTrainedModel):
     """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
     likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open).
 
@@ -196,7 +218,7 @@ class SparseFormerForSemanticSegmentation(SparseFormerPreTrainedModel):
         )
 
 
-class PatchSparseFormerForSemanticSegmentation(PatchSparseFormerPreTrainedModel):
+class PatchSparseFormerForSemanticSegmentation(DenseInitializationMixin, PatchSparseFormerPreTrainedModel):
     """PatchSparseFormer with a class for every pixel: a linear classifier of its feature maps, see
     `PatchSparseFormerBackbone`, side by side where `out_features` names several."""
 

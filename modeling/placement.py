@@ -10,7 +10,6 @@ are older (Ronen et al., *Vision Transformers with Mixed-Resolution Tokenization
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import initialization as init
 
 from ..configuration.configuration_base import pair
 from ..configuration.configuration_patch_sparseformer import PatchSparseFormerConfig
@@ -173,14 +172,6 @@ class AttentionForecast(nn.Module):
             nn.Conv2d(self.WIDTH, self.WIDTH, 3, padding=dilation, dilation=dilation) for dilation in (1, 2, 4)
         )
         self.head = nn.Conv2d(self.WIDTH, 1, 1)
-
-    def draw(self, std: float):
-        """Draw weights that predict even attention."""
-        for convolution in (self.embedding, *self.convolutions):
-            init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-            init.zeros_(convolution.bias)
-        init.zeros_(self.head.weight)
-        init.zeros_(self.head.bias)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """`(batch, channels, height, width)`, where a cell has a patch's points, to logits `(batch, rows, columns)` in

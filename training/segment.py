@@ -24,7 +24,7 @@ from transformers import AutoModelForSemanticSegmentation, SegformerImageProcess
 
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.image_format import ImageFormat
-from ..modeling.segmentation import semantic_segmentation_loss
+from ..modeling.segmentation_head import semantic_segmentation_loss
 from .arguments import (
     NOT_NEGATIVE,
     RANGE,

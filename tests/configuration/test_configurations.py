@@ -44,7 +44,7 @@ BAD_FIELDS = {
     ],
     "patches": [
         ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
-        ({"num_latent_tokens": 17}, "17 tokens make no grid"),
+        ({"num_latent_tokens": 17}, "`num_latent_tokens` is 17, which makes no grid"),
     ],
     "content": [({"placement": "contents"}, "'placement' expected one of .* got contents")],
     "elastic": [({"elastic_token_counts": [4, 4, 9]}, "expected increasing counts")],

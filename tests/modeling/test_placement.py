@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugalvit import PatchSparseFormerConfig, PatchSparseFormerForImageClassification
-from frugalvit.modeling.layers import AttentionPooling, pool_tokens, resize
+from frugalvit.modeling.layers import AttentionPooling, Pooler, resize
 from frugalvit.modeling.placement import (
     cells_of,
     choose_cells,
@@ -161,21 +161,28 @@ def test_a_trained_model_is_placed_anew():
 def test_tokens_are_pooled_by_their_area(pooling, norm_last):
     """A token of three times the area counts as three tokens."""
     torch.manual_seed(0)
-    head = AttentionPooling(PatchSparseFormerConfig(**TINY)).eval()
-    torch.nn.init.normal_(head.probe)
-    front = 1 if "latent" in pooling else 0
-    tokens = torch.randn(2, front + 4, 32)
+    config = PatchSparseFormerConfig(
+        **TINY
+        | {
+            "pooling": pooling,
+            "num_class_tokens": int("latent" in pooling),
+            "final_norm": "after_pooling" if norm_last else "before_pooling",
+        }
+    )
+    pooler = Pooler(config)
+    norm = torch.nn.LayerNorm(32)
+    head = None
+    if "attention" in pooling:
+        head = AttentionPooling(config).eval()
+        torch.nn.init.normal_(head.probe)
+    tokens = torch.randn(2, config.num_class_tokens + 4, 32)
     several = torch.cat([tokens, tokens[:, -1:], tokens[:, -1:]], dim=1)
     areas = torch.tensor([[1.0, 1.0, 1.0, 3.0]]).expand(2, -1) * 4 / 6
-    norm = torch.nn.LayerNorm(32)
-    found, expected = (
-        pool_tokens(each, pooling, norm, front, (0,), norm_last, head, weights)
-        for each, weights in ((tokens, areas), (several, None))
-    )
-    torch.testing.assert_close(found, expected)
-    # FlashAttention adds nothing to scores, so that it does not pool.
-    head.attention.config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(pool_tokens(tokens, pooling, norm, front, (0,), norm_last, head, areas), found)
+    found = pooler(tokens, norm, head, areas)
+    torch.testing.assert_close(found, pooler(several, norm, head))
+    # FlashAttention cannot add the areas to scores, so that another implementation pools.
+    config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(pooler(tokens, norm, head, areas), found)
 
 
 def test_a_forecast_is_even_before_training_and_moves_small_cells():

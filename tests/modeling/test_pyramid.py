@@ -36,7 +36,7 @@ def test_counts_become_grids_of_nearly_square_cells():
     assert choose_grid(64, (224, 224)) == (8, 8)
     assert choose_grid(20, (224, 224)) in ((4, 5), (5, 4))
     assert choose_grid(18, (224, 448)) == (3, 6)
-    with pytest.raises(ValueError, match="17 tokens make no grid .* 15, 16, 18 do"):
+    with pytest.raises(ValueError, match="17, which makes no grid .* choose 15, 16, 18"):
         choose_grid(17, (224, 224))
 
 

@@ -14,7 +14,7 @@ from frugalvit import (
     count_macs,
 )
 from frugalvit.modeling.layers import eager_attention_forward
-from frugalvit.modeling.segmentation import geometric_bias
+from frugalvit.modeling.segmentation_head import geometric_bias
 
 
 @pytest.fixture

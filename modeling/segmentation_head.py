@@ -4,7 +4,6 @@ Models* (CVPR 2024), and the loss of semantic segmentation."""
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import initialization as init
 
 from .layers import MLP, SelfAttention, in_float32
 
@@ -72,11 +71,6 @@ class SegmentationHead(nn.Module):
         self.query = nn.Conv2d(config.stem_channels, hidden_size, kernel_size=3, padding=1)
         self.key = nn.Linear(hidden_size, hidden_size, bias=False)
         self.importance = nn.Linear(hidden_size, 1, bias=False)
-
-    def draw(self, std: float):
-        """Draw the convolution of the queries as linear layers are drawn."""
-        init.trunc_normal_(self.query.weight, std=std)
-        init.zeros_(self.query.bias)
 
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, **kwargs
