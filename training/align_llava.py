@@ -33,7 +33,7 @@ from .augmentation import CAPTION, BootstrapView, EvalView, seeded
 from .cards import strip_directory
 from .loading import SEQUENCE_VLMS, load_model
 from .splits import load_splits
-from .trainer import ImageTrainer, run_command, start
+from .trainer import ImageTrainer, require_processor, run_command, start
 from .views import as_images
 
 
@@ -192,8 +192,10 @@ class AlignLlavaTrainer(ImageTrainer):
         train_dataset,
         eval_dataset=None,
         processing_class=None,
+        base_model: str | None = None,
         **kwargs,
     ):
+        require_processor(processing_class)
         self.original = original.to(args.device)
         self.processor = processing_class
         self.prompt = args.prompt or (PALIGEMMA_PROMPT if isinstance(processing_class, PaliGemmaProcessor) else PROMPT)
@@ -209,6 +211,10 @@ class AlignLlavaTrainer(ImageTrainer):
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std
         formats = [ImageFormat.from_processor(each.image_processor) for each in (processor, processing_class)]
+        # A PaliGemma's processor ends the line itself.
+        token = processing_class.image_token
+        image = token if self.prompt.endswith("\n") else f"{token}\n"
+        prompt = self.prompt.removesuffix("\n").format(image=image, question=args.questions[0])
         super().__init__(
             Learner(self.llava),
             args,
@@ -216,17 +222,14 @@ class AlignLlavaTrainer(ImageTrainer):
             eval_dataset,
             BootstrapView(*formats),
             EvalView(*formats),
+            saved_model=self.llava,
             processing_class=processor,
-            **{"base_model": original.config._name_or_path} | kwargs,
+            base_model=base_model or original.config.name_or_path,
+            usage=USE.format(prompt=prompt),
+            **kwargs,
         )
-        self.trained = self.llava
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
-        # A PaliGemma's processor ends the line itself.
-        token = self.processor.image_token
-        place = token if self.prompt.endswith("\n") else f"{token}\n"
-        prompt = self.prompt.removesuffix("\n").format(image=place, question=args.questions[0])
-        self.card = {"use": USE.format(prompt=prompt)}
 
     def ask(self, batch: dict) -> tuple:
         """Return a question about each image of a batch, the token ids of the teacher's answers, their logits and the
@@ -268,7 +271,6 @@ class AlignLlavaTrainer(ImageTrainer):
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
         """Return, for each image, the share of the answer's tokens that the model predicts."""
-        inputs = self._prepare_inputs(inputs)
         questions, answers, *_ = self.ask(inputs)
         with self.accelerator.autocast():
             said, _ = self.read(model, inputs, questions, answers)
@@ -314,9 +316,18 @@ def make_trainer(options: LlavaArguments, data: DataArguments, args: AlignLlavaA
         dtype=dtype,
     )
     tower, _ = load_model(options.vision_model, "image-feature-extraction", "cpu")
-    trainer = AlignLlavaTrainer(original, tower, args, train, evaluation, processor, base_model=options.model)
-    trainer.test_images = test
-    return trainer
+    return AlignLlavaTrainer(
+        original,
+        tower,
+        args,
+        train,
+        evaluation,
+        processor,
+        options.model,
+        test_dataset=test,
+        model_args=options,
+        data_args=data,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Arguments of all trainings: Transformers' own, those that every training here adds, and how a command reads them."""
+"""Arguments of all trainings: dataclasses on top of `TrainingArguments`, and their parser."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from .text import first_line, printable
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
-# What is expected of values, and whether one is that.
+# What an argument's value must be, in words and as a function.
 NOT_NEGATIVE = ("0 or more", lambda value: value >= 0)
 POSITIVE = ("1 or more", lambda value: value >= 1)
 RANGE = ("two positive numbers, the lower first", lambda value: len(value) == 2 and 0 < value[0] <= value[1])
@@ -40,8 +41,8 @@ def argument(default=dataclasses.MISSING, help: str = "", **metadata):
 
 
 def check_fields(arguments):
-    """Raise a ValueError unless the fields of a dataclass are None or have one of their choices, which
-    `HfArgumentParser` checks on command lines alone, and are as the class's `expected` says."""
+    """Raise a ValueError if a field of a dataclass has a value that its choices or the class's `expected` forbid. None
+    is always allowed. `HfArgumentParser` checks choices, too, but on command lines alone."""
     for each in dataclasses.fields(arguments):
         choices = each.metadata.get("choices")
         value = getattr(arguments, each.name)
@@ -57,36 +58,42 @@ def check_fields(arguments):
 
 @dataclass
 class ImageTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with defaults for images: evaluate and save every epoch, keep the best model."""
+    """`TrainingArguments` with defaults for images: evaluate and save after each epoch, and keep the best model."""
 
-    output_dir: str = argument(help="Folder of the trained model, its card and the checkpoints.")
+    output_dir: str = argument(help="Folder for the trained model, its card and its checkpoints.")
     eval_strategy: str = argument("epoch", "When to evaluate: no, steps or epoch.")
     save_strategy: str = argument("epoch", "When to save a checkpoint: no, steps or epoch.")
-    per_device_eval_batch_size: int = argument(64, "Images of an evaluation step on a device.")
+    per_device_eval_batch_size: int = argument(64, "Evaluation batch size on each device.")
     save_total_limit: int | None = argument(2, "Number of checkpoints to keep.")
-    load_best_model_at_end: bool = argument(True, "Keep the model that was best in evaluation.")
+    load_best_model_at_end: bool = argument(True, "Keep the checkpoint with the best metric.")
     logging_steps: float = argument(50, "Optimizer steps between logs.")
     report_to: str = argument("none", "Tracker, for example tensorboard or wandb.")
     remove_unused_columns: bool = False
     logging_nan_inf_filter: bool = False
     ddp_find_unused_parameters: bool | None = False
     skip_corrupt: bool = argument(False, "Replace an image that cannot be read by the next one.")
-    sam_rho: float = argument(0.0, "Radius of sharpness-aware minimization around optim; 0 turns it off.")
     license: str | None = argument(None, "License of the trained model, for its card, for example apache-2.0.")
-    overwrite_output_dir: bool = argument(False, "Start anew in an output_dir that is not empty.")
+    overwrite_output_dir: bool = argument(
+        False, "Train anew in an output_dir that is not empty; the checkpoints in it are removed when training starts."
+    )
+    # The command that these arguments come from, for the card.
+    command: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
         check_fields(self)
-        # A training that reads it has a default of its own.
+        # Trainings with label smoothing have a default for it.
         if self.label_smoothing_factor and not type(self).label_smoothing_factor:
-            raise ValueError(f"label_smoothing_factor is {self.label_smoothing_factor}, which this training has not.")
-        if self.sam_rho and (self.gradient_accumulation_steps > 1 or self.fp16):
-            raise ValueError("sam_rho needs gradient_accumulation_steps 1, and no fp16.")
+            raise ValueError(
+                f"label_smoothing_factor is {self.label_smoothing_factor}, expected 0: this training has no smoothing."
+            )
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False
-        # In one process with several devices, `Trainer` would split batches with DataParallel.
-        self._n_gpu = min(self.n_gpu, 1)
+
+    @property
+    def n_gpu(self) -> int:
+        """Number of GPUs of this process, at most 1: `Trainer` would split batches among several by DataParallel."""
+        return min(super().n_gpu, 1)
 
 
 @dataclass
@@ -95,22 +102,24 @@ class DatasetArguments:
 
     dataset: list[str] = argument([SUBSET], f"Hub id, folder or zip file of images, parquet files, or {SUBSET}.")
     dataset_config: str | None = argument(None, "Configuration of a hub data set that has several.")
-    image_column: str | None = argument(None, "Name of the image column, where types do not tell.")
-    label_column: str | None = argument(None, "Name of the label column, where types do not tell.")
+    image_column: str | None = argument(None, "Name of the image column. Default: the only one of that type.")
+    label_column: str | None = argument(None, "Name of the label column. Default: the only one of that type.")
 
 
 @dataclass
 class DataArguments(DatasetArguments):
     """Images to train and evaluate on."""
 
-    train_split: str = argument("train", "Split to train on; slices such as train[:1000], too.")
-    eval_dataset: list[str] | None = argument(None, "Data set to evaluate on, if not another split of dataset.")
+    train_split: str = argument("train", "Split to train on, or a slice such as train[:1000].")
+    eval_dataset: list[str] | None = argument(None, "Data set to evaluate on. Default: another split of dataset.")
     eval_split: str | None = argument(
-        None, f'Split to choose the best epoch on, or "{NO_EVALUATION}". Default: validation, or a tenth held back.'
+        None,
+        f'Split to choose the best epoch on, or "{NO_EVALUATION}". Default: validation, or a tenth of the training '
+        "images, which is held back.",
     )
-    class_names: list[str] | None = argument(None, "Names of the labels 0, 1, …, where the data set has none.")
-    streaming: bool = argument(False, "Read training images as training goes; needs max_steps.")
-    # Splits that were loaded to choose the best epoch and to measure it, for the card.
+    class_names: list[str] | None = argument(None, "Names of the labels 0, 1, … if the data set has none.")
+    streaming: bool = argument(False, "Read training images while training; needs max_steps.")
+    # Names of the splits that `load_splits` chose, for the card: for the best epoch, and to measure that.
     evaluated: str | None = field(default=None, init=False, repr=False)
     tested: str | None = field(default=None, init=False, repr=False)
 
@@ -146,7 +155,7 @@ class OptionParser(HfArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def parse(self, argv: list[str] | None) -> tuple:
-        """Return an instance of each dataclass; an error ends the process with code 2 and one line."""
+        """Return an instance of each dataclass. An error is printed in one line and ends the process with code 2."""
         try:
             options = {"look_for_args_file": False, "return_remaining_strings": True}
             *parsed, rest = self.parse_args_into_dataclasses(self.read_words(argv), **options)
@@ -170,39 +179,46 @@ class ArgumentParser(OptionParser):
         super().__init__(dataclass_types, prog, usage=f"{prog} [--config FILE|RECIPE] [--ARGUMENT VALUE ...]")
         self.add_argument("--config", metavar="FILE|RECIPE", help="YAML file of arguments, or the name of a recipe.")
 
+    def parse(self, argv: list[str] | None) -> tuple:
+        groups = super().parse(argv)
+        groups[-1].command = shlex.join([*self.prog.split(), *super().read_words(argv)])
+        return groups
+
     def read_words(self, argv: list[str] | None) -> list[str]:
-        """Return the words of the command line after those of the file that `--config` names."""
+        """Return the words of the file that `--config` names, followed by those of the command line."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
         found, words = finder.parse_known_args(super().read_words(argv))
         in_file = []
-        for name, value in read_config(found.config, self.prog).items() if found.config else ():
+        for name, value in read_yaml(found.config, self.prog).items() if found.config else ():
             values = value if isinstance(value, list) else [value]
             texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
-            # null stands for the default.
+            # null means the default.
             in_file += [] if value is None else [f"--{name}", *texts]
         return in_file + words
 
 
-def read_config(given: str, prog: str) -> dict:
-    """Read a YAML file of arguments, or the recipe of this name, for a command."""
+def read_yaml(given: str, prog: str) -> dict:
+    """Read a command's arguments from a YAML file or from the recipe of this name."""
     file = Path(given) if Path(given).is_file() else RECIPES.get(given)
     if file is None:
         close = ", ".join(difflib.get_close_matches(given, RECIPES))
-        raise ValueError(f"--config {given} is no file and no recipe{close and f'; did you mean {close}?'}")
+        raise ValueError(
+            f"--config is {given}, expected a YAML file or a recipe{close and f'; did you mean {close}?'}"
+        )
     try:
         content = yaml.safe_load(read_text(file))
     except yaml.YAMLError as error:
-        raise ValueError(f"--config {given} is no YAML ({error}).") from error
+        raise ValueError(f"--config {given} is not valid YAML ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {given} holds a {type(content).__name__}, expected names and values.")
     if f"frugalvit {content.pop('command', prog.partition(' ')[2])}" != prog:
-        raise ValueError(f"--config {given} is for another command than {prog}.")
+        raise ValueError(f"--config {given} has arguments of another command, expected those of {prog}.")
     return content
 
 
 def read_values(name: str, text: str) -> dict:
-    """Read `"image_size=32,hidden_act=gelu"` and the like as a dict; values are JSON where they can be, else text."""
+    """Read a text such as `"image_size=32,hidden_act=gelu"` as a dict. Values that are no JSON are texts."""
     values = {}
     for part in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = part.partition("=")
@@ -216,7 +232,7 @@ def read_values(name: str, text: str) -> dict:
 
 
 def user_message(error: BaseException) -> str | None:
-    """Return the message of an error that the user can mend, in one line; None for a defect of the program."""
+    """Return the message, in one line, of an error that a user can correct, or None for a defect of the program."""
     message = str(error).strip()
     if isinstance(error, StrictDataclassClassValidationError):
         message = str(error.__cause__)
@@ -225,19 +241,20 @@ def user_message(error: BaseException) -> str | None:
     elif isinstance(error, UnicodeEncodeError):
         message = first_line(error)
     if isinstance(error, RuntimeError) and "to be installed" in message:
-        message += " TensorBoard comes with pip install 'frugalvit[track]'."
+        message += " To install TensorBoard: pip install 'frugalvit[track]'."
     elif isinstance(error, RuntimeError) and message.startswith("DataLoader worker (pid"):
-        message += " Did memory run out? Lower dataloader_num_workers."
+        message += " If memory ran out, lower dataloader_num_workers."
     elif not isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError)):
         return None
     if message.startswith("Caught "):
-        # A worker's error comes with its traceback, whose last line begins with the error's type.
+        # The message of a worker's error is its traceback, whose last line starts with the error's type.
         message = message.splitlines()[-1].partition(": ")[2]
     return printable(" ".join(message.split())) or type(error).__name__
 
 
 def run_as_program(main: Callable, prog: str):
-    """Run `main()` as a process of its own: an error that the user can mend is one line, not a traceback."""
+    """Run `main()` and end the process. An error that the user can correct is printed in one line, without a
+    traceback unless FRUGALVIT_DEBUG is set."""
     end_on_sigterm()
     try:
         sys.exit(main())
@@ -247,5 +264,5 @@ def run_as_program(main: Callable, prog: str):
     except Exception as error:
         if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := user_message(error)):
             raise
-    # Outside of the handler, so that progress bars are closed and the message has a line of its own.
+    # Outside of the handler, progress bars are closed, so that the message has its own line.
     sys.exit(f"{prog}: error: {message}")

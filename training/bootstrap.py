@@ -47,7 +47,7 @@ from .students import (
     token_counts_to_train,
 )
 from .text import format_markdown
-from .trainer import ImageTrainer, run_command, start
+from .trainer import ImageTrainer, require_processor, run_command, start
 from .views import Views, as_images, split_off
 
 
@@ -223,8 +223,7 @@ class BootstrapTrainer(ImageTrainer):
         base_model: str | None = None,
         **kwargs,
     ):
-        if processing_class is None:
-            raise ValueError("The teacher is a model; give its image processor, processing_class.")
+        require_processor(processing_class)
         config = model.config
         teacher_format = ImageFormat.from_processor(processing_class)
         if config.image_mean is None:
@@ -255,20 +254,22 @@ class BootstrapTrainer(ImageTrainer):
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
         # A classifier or projection stays frozen, so the base model alone learns; of a backbone, upsamplers, too.
         reads_maps = isinstance(model, BackboneMixin) and args.dense_loss_weight
+        learner = model if reads_maps else model.base_model
+        names = [name for name, parameter in learner.named_parameters() if parameter in tuned]
         super().__init__(
-            model if reads_maps else model.base_model,
+            learner,
             args,
             train,
             evaluation,
             BootstrapView(student_format, teacher_format, args.crop_scale, args.crop_ratio, args.flip, args.zoom_out),
             EvalView(student_format, teacher_format),
             classes=classes,
+            saved_model=model,
+            learning_rate_factors=dict.fromkeys(names, args.inherited_lr_factor),
             base_model=base_model,
             **kwargs,
         )
-        self.trained = self.student = model
-        names = [name for name, parameter in self.model.named_parameters() if parameter in tuned]
-        self.learning_rate_factors = dict.fromkeys(names, args.inherited_lr_factor)
+        self.student = model
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
         # Parts of fused layers are views, which stay where they were: it is read again.
@@ -321,7 +322,6 @@ class BootstrapTrainer(ImageTrainer):
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
         """Return the cosine of each image's embedding with the teacher's for each count of tokens and, with labels,
         whether student and teacher classify it rightly."""
-        inputs = self._prepare_inputs(inputs)
         embeddings = []
         labels = inputs.get("labels")
         with self.accelerator.autocast():
@@ -406,8 +406,7 @@ def bootstrap(
     if isinstance(teacher, str | Path):
         options["teacher"] = str(teacher)
     else:
-        if processing_class is None:
-            raise ValueError("The teacher is a model; give its image processor, processing_class.")
+        require_processor(processing_class)
         options["teacher"] = name_of(teacher)
         loaded = (teacher, processing_class)
     if num_tokens is not None:
@@ -423,7 +422,7 @@ def bootstrap(
     trainer = make_trainer(student, data, args, loaded, parts)
     # FSDP changes it.
     student_class = type(trainer.student)
-    trainer.run(None if parts else data, trainer.test_images)
+    trainer.run()
     return student_class.from_pretrained(output, dtype=torch.float32)
 
 
@@ -465,9 +464,18 @@ def make_trainer(
         student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **fields)
     if options.image_size:
         set_image_size(student.config, options.image_size)
-    trainer = BootstrapTrainer(anatomy, student, args, train, evaluation, processor, options.teacher)
-    trainer.test_images = test
-    return trainer
+    return BootstrapTrainer(
+        anatomy,
+        student,
+        args,
+        train,
+        evaluation,
+        processor,
+        options.teacher,
+        test_dataset=test,
+        model_args=options,
+        data_args=None if parts else data,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

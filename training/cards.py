@@ -4,17 +4,18 @@ import os
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 
 from ..modeling.model_card import TASKS, auto_class, code_examples, make_card
-from .arguments import DataArguments
+from .arguments import DataArguments, ImageTrainingArguments
 from .choices import OPEN_CLIP, SUBSET
 from .files import split_revision
 
 
-# The data set that the shipped subset is from.
+# The hub data set that the shipped subset is a part of.
 SUBSET_OF = "uoft-cs/cifar10"
 # Code that uses a loaded model.
 USE = """
@@ -22,9 +23,9 @@ USE = """
 inputs = processor(image, return_tensors="pt")
 outputs = model.base_model(**inputs)
 tokens, embedding = outputs.last_hidden_state, outputs.pooler_output"""
+# Additional code for classifiers of one label, and for those of several labels or of a number.
 LABEL = """
 label = model.config.id2label[model(**inputs).logits.argmax(-1).item()]"""
-# Of several labels, or of a regression.
 LOGITS = """
 logits = model(**inputs).logits"""
 
@@ -33,62 +34,85 @@ NEEDS_CONTEXT_BROADCAST = (
 )
 
 
-def write_card(
-    folder: Path,
-    trainer,
-    model=None,
-    summary: str | None = None,
-    use: str | None = None,
-    metrics: dict[str, float] | None = None,
-):
-    """Write the card of a trained model into its folder, as `README.md`. `model`, `summary` and `metrics` take the
-    place of the trainer's; `use` is code that uses `model` and `processor`, where that of the task does not fit."""
-    model = model or trainer.trained
-    args = trainer.args
-    data = trainer.data
-    metrics = trainer.metrics if metrics is None else metrics
-    base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
-    # The hub knows its own ids only, neither folders nor revisions.
+@dataclass
+class TrainingRun:
+    """What a model card reports about a training.
+
+    Args:
+        args (`ImageTrainingArguments`): The training arguments.
+        metrics (`dict[str, float]`): Metrics of the saved model.
+        kept_step (`int`): Step of the saved weights.
+        max_steps (`int`): Steps of the run.
+        num_eval_images (`int`, *optional*): Number of images on which the best model was chosen.
+        data_args (`DataArguments`, *optional*): Names of the images.
+        base_model (`str`, *optional*): The model from which training started.
+        base_model_relation (`str`): The hub's term for the relation to `base_model`, "finetune" or "distill".
+    """
+
+    args: ImageTrainingArguments
+    metrics: dict[str, float]
+    kept_step: int
+    max_steps: int
+    num_eval_images: int | None = None
+    data_args: DataArguments | None = None
+    base_model: str | None = None
+    base_model_relation: str = "finetune"
+
+
+def write_card(folder: Path, model, summary: str, run: TrainingRun, usage: str | None = None):
+    """Write the card of a trained model into its folder, as `README.md`.
+
+    Args:
+        folder (`Path`): The model's folder.
+        model (`PreTrainedModel`): The trained model.
+        summary (`str`): First paragraph of the card.
+        run (`TrainingRun`): The training.
+        usage (`str`, *optional*): Code that uses `model` and `processor`. Default: that of the model's task.
+    """
+    args = run.args
+    data = run.data_args
+    base = run.base_model and split_revision(run.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
+    # The hub has links to its own ids alone, not to folders or revisions.
     hub_id = base if base and hub_ids([base]) else None
     task = TASKS[auto_class(model)]
-    # How a backbone is loaded says how it is used, too.
-    if use is None and not type(model).__name__.endswith("Backbone"):
+    # The example that loads a backbone also computes its feature maps.
+    if usage is None and not type(model).__name__.endswith("Backbone"):
         answer = LABEL if model.config.problem_type in (None, "single_label_classification") else LOGITS
-        use = {"image-classification": USE + answer, "image-feature-extraction": USE}.get(task)
+        usage = {"image-classification": USE + answer, "image-feature-extraction": USE}.get(task)
     trained_on = hub_ids(data and data.dataset)
     measured_on = hub_ids(data and (data.eval_dataset or data.dataset))
     metric = args.metric_for_best_model
     name = Path(args.output_dir).name
     results = None
     # The hub lists results by the id of their data set.
-    if metric in metrics and measured_on:
+    if metric in run.metrics and measured_on:
         result = EvalResult(
             task_type=task,
             dataset_type=measured_on[0],
             dataset_name=" ".join(measured_on),
             dataset_split=data and (data.tested or data.evaluated),
             metric_type=metric,
-            metric_value=round(metrics[metric], 4),
+            metric_value=round(run.metrics[metric], 4),
         )
         results = [result]
     chosen = "not evaluated"
-    if trainer.eval_dataset is not None:
-        evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({len(trainer.eval_dataset):,} images)"
+    if run.num_eval_images is not None:
+        evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({run.num_eval_images:,} images)"
         chosen = f"chosen and measured on {evaluated}"
         if data and data.tested:
             chosen = f"chosen on {evaluated}, measured on {data.tested}"
-    step = f"step {trainer.kept_step} of {trainer.state.max_steps}"
+    step = f"step {run.kept_step} of {run.max_steps}"
     parameters = sum(each.numel() for each in model.parameters())
     paragraphs = [
-        summary or trainer.summary(metrics),
+        summary,
         f"{parameters:,} parameters; {step}, {chosen}; seed {args.seed}.",
         NEEDS_CONTEXT_BROADCAST if isinstance(getattr(model.config, "context_broadcast", None), dict) else "",
     ]
     load, *others = code_examples(model)
-    paragraphs += [f"```python\n{code}\n```" for code in (load + (use or ""), *others)]
-    if trainer.command:
-        command = portable_command(trainer.command, [*data.dataset, *(data.eval_dataset or ())])
-        paragraphs.append(f"Made by\n\n```\n{command}\n```")
+    paragraphs += [f"```python\n{code}\n```" for code in (load + (usage or ""), *others)]
+    if args.command:
+        names = [*data.dataset, *(data.eval_dataset or ())] if data else []
+        paragraphs.append(f"Made by\n\n```\n{portable_command(args.command, names)}\n```")
     make_card(
         model,
         name,
@@ -97,28 +121,29 @@ def write_card(
         datasets=trained_on or None,
         pipeline_tag=task,
         base_model=hub_id,
-        base_model_relation=hub_id and trainer.base_model_relation,
+        base_model_relation=hub_id and run.base_model_relation,
         model_name=name,
         eval_results=results,
     ).save(folder / "README.md")
 
 
 def hub_ids(names: list[str] | None) -> list[str]:
-    """Return the ids, without revisions, of data sets or models that are on the hub."""
+    """Return the names that are hub ids of data sets or models, without their revisions."""
     ids = [SUBSET_OF if name == SUBSET else split_revision(name)[0] for name in names or ()]
     return [name for name in ids if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not os.path.exists(name)]
 
 
 def name_images(data: DataArguments | None) -> str:
+    """Return the hub ids of the training images, for a sentence of the card."""
     return " ".join(hub_ids(data and data.dataset)) or "images that are on no hub"
 
 
 def license_of(model: str | None) -> str | None:
-    """The license that a model's card names; None if there is no card in its folder or in the cache of the hub."""
+    """Return the license in a model's card, or None if neither its folder nor the hub's cache has a card."""
     try:
         card = Path(model, "README.md") if Path(model).is_dir() else try_to_load_from_cache(model, "README.md")
         return ModelCard.load(card).data.get("license") if Path(card).is_file() else None
-    # There is no model, none is in the cache, its name is no hub id, or its YAML has one of many faults.
+    # There is no model, it is not in the cache, its name is no hub id, or its YAML cannot be read.
     except Exception:
         return None
 
@@ -131,7 +156,7 @@ def strip_directory(name: str) -> str:
 
 
 def portable_command(command: str, data_sets: Iterable[str]) -> str:
-    """Remove this machine's paths from a command line; `data_sets` are its arguments that name images."""
+    """Remove this machine's paths from a command line, whose `data_sets` are replaced by a placeholder."""
 
     def portable(text: str) -> str:
         option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)

@@ -8,6 +8,7 @@ do not decay. The agent's BatchNorm reads the images of its own process alone, s
 the losses of one to the digit.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,10 @@ from .choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
 from .data import class_names
 from .metrics import TopKAccuracy
 from .models import configure_initialization
+from .sharpness import SharpnessAwareTrainer
 from .splits import load_splits
 from .train import SmallDataArguments, SmallDataView
-from .trainer import ImageTrainer, run_command, start
+from .trainer import run_command, start
 from .views import labeled_images
 
 
@@ -91,13 +93,19 @@ class HintDecayCallback(TrainerCallback):
         self.pair.hint_share = 1.0
 
 
-class JointTrainer(ImageTrainer):
+class JointTrainer(SharpnessAwareTrainer):
     """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.). After `run()`, the
     folders `vit` and `agent` in `output_dir` have each of the two models alone. `train_dataset` and `eval_dataset` are
     images with labels, see `BootstrapTrainer`."""
 
     def __init__(
-        self, model: BootstrappedViTForImageClassification, args, train_dataset, eval_dataset=None, callbacks=None
+        self,
+        model: BootstrappedViTForImageClassification,
+        args: JointArguments,
+        train_dataset,
+        eval_dataset=None,
+        callbacks=None,
+        **kwargs,
     ):
         train, evaluation = labeled_images(train_dataset, eval_dataset)
         processor = ViTImageProcessor(**image_processor_config(model.config))
@@ -111,6 +119,7 @@ class JointTrainer(ImageTrainer):
             EvalView(image_format),
             processing_class=processor,
             callbacks=[HintDecayCallback(), *(callbacks or ())],
+            **kwargs,
         )
         self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
 
@@ -120,7 +129,7 @@ class JointTrainer(ImageTrainer):
         norm = self.args.vit_max_grad_norm
         if norm and self.is_deepspeed_enabled:
             raise ValueError(f"vit_max_grad_norm is {norm}, expected 0 with DeepSpeed.")
-        parameters = list(self.trained.vit.parameters())
+        parameters = list(self.saved_model.vit.parameters())
 
         def clip(*_):
             torch.nn.utils.clip_grad_norm_(parameters, norm)
@@ -147,18 +156,19 @@ class JointTrainer(ImageTrainer):
         measured = ", not evaluated"
         if "accuracy" in metrics:
             measured = f": accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}"
-        return f"A ViT and its agent CNN, trained together on {name_images(self.data)}{measured}."
+        return f"A ViT and its agent CNN, trained together on {name_images(self.data_args)}{measured}."
 
-    def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
-        """As in `ImageTrainer`; also leaves the two models alone in `vit` and `agent`."""
-        metrics = super().run(data, test_dataset)
+    def run(self) -> dict[str, float]:
+        """As in `ImageTrainer`; also save each of the two models alone, in `vit` and `agent`."""
+        metrics = super().run()
         if self.args.should_save:
             pair = BootstrappedViTForImageClassification.from_pretrained(self.args.output_dir)
             for name, accuracy in PARTS.items():
                 folder = Path(self.args.output_dir) / name
                 model = getattr(pair, name)
                 own = {"accuracy": metrics[accuracy]} if accuracy in metrics else {}
-                write_card(folder, self, model, f"The {name} of two models. {self.summary(metrics)}", metrics=own)
+                summary = f"The {name} of two models. {self.summary(metrics)}"
+                write_card(folder, model, summary, dataclasses.replace(self.describe_run(), metrics=own))
                 model.save_pretrained(folder)
                 self.processing_class.save_pretrained(folder)
         if self.args.push_to_hub:
@@ -197,9 +207,16 @@ def make_trainer(options: TwinArguments, data: DataArguments, args: JointArgumen
     if args.vit_max_grad_norm is None and not args.sam_rho:
         args.vit_max_grad_norm = CLIPPING.get(options.variant.removesuffix("-res"))
     train, evaluation, test = load_splits(data, learns_labels=True, skip_corrupt=args.skip_corrupt)
-    trainer = JointTrainer(build_twins(options, class_names(train)), args, train, evaluation)
-    trainer.test_images = test
-    return trainer
+    model = build_twins(options, class_names(train))
+    return JointTrainer(
+        model,
+        args,
+        train,
+        evaluation,
+        test_dataset=test,
+        model_args=options,
+        data_args=data,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -43,7 +43,7 @@ from .metrics import SegmentationScores
 from .models import label_fields, load_with_new_head, new_config, set_drop_path
 from .preprocessing import LONGEST
 from .scores import check_scores
-from .trainer import ImageTrainer, learning_rate_factors, run_command, start
+from .trainer import ImageTrainer, learning_rate_factors, require_processor, run_command, start
 from .views import PlainImages
 
 
@@ -201,6 +201,7 @@ class SegmentationTrainer(ImageTrainer):
     def __init__(
         self, model, args: SegmentationArguments, train_dataset, eval_dataset=None, processing_class=None, **kwargs
     ):
+        require_processor(processing_class)
         image_format = ImageFormat.from_processor(processing_class)
         self.num_labels = model.config.num_labels
         read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
@@ -209,19 +210,19 @@ class SegmentationTrainer(ImageTrainer):
         super().__init__(
             model,
             args,
-            self.take_images(train_dataset),
+            self.as_dataset(train_dataset),
             eval_dataset,
             SegmentationView(image_format, read_mask, args.scale),
             SegmentationEvalView(image_format, read_mask),
             processing_class=processing_class,
+            learning_rate_factors=learning_rate_factors(model, args.head_multiplier, args.layer_decay),
             **kwargs,
         )
-        self.learning_rate_factors = learning_rate_factors(model, args.head_multiplier, args.layer_decay)
         # Models that do not compute a loss themselves have labels, too.
         self.label_names = ["labels"]
         self.scores = SegmentationScores(self.num_labels)
 
-    def take_images(self, images):
+    def as_dataset(self, images):
         if isinstance(images, str | Path):
             return load_masked_images(str(images), "train")
         if not isinstance(images, datasets.Dataset | datasets.IterableDataset):
@@ -254,8 +255,8 @@ class SegmentationTrainer(ImageTrainer):
         if "mean_iou" in metrics:
             size = " x ".join(map(str, self.eval_view.formats["pixel_values"].size))
             measured = f": mean IoU {metrics['mean_iou']:.2%}, measured at {size} pixels"
-        kind = self.trained.config.model_type
-        return f"A {kind} for semantic segmentation trained on {name_images(self.data)}{measured}."
+        kind = self.saved_model.config.model_type
+        return f"A {kind} for semantic segmentation trained on {name_images(self.data_args)}{measured}."
 
 
 def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_labels: bool):
@@ -306,9 +307,17 @@ def make_trainer(
     start(args, options.model)
     train, evaluation, test = load_masked_splits(data, args.skip_corrupt)
     model, processor = build_model(options, data, args.reduce_labels)
-    trainer = SegmentationTrainer(model, args, train, evaluation, processor, base_model=options.model)
-    trainer.test_images = test
-    return trainer
+    return SegmentationTrainer(
+        model,
+        args,
+        train,
+        evaluation,
+        processor,
+        test_dataset=test,
+        base_model=options.model,
+        model_args=options,
+        data_args=data,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

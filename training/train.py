@@ -23,8 +23,9 @@ from .loading import load_model
 from .metrics import accuracies
 from .models import build_model
 from .precision import hold_teacher
+from .sharpness import SharpnessAwareTrainer
 from .splits import check_single_label, load_splits, match_classes
-from .trainer import ImageTrainer, learning_rate_factors, run_command, start
+from .trainer import learning_rate_factors, require_processor, run_command, start
 from .views import labeled_images, mixing
 
 
@@ -72,6 +73,15 @@ class SmallDataArguments(ImageTrainingArguments):
     crop_size: int | None = argument(None, "Pixels of the images for crop padded. Default: the model's.")
     crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
+    sam_rho: float = argument(0.0, "Radius of sharpness-aware minimization around optim; 0 turns it off.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.sam_rho and (self.gradient_accumulation_steps > 1 or self.fp16):
+            raise ValueError(
+                f"sam_rho is {self.sam_rho}, expected 0 with gradient accumulation or fp16: pass "
+                "gradient_accumulation_steps 1 and no fp16."
+            )
 
 
 class SmallDataView:
@@ -125,7 +135,7 @@ class ImageClassificationArguments(SmallDataArguments):
     trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
 
 
-class ImageClassificationTrainer(ImageTrainer):
+class ImageClassificationTrainer(SharpnessAwareTrainer):
     """Transformers' `Trainer` with the recipe for little data: RandAugment, mixup, CutMix, label smoothing, learning
     rates that fall from block to block, and distillation. `train_dataset` and `eval_dataset` are images with labels,
     see `BootstrapTrainer`; `processing_class` is the model's image processor."""
@@ -139,6 +149,7 @@ class ImageClassificationTrainer(ImageTrainer):
         processing_class=None,
         **kwargs,
     ):
+        require_processor(processing_class)
         config = model.config
         check_single_label(config, PROG)
         config.problem_type = "single_label_classification"
@@ -152,12 +163,12 @@ class ImageClassificationTrainer(ImageTrainer):
             evaluation,
             SmallDataView(image_format, args, args.randaugment_layers, args.randaugment_magnitude, args.erasing),
             EvalView(image_format),
-            mixing(config.num_labels, args.mixup, args.cutmix),
+            mix=mixing(config.num_labels, args.mixup, args.cutmix),
             classes=classes,
+            learning_rate_factors=learning_rate_factors(model, args.head_multiplier, args.layer_decay),
             processing_class=processing_class,
             **kwargs,
         )
-        self.learning_rate_factors = learning_rate_factors(model, args.head_multiplier, args.layer_decay)
         # Models that do not compute a loss themselves have labels, too.
         self.label_names = ["labels"]
         self.accuracies = accuracies()
@@ -213,12 +224,12 @@ class ImageClassificationTrainer(ImageTrainer):
         return self.accuracies.compute() if compute_result else {}
 
     def summary(self, metrics: dict[str, float]) -> str:
-        config = self.trained.config
+        config = self.saved_model.config
         measured = ", not evaluated"
         if "accuracy" in metrics:
             measured = f": accuracy {metrics['accuracy']:.2%}"
         architecture = getattr(config, "architecture", config.model_type)
-        return f"A {architecture} classifier trained on {name_images(self.data)}{measured}."
+        return f"A {architecture} classifier trained on {name_images(self.data_args)}{measured}."
 
 
 def make_parser() -> ArgumentParser:
@@ -232,9 +243,17 @@ def make_trainer(
     start(args, options.model, args.distill_from)
     train, evaluation, test = load_splits(data, learns_labels=True, skip_corrupt=args.skip_corrupt)
     model, processor = build_model(options, args, class_names(train))
-    trainer = ImageClassificationTrainer(model, args, train, evaluation, processor, base_model=options.model)
-    trainer.test_images = test
-    return trainer
+    return ImageClassificationTrainer(
+        model,
+        args,
+        train,
+        evaluation,
+        processor,
+        test_dataset=test,
+        base_model=options.model,
+        model_args=options,
+        data_args=data,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,47 +1,69 @@
 """`Trainer` of images: Transformers' own, whose data sets are views of images, and which writes a model card."""
 
 import copy
+import dataclasses
 import functools
-import json
 import math
 import os
-import shlex
-import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
 import torch
 import transformers
 from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..modeling.hosts.anatomy import is_timm
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
-from .cards import write_card
+from .cards import TrainingRun, write_card
 from .data import class_names
-from .files import apply_umask, check_output_outside_input
+from .files import apply_umask
+from .runs import (
+    check_output_dir,
+    check_same_run,
+    describe_arguments,
+    describe_config,
+    find_checkpoint,
+    find_damaged_file,
+    is_checkpoint,
+    remove_checkpoints,
+    resolve_paths,
+    write_settings,
+)
 from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
 
+# Parameters without weight decay besides vectors, by parts of their names.
+WITHOUT_DECAY = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
+
+
 class ImageTrainer(Trainer):
-    """Base class of the trainers. A subclass defines `compute_loss`, `measure(prediction)`, the metrics of an
-    evaluation, and `summary(metrics)`, the card's first sentence.
+    """Base class of the trainers. A subclass defines `compute_loss`, `measure(prediction)`, which returns the metrics
+    of an evaluation, and `summary(metrics)`, which returns the first sentence of the model card.
 
     Args:
-        model (`PreTrainedModel`), args (`ImageTrainingArguments`), callbacks, kwargs: As in Transformers.
-        train_dataset, eval_dataset: Images of `as_images`; without an `eval_dataset`, nothing is evaluated.
-        train_view, eval_view (`Callable`): Make their views, see `Views`.
-        mix (`Callable`, *optional*): See `collate`.
-        classes (sequence of `int`, *optional*): See `Views`.
-        base_model (`str`, *optional*): The model from which training starts, for the card.
+        model (`PreTrainedModel`): The model to train.
+        args (`ImageTrainingArguments`): The training arguments, which are copied.
+        train_dataset: Images in the form that `as_images` returns.
+        eval_dataset: Images to choose the best model on, or None to evaluate nothing.
+        train_view (`Callable`): Makes a training view of an image, see `Views`.
+        eval_view (`Callable`): Makes an evaluation view of an image, see `Views`.
+        mix (`Callable`, *optional*): Mixes the images and labels of a training batch, see `collate`.
+        classes (sequence of `int`, *optional*): The model's index of each class of the data set, see `Views`.
+        saved_model (`PreTrainedModel`, *optional*): The model to save if `model` is only a part of it.
+        learning_rate_factors (`dict[str, float]`, *optional*): Factors of the learning rate by parameter name. FSDP
+            replaces parameters and keeps their names.
+        test_dataset (*optional*): Images to measure the chosen model on.
+        base_model (`str`, *optional*): Name of the model from which training starts, for the card.
+        model_args, data_args (*optional*): The command's other dataclasses, for the card and to compare runs.
+        usage (`str`, *optional*): Code in the card that uses `model` and `processor`. Default: by task.
+        callbacks (`list`, *optional*), kwargs: Passed on to `Trainer`.
     """
 
     base_model_relation = "finetune"
@@ -54,10 +76,17 @@ class ImageTrainer(Trainer):
         eval_dataset,
         train_view: Callable,
         eval_view: Callable,
-        mix=None,
+        *,
+        mix: Callable | None = None,
         classes=None,
-        callbacks=None,
+        saved_model: PreTrainedModel | None = None,
+        learning_rate_factors: dict[str, float] | None = None,
+        test_dataset=None,
         base_model: str | None = None,
+        model_args=None,
+        data_args: DataArguments | None = None,
+        usage: str | None = None,
+        callbacks=None,
         **kwargs,
     ):
         args = copy.copy(args)
@@ -67,7 +96,13 @@ class ImageTrainer(Trainer):
         self.images = train_dataset
         self.eval_view = eval_view
         self.classes = classes
+        self.saved_model = saved_model or model
+        self.learning_rate_factors = learning_rate_factors or {}
+        self.test_dataset = test_dataset
         self.base_model = base_model
+        self.model_args = model_args
+        self.data_args = data_args
+        self.usage = usage
         self.skip_corrupt = args.skip_corrupt
         self.interruption = SaveWhenInterrupted()
         views_class = StreamedViews if isinstance(train_dataset, datasets.IterableDataset) else Views
@@ -76,7 +111,10 @@ class ImageTrainer(Trainer):
             model=model,
             args=args,
             data_collator=functools.partial(
-                collate, formats=train_view.formats | eval_view.formats, mix=mix, seed=args.seed
+                collate,
+                formats=train_view.formats | eval_view.formats,
+                mix=mix,
+                seed=args.seed,
             ),
             train_dataset=views,
             eval_dataset=None if eval_dataset is None else self.evaluation_views(eval_dataset),
@@ -84,132 +122,118 @@ class ImageTrainer(Trainer):
             callbacks=[SetEpoch(views), self.interruption, *(callbacks or ())],
             **kwargs,
         )
-        # The model that is saved, of which `model` may be a part.
-        self.trained = model
-        # By names of parameters, in whose place FSDP puts others.
-        self.learning_rate_factors = {}
-        # The loss is a mean over a batch, whatever the model's own would be.
+        # Every loss here is a mean over a batch, which `Trainer` would otherwise divide by the number of labels.
         self.model_accepts_loss_kwargs = False
-        # For the card: names of the images, and the command.
-        self.data = None
-        self.command = None
-        # Arguments of `write_card`, where the task's do not fit.
-        self.card = {}
+        # Step and time at which the first step of this process started, for the speed in the logs.
+        self.first_step = None
         if hasattr(args, "attn_implementation") and (args.attn_implementation or args.device.type == "cpu"):
             # Fused attention has a slow backward pass on CPUs.
             model.set_attn_implementation(args.attn_implementation or "eager")
-        # Step and time of the first step, for the speed in the logs.
-        self.begun = None
-        # Images to measure the model on that was chosen on others.
-        self.test_images = None
 
     def evaluation_views(self, images) -> Views:
-        """Views of images to evaluate on, of any form that `as_images` takes."""
-        images = self.take_images(images)
+        """Return views of images to evaluate on, which may have any form that `as_images` accepts."""
+        images = self.as_dataset(images)
         check_same_classes(class_names(self.images), images)
         return Views(images, self.eval_view, None, self.skip_corrupt, self.classes)
 
-    def take_images(self, images):
-        """Return images of any form as a data set with columns."""
+    def as_dataset(self, images):
+        """Return images of any accepted form as a data set with columns."""
         return as_images(images)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        """As in Transformers, also of images in any form that the trainer takes."""
+        """As in Transformers; `eval_dataset` may be images of any form that `as_images` accepts."""
         if eval_dataset is not None and not isinstance(eval_dataset, Views | str):
             eval_dataset = self.evaluation_views(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
+        """As in Transformers; `test_dataset` may be images of any form that `as_images` accepts."""
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
+    def get_decay_parameter_names(self, model) -> list[str]:
+        """Return the names of the parameters with weight decay: matrices and filters, except positions, [CLS] and
+        those in `model.no_weight_decay()`, which Transformers' own method decays, as it does layer scales."""
+        excluded = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.ndim > 1 and name not in excluded and not any(part in name for part in WITHOUT_DECAY)
+        ]
+
+    def parameter_groups(self, model: torch.nn.Module) -> list[dict]:
+        """Return the optimizer's groups: one for each weight decay and factor of the learning rate."""
+        decayed = set(self.get_decay_parameter_names(model))
+        parameters = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                key = (name not in decayed, self.learning_rate_factors.get(name, 1.0))
+                parameters.setdefault(key, []).append(parameter)
+        return [
+            {
+                "params": parameters[without_decay, factor],
+                "weight_decay": 0.0 if without_decay else self.args.weight_decay,
+                "lr": factor * self.args.learning_rate,
+            }
+            for without_decay, factor in sorted(parameters)
+        ]
+
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in Transformers. Matrices and filters decay; biases, norms, positions, [CLS] and what
-        `model.no_weight_decay()` names do not. The learning rate is multiplied by `learning_rate_factors`."""
+        """As in Transformers, with the groups of `parameter_groups`."""
         if self.optimizer is None:
-            model = model or self.model
-            spared = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
-            words = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
-            parameters = {}
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    spare = parameter.ndim < 2 or name in spared or any(word in name for word in words)
-                    parameters.setdefault((spare, self.learning_rate_factors.get(name, 1.0)), []).append(parameter)
-            groups = [
-                {
-                    "params": parameters[spare, factor],
-                    "weight_decay": 0.0 if spare else self.args.weight_decay,
-                    "lr": factor * self.args.learning_rate,
-                }
-                for spare, factor in sorted(parameters)
-            ]
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
-            if self.args.sam_rho:
-                kind = sharpness_aware(kind, self.args.sam_rho)
-            self.optimizer = kind(groups, **options)
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = optimizer_class(self.parameter_groups(model or self.model), **options)
         return self.optimizer
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        """As in Transformers; SAM computes a second gradient."""
-        self.begun = self.begun or (self.state.global_step, time.perf_counter())
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.args.sam_rho:
-            if self.args.max_grad_norm:
-                self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
-            self.optimizer.optimizer.first_step(zero_grad=True)
-            super().training_step(model, inputs, num_items_in_batch)
-        return loss
+        self.first_step = self.first_step or (self.state.global_step, time.perf_counter())
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
         """As in Transformers, with images per second. Raise a ValueError if the loss is not finite; the last
         checkpoint stays."""
         if not math.isfinite(logs.get("loss", logs.get("train_loss", 0))):
-            checkpoint = last_checkpoint(self.args.output_dir)
+            checkpoint, _ = find_checkpoint(self.args.output_dir)
             raise ValueError(
                 f"The loss at step {self.state.global_step} is not finite, so training stopped. Lower learning_rate "
                 f"or warm up longer. {f'{checkpoint} is kept.' if checkpoint else 'There is no checkpoint yet.'}"
             )
-        if "loss" in logs and self.begun:
-            step, time_then = self.begun
+        if "loss" in logs and self.first_step:
+            step, time_then = self.first_step
             images = (self.state.global_step - step) * self.get_total_train_batch_size(self.args)
             logs["images_per_second"] = images / (time.perf_counter() - time_then)
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """As in Transformers; an error leaves no signal handler and no open progress bar behind."""
-        self.begun = None
-        handler = signal.getsignal(signal.SIGINT)
-        handles = self.args.world_size == 1 and threading.current_thread() is threading.main_thread()
+        """As in Transformers. The first Ctrl-C saves the current step, and an error closes the progress bar."""
+        self.first_step = None
         try:
-            if handles:
-                signal.signal(signal.SIGINT, self.interruption.note)
-            return super().train(*args, **kwargs)
+            with self.interruption.handle_signals(self.args.world_size):
+                return super().train(*args, **kwargs)
         finally:
-            if handles:
-                signal.signal(signal.SIGINT, handler)
-            for each in self.callback_handler.callbacks:
-                if bar := getattr(each, "training_bar", None):
+            for callback in self.callback_handler.callbacks:
+                if bar := getattr(callback, "training_bar", None):
                     bar.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """Write a complete repository: model, processor and card; or a checkpoint's weights."""
+        """Write a complete repository: model, processor and card; for a checkpoint, the weights alone."""
         if _internal_call and output_dir is not None:
-            # FSDP's weights are written after `Trainer` has looked for the folder of the best checkpoint.
+            # FSDP writes weights after `Trainer` has looked for the folder of the best checkpoint.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(self.model, PreTrainedModel):
                 super().save_model(output_dir, _internal_call)
             elif self.args.should_save:
-                # `Trainer` loads weights by the names that they have in the model, and `save_pretrained` gives those
-                # of a ViT their older ones: a resumed run and the best model would have other weights
+                # `Trainer` loads weights by the model's current parameter names, while `save_pretrained` writes a
+                # ViT's older names, so that resumed runs and best models would have other weights
                 # (huggingface/transformers#48805).
                 self.model.save_pretrained(output_dir, save_original_format=False)
             return
-        # All processes gather the weights where each has a part of them.
+        # Where weights are sharded, all processes gather them.
         weights = self.weights()
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
-            # First, as a model writes a card where there is none.
-            write_card(folder, self, **self.card)
-            self.trained.save_pretrained(folder, state_dict=weights)
+            # The card comes first, because `save_pretrained` writes another one where there is none.
+            write_card(folder, self.saved_model, self.summary(self.metrics), self.describe_run(), self.usage)
+            self.saved_model.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
             apply_umask(folder)
@@ -217,24 +241,80 @@ class ImageTrainer(Trainer):
             self.push_to_hub(commit_message="Model save")
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Weights of `trained`, by name."""
+        """Return the state dict of `saved_model`."""
         return self.accelerator.get_state_dict(self.model)
 
     def create_model_card(self, *args, **kwargs):
-        """Nothing: `save_model` writes the card."""
+        """Do nothing: `save_model` writes the card."""
 
-    def run(self, data: DataArguments | None = None, test_dataset=None) -> dict[str, float]:
-        """Train, from the last checkpoint on if there is one, measure the best model, on `test_dataset` if given, and
-        leave it in `output_dir` as a complete repository. `data` names the images for the card."""
-        self.data = data
-        checkpoint = self.args.resume_from_checkpoint or last_checkpoint(self.args.output_dir)
-        result = self.train(resume_from_checkpoint=checkpoint)
-        # It is 0 where the run had been finished before.
+    def describe_run(self) -> TrainingRun:
+        """Return what the model card reports about this run."""
+        return TrainingRun(
+            args=self.args,
+            metrics=self.metrics,
+            kept_step=self.kept_step,
+            max_steps=self.state.max_steps,
+            num_eval_images=None if self.eval_dataset is None else len(self.eval_dataset),
+            data_args=self.data_args,
+            base_model=self.base_model,
+            base_model_relation=self.base_model_relation,
+        )
+
+    def settings(self) -> dict:
+        """Return everything that was asked of this run and changes the trained weights, the images or the classes."""
+        formats = {name: dataclasses.asdict(each) for name, each in self.eval_view.formats.items()}
+        stream = isinstance(self.images, datasets.IterableDataset)
+        return describe_arguments(self.args, self.model_args, self.data_args) | {
+            "total_train_batch_size": self.get_total_train_batch_size(self.args),
+            "base_model": resolve_paths(self.base_model),
+            "num_images": None if stream else len(self.images),
+            "class_names": class_names(self.images),
+            "image_formats": formats,
+            "config": describe_config(self.saved_model.config),
+        }
+
+    def prepare_output_dir(self) -> str | None:
+        """Record the settings of this run in `output_dir` and return the checkpoint to resume from, if there is one.
+
+        Without `overwrite_output_dir`, raise a ValueError if the folder holds a run with other settings. With it,
+        remove that run's checkpoints.
+        """
+        args = self.args
+        folder = Path(args.output_dir)
+        settings = self.settings()
+        checkpoint = args.resume_from_checkpoint
+        if not args.overwrite_output_dir:
+            check_same_run(folder, settings)
+        if checkpoint:
+            if file := find_damaged_file(Path(checkpoint)):
+                raise ValueError(f"resume_from_checkpoint is {checkpoint}, whose {file.name} is missing or damaged.")
+        elif args.overwrite_output_dir:
+            if args.should_save:
+                remove_checkpoints(folder)
+            self.accelerator.wait_for_everyone()
+        else:
+            checkpoint, damaged = find_checkpoint(folder)
+            start = f"continues from {checkpoint}" if checkpoint else "starts anew"
+            for file in damaged:
+                self.accelerator.print(f"{file} is missing or damaged, so training {start}.")
+        if others := [path for path in folder.glob("checkpoint-*") if path.is_dir() and not is_checkpoint(path)]:
+            # `Trainer` removes the oldest folders of this name, whatever they hold.
+            args.save_total_limit = None
+            self.accelerator.print(f"{others[0]} is no checkpoint, so all checkpoints are kept (save_total_limit).")
+        if args.should_save:
+            write_settings(folder, settings)
+        return checkpoint and str(checkpoint)
+
+    def run(self) -> dict[str, float]:
+        """Train, from the newest checkpoint in `output_dir` if there is one, measure the best model, on `test_dataset`
+        if given, and save it in `output_dir` as a complete repository. Return its metrics."""
+        result = self.train(resume_from_checkpoint=self.prepare_output_dir())
+        # A run that had been finished before has no loss.
         if result.training_loss:
             self.log_metrics("train", result.metrics)
             self.save_metrics("train", result.metrics)
-        if test_dataset is not None:
-            self.evaluate(test_dataset, metric_key_prefix="test")
+        if self.test_dataset is not None:
+            self.evaluate(self.test_dataset, metric_key_prefix="test")
         if metrics := self.metrics:
             self.log_metrics("eval", metrics)
             self.save_metrics("eval", metrics)
@@ -250,7 +330,7 @@ class ImageTrainer(Trainer):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the kept model, on test images where there are any, without a prefix."""
+        """Metrics of the kept model without a prefix, on test images if there are any."""
         found = {}
         for record in self.state.log_history:
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
@@ -259,35 +339,50 @@ class ImageTrainer(Trainer):
 
 
 class SaveWhenInterrupted(TrainerCallback):
-    """Ends a run after Ctrl-C with a checkpoint of the step under way. A second Ctrl-C ends it at once, as does the
-    first where there are several processes."""
+    """Save a checkpoint of the current step at the first Ctrl-C, and end the run. A second Ctrl-C ends it at once, as
+    does the first in a run of several processes."""
 
     received = False
+
+    @contextmanager
+    def handle_signals(self, world_size: int) -> Iterator[None]:
+        """Handle Ctrl-C by `note` within the block."""
+        if world_size > 1 or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handler = signal.signal(signal.SIGINT, self.note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
     def note(self, number: int, _):
         """Handle the first Ctrl-C."""
         self.received = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nThe step under way is finished and saved first. Once more ends it at once.", file=sys.stderr)
+        print("\nFinishing and saving the current step. Press Ctrl-C again to stop at once.", file=sys.stderr)
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save |= self.received
-        # A loss that is not finite ends the run before its weights are saved.
+        # Logging raises an error for a loss that is not finite before its weights are saved.
         control.should_log |= control.should_save
 
     on_epoch_end = on_step_end
 
     def on_save(self, args, state, control, **kwargs):
         if self.received:
-            print(f"Stopped at step {state.global_step}; the same command goes on from there.", file=sys.stderr)
+            print(f"Stopped at step {state.global_step}; the same command continues from there.", file=sys.stderr)
             self.received = False
             raise KeyboardInterrupt
 
 
 def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_decay: float) -> dict[str, float]:
-    """Return the factor of each parameter's learning rate by its name: 1 for the last block, of the longest list of
-    blocks, and what follows it, `layer_decay` times that of the next for each block before and for what precedes the
-    first, and `head_multiplier` for the head, outside of the base model or, in timm's models, the classifier within.
+    """Return the factor of each parameter's learning rate by parameter name.
+
+    The last block and the layers after it have the factor 1; each block before has `layer_decay` times the factor of
+    the next one, and the layers before the first block have the first block's factor. The blocks are the longest list
+    of modules in the base model. The head, outside of the base model or, in timm's models, inside, has
+    `head_multiplier`.
     """
     base = model.base_model
     if base is model and head_multiplier != 1:
@@ -313,7 +408,8 @@ def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Prefixes of the names of a timm model's classifier, which is inside; Transformers' models have it beside."""
+    """Return the prefixes of the parameter names of a timm model's classifier, which is inside of the base model;
+    Transformers' models have it outside."""
     if not is_timm(base):
         return ()
     heads = base.get_classifier()
@@ -321,61 +417,29 @@ def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))
 
 
-def sharpness_aware(kind: type, rho: float) -> Callable:
-    """Return a maker of optimizers of a class that minimize the sharpness within a radius, too (Foret et al. 2021)."""
-    try:
-        import pytorch_optimizer
-    except ImportError:
-        raise ValueError("sam_rho is pytorch_optimizer's: pip install 'frugalvit[sam]'.") from None
-
-    class SAM(pytorch_optimizer.SAM):
-        """SAM whose first step the trainer makes, before the second gradient."""
-
-        def step(self, closure=None):
-            self.second_step()
-
-    return functools.partial(SAM, base_optimizer=kind, rho=rho)
-
-
-def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest checkpoint in a folder. One that lacks what `Trainer` writes last is removed."""
-    while os.path.isdir(folder) and (path := get_last_checkpoint(folder)):
-        try:
-            json.loads(Path(path, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            return path
-        except (OSError, ValueError):
-            # Another process may be removing it, too.
-            with suppress(FileNotFoundError):
-                shutil.rmtree(path)
-    return None
+def require_processor(processing_class):
+    """Raise a ValueError if a trainer was not given its model's processor."""
+    if processing_class is None:
+        raise ValueError(
+            "processing_class is None, expected the processor of the model or teacher, for example "
+            "AutoImageProcessor.from_pretrained(…)."
+        )
 
 
 def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] | None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    options, data, args = parser.parse(argv)
-    trainer = make_trainer(options, data, args)
-    trainer.command = shlex.join([*parser.prog.split(), *argv])
-    trainer.run(data, trainer.test_images)
+    """Run a training's command: parse its arguments, train, and print the result."""
+    trainer = make_trainer(*parser.parse(argv))
+    trainer.run()
     trainer.accelerator.print(f"{trainer.summary(trainer.metrics)}\nIt is in {trainer.args.output_dir}.")
     return 0
 
 
 def start(args: ImageTrainingArguments, *sources: str | None):
-    """Begin a command: check its output folder, apart from the models that it reads, and seed the draws of new
-    weights."""
-    check_output_outside_input(args.output_dir, *sources)
+    """Check the output folder before anything is loaded, and seed the random weights of new models."""
+    check_output_dir(args, *sources)
     started = int(os.environ.get("WORLD_SIZE") or 1)
-    folder = Path(args.output_dir)
     if started > args.world_size and "RANK" in os.environ:
-        raise ValueError(f"{started} processes were started, of which each would train alone; on CPUs, give use_cpu.")
-    if folder.exists() and args.process_index == 0:
-        while args.overwrite_output_dir and (path := get_last_checkpoint(folder)):
-            shutil.rmtree(path)
-        known = args.overwrite_output_dir or last_checkpoint(folder)
-        if not known and not {path.name for path in folder.iterdir()} <= {"runs"}:
-            raise ValueError(
-                f"output_dir {folder} is not empty and holds no run to go on with (overwrite_output_dir)."
-            )
+        raise ValueError(f"{started} processes were started, but each would train alone; on CPUs, pass use_cpu.")
     set_seed(args.seed)
-    # Saving a model would draw its own bar through that of the training.
+    # The progress bar of saving a model would be drawn into that of the training.
     transformers.utils.logging.disable_progress_bar()

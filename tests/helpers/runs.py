@@ -57,7 +57,8 @@ def check_resumes(command: str, folder, step: int, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ImageTrainer, "training_step", note)
         again = run_command(command, folder / "again", **options)
-    assert steps == [*range(step + 1, whole.state.global_step)]
+    # A sharpness-aware step computes two gradients.
+    assert [*dict.fromkeys(steps)] == [*range(step + 1, whole.state.global_step)]
     assert records(again) == records(whole)
     files = [folder / name / "model.safetensors" for name in ("whole", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -38,7 +38,7 @@ def command_words(**options) -> list[str]:
 
 def values_of(groups) -> list[dict]:
     """Return the fields of dataclasses, except those that describe this process."""
-    left_out = ("distributed_state", "_n_gpu")
+    left_out = ("distributed_state", "_n_gpu", "command")
     return [{name: value for name, value in vars(group).items() if name not in left_out} for group in groups]
 
 

@@ -1,15 +1,13 @@
 """Cards of trainings: the fields that the hub reads, and the names of this machine that it must not."""
 
-from types import SimpleNamespace
-
 import pytest
 from huggingface_hub import ModelCard
 from trainings import TINY_STUDENT, logged, run_command
 
 from drawn import draw_classes
-from frugalvit import publish
+from frugalvit import BootstrapArguments, publish
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.cards import write_card
+from frugalvit.training.cards import TrainingRun, write_card
 from tiny import make_vit
 
 
@@ -46,17 +44,11 @@ def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once,
 )
 def test_a_student_names_its_teacher_and_data(base_model, hub_id, tmp_path):
     """By the ids of the hub alone: it refuses others."""
-    trainer = SimpleNamespace(
-        trained=make_vit(),
-        args=SimpleNamespace(metric_for_best_model="alignment", output_dir="student", seed=0, license=None),
-        data=DataArguments(dataset=["cifar10-subset"], eval_dataset=["owner/images", "/data/photographs"]),
-        metrics={"alignment": 0.91},
-        state=SimpleNamespace(max_steps=2),
-        kept_step=2,
-        **{"base_model": base_model, "base_model_relation": "distill", "eval_dataset": None, "command": None},
-        summary=lambda metrics: "A student.",
-    )
-    write_card(tmp_path, trainer)
+    data_args = DataArguments(dataset=["cifar10-subset"], eval_dataset=["owner/images", "/data/photographs"])
+    args = BootstrapArguments(output_dir="student", use_cpu=True)
+    relation = {"base_model": base_model, "base_model_relation": "distill"}
+    run = TrainingRun(args, {"alignment": 0.91}, kept_step=2, max_steps=2, data_args=data_args, **relation)
+    write_card(tmp_path, make_vit(), "A student.", run)
     data = ModelCard.load(tmp_path / "README.md").data
     assert (data.base_model, data.get("base_model_relation")) == (hub_id, hub_id and "distill")
     assert data.library_name == "transformers" and data.datasets == ["uoft-cs/cifar10"]

@@ -16,7 +16,7 @@ from frugalvit import (
 )
 from frugalvit.macs import count_macs
 from frugalvit.training import bootstrap, joint, segment, train
-from frugalvit.training.arguments import RECIPES, read_config
+from frugalvit.training.arguments import RECIPES, read_yaml
 from frugalvit.training.students import parse_overrides
 
 
@@ -28,7 +28,7 @@ def read(name: str) -> tuple[dict, str]:
     text = RECIPES[name].read_text(encoding="utf-8")
     comment = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
     command = re.search(r"^command: (.*)$", text, re.MULTILINE)[1]
-    return read_config(name, f"frugalvit {command}") | {"command": command}, comment
+    return read_yaml(name, f"frugalvit {command}") | {"command": command}, comment
 
 
 def recipes_of(command: str) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import signal
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,10 @@ from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.arguments import ImageTrainingArguments
 from frugalvit.training.augmentation import EvalView
 from frugalvit.training.data import load_images
-from frugalvit.training.train import SmallDataView
-from frugalvit.training.trainer import ImageTrainer, last_checkpoint, learning_rate_factors, start
+from frugalvit.training.runs import find_checkpoint
+from frugalvit.training.sharpness import SharpnessAwareTrainer
+from frugalvit.training.train import SmallDataArguments, SmallDataView
+from frugalvit.training.trainer import learning_rate_factors, start
 from frugalvit.training.views import mixing
 from tiny import make_vit
 
@@ -32,10 +35,10 @@ SIZES = {"image_size": 16, "hidden_size": 16, "intermediate_size": 32, "hidden_d
 # Two epochs of four steps.
 ARGUMENTS = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
 ARGUMENTS |= {"learning_rate": 1e-2, "weight_decay": 0.05, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
-ARGUMENTS |= {"metric_for_best_model": "accuracy", "logging_steps": 1, "use_cpu": True}
+ARGUMENTS |= {"logging_steps": 1, "use_cpu": True, "batch_eval_metrics": False}
 
 
-class Learner(ImageTrainer):
+class Learner(SharpnessAwareTrainer):
     """A classifier's trainer; losses of some steps are multiplied, and accuracies of evaluations may be given."""
 
     factors, accuracies = {}, ()
@@ -56,15 +59,28 @@ class Learner(ImageTrainer):
 
 @pytest.fixture
 def make(tmp_path, images):
-    def make(name="out", callbacks=(), train=images, evaluation=images, mix=None, **options):
+    def make(
+        name="out",
+        callbacks=(),
+        train=images,
+        evaluation=images,
+        test=None,
+        mix=None,
+        factors=None,
+        fields=None,
+        image_format=FORMAT,
+        **options,
+    ):
         return Learner(
-            make_vit(**SIZES),
-            ImageTrainingArguments(str(tmp_path / name), **ARGUMENTS | options),
+            make_vit(**SIZES | (fields or {})),
+            SmallDataArguments(str(tmp_path / name), **ARGUMENTS | options),
             train,
             evaluation,
-            SmallDataView(FORMAT, VIEW),
-            EvalView(FORMAT),
-            mix,
+            SmallDataView(image_format, VIEW),
+            EvalView(image_format),
+            mix=mix,
+            test_dataset=test,
+            learning_rate_factors=factors,
             processing_class=transformers.ViTImageProcessor(size={"height": 16, "width": 16}),
             callbacks=list(callbacks),
         )
@@ -124,10 +140,10 @@ def test_ctrl_c_saves_the_step_under_way(again, make, tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         make(callbacks=[At(lambda step: step == 5 and os.kill(os.getpid(), signal.SIGINT))] * (1 + again)).run()
     said = capsys.readouterr().err
-    assert said.count("The step under way is finished and saved first") == 1
-    assert ("Stopped at step 6; the same command goes on from there." in said) != again
+    assert said.count("Finishing and saving the current step.") == 1
+    assert ("Stopped at step 6; the same command continues from there." in said) != again
     assert signal.getsignal(signal.SIGINT) == handler
-    assert last_checkpoint(tmp_path / "out").endswith("checkpoint-4" if again else "checkpoint-6")
+    assert find_checkpoint(tmp_path / "out")[0].name == ("checkpoint-4" if again else "checkpoint-6")
 
 
 @pytest.mark.parametrize(("step", "factor", "logging_steps"), [(0, math.inf, 1), (5, math.nan, 1), (6, math.nan, 50)])
@@ -143,25 +159,90 @@ def test_a_loss_that_is_not_finite_ends_the_run(step, factor, logging_steps, mak
     assert not (tmp_path / "out" / "checkpoint-8").exists()
 
 
-def test_folders_of_others_are_refused(make, tmp_path):
-    def begin(name, **options):
-        start(ImageTrainingArguments(str(tmp_path / name), use_cpu=True, **options))
+@pytest.mark.parametrize("files", [["config.json"], ["checkpoint-500/notes.txt"]])
+def test_folders_of_others_are_refused_and_kept(files, make, tmp_path, capsys):
+    for name in files:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("mine")
 
-    for name in ("out", "empty/runs", "broken/checkpoint-3"):
-        (tmp_path / name).mkdir(parents=True)
-    for name in ("out/config.json", "broken/checkpoint-3/model.safetensors"):
-        (tmp_path / name).write_text("mine")
-    for name in ("new", "empty", "broken"):
-        begin(name)
+    def begin(**options):
+        start(ImageTrainingArguments(str(tmp_path / "out"), use_cpu=True, **options))
+
     with pytest.raises(ValueError, match="output_dir .*out is not empty .*overwrite_output_dir"):
-        begin("out")
-    assert last_checkpoint(tmp_path / "broken") is last_checkpoint(tmp_path / "nowhere") is None
-    begin("out", overwrite_output_dir=True)
-    assert (tmp_path / "out" / "config.json").read_text() == "mine"
-    make("run", callbacks=[Stop(2)]).run()
-    for overwrite in (False, True):
-        begin("run", overwrite_output_dir=overwrite)
-        assert (tmp_path / "run" / "checkpoint-2").is_dir() != overwrite
+        begin()
+    begin(overwrite_output_dir=True)
+    make(overwrite_output_dir=True, save_total_limit=1, num_train_epochs=3).run()
+    for name in files:
+        assert name == "config.json" or (tmp_path / "out" / name).read_text() == "mine"
+
+
+def test_checkpoints_are_removed_when_a_new_run_starts(make, tmp_path):
+    """A command that fails before removes none."""
+    folder = tmp_path / "out"
+    make(callbacks=[Stop(2)]).run()
+    start(ImageTrainingArguments(str(folder), use_cpu=True, overwrite_output_dir=True))
+    own = make(overwrite_output_dir=True, seed=1)
+    assert (folder / "checkpoint-2").is_dir()
+    own.run()
+    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": 0.02}, "learning_rate was 0.01, now 0.02"),
+        ({"seed": 1}, "seed was 42, now 1"),
+        ({"per_device_train_batch_size": 16}, "total_train_batch_size was 8, now 16"),
+        ({"fields": {"hidden_act": "relu"}}, "config.hidden_act was"),
+        ({"fields": {"hidden_size": 32}}, "config.hidden_size was 16, now 32"),
+        ({"fields": {"num_attention_heads": 1}}, "config.num_attention_heads was 2, now 1"),
+        ({"image_format": ImageFormat((16, 16), mean=(0.4,) * 3)}, "image_formats.pixel_values.mean was"),
+        ({"names": list("abcdefghij")}, "class_names was"),
+    ],
+)
+def test_a_run_is_not_called_again_with_other_settings(change, message, make, images, tmp_path):
+    """Neither a finished one nor one that was stopped."""
+    callbacks = [Stop(2)] if "seed" in change else []
+    make(callbacks=callbacks).run()
+    files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    if "names" in change:
+        labels = images.cast_column("label", datasets.ClassLabel(names=change["names"]))
+        change = {"train": labels, "evaluation": labels}
+    with pytest.raises(
+        ValueError, match=f"out holds a run with other settings: {message}.* pass overwrite_output_dir"
+    ):
+        make(**change).run()
+    assert files == {path: path.read_bytes() for path in files}
+    make(**change, overwrite_output_dir=True).run()
+    make(**change).run()
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("optimizer.pt", lambda content: b""),
+        ("scheduler.pt", lambda content: content[: len(content) // 2]),
+        ("rng_state.pth", lambda content: b""),
+        ("model.safetensors", lambda content: content[: len(content) // 2]),
+        ("trainer_state.json", lambda content: content[: len(content) // 2]),
+        ("trainer_state.json", lambda content: b"{}"),
+        ("trainer_state.json", lambda content: b"[]"),
+        ("trainer_state.json", lambda content: b"null"),
+    ],
+)
+def test_a_run_continues_from_the_newest_whole_checkpoint(file, damage, make, tmp_path, capsys):
+    folder = tmp_path / "out"
+    make().run()
+    damaged = folder / "checkpoint-8" / file
+    damaged.write_bytes(damage(damaged.read_bytes()))
+    steps = []
+    make(callbacks=[At(steps.append)]).run()
+    assert steps == [4, 5, 6, 7]
+    line = f"{damaged} is missing or damaged, so training continues from {folder / 'checkpoint-4'}."
+    assert capsys.readouterr().out.count(line) == 1
+    damaged.write_bytes(b"")
+    with pytest.raises(ValueError, match=f"resume_from_checkpoint is .*, whose {file} is missing or damaged"):
+        make(resume_from_checkpoint=str(damaged.parent)).run()
 
 
 @pytest.mark.parametrize("best", [0, 1])
@@ -173,9 +254,9 @@ def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
         ("tested", {}, images, best, 0.375),
         ("last", {"load_best_model_at_end": False}, None, 1, accuracies[1]),
     ):
-        own, folder = make(name, **options), tmp_path / name
+        own, folder = make(name, test=test, **options), tmp_path / name
         own.accuracies = accuracies
-        assert own.run(test_dataset=test)["accuracy"] == expected
+        assert own.run()["accuracy"] == expected
         card, results = ModelCard.load(folder / "README.md"), json.loads((folder / "eval_results.json").read_text())
         assert results["accuracy"] == expected
         assert f"accuracy {expected:.4f}" in card.text and f"step {4 * epoch + 4} of 8, chosen" in card.text
@@ -235,7 +316,7 @@ def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
     first, led, second, led_again = seen
     assert (led - first).norm().item() == pytest.approx(0.05, rel=1e-3)
     assert not torch.equal(first, second) and not torch.equal(led_again, second)
-    with pytest.raises(ValueError, match="sam_rho needs gradient_accumulation_steps 1, and no fp16"):
+    with pytest.raises(ValueError, match="sam_rho is 0.05, expected 0 with gradient accumulation or fp16"):
         make(sam_rho=0.05, gradient_accumulation_steps=2)
 
 
@@ -267,8 +348,7 @@ def test_rates_fall_with_depth(library, make):
         names = {"vit.embeddings.cls_token": 0.25, "vit.layernorm.weight": 1.0, "classifier.weight": 5.0}
     names |= {block.format(0): 0.5, block.format(1): 1.0}
     factors, parameters = learning_rate_factors(model, 5.0, 0.5), dict(model.named_parameters())
-    trainer = make()
-    trainer.learning_rate_factors = factors
+    trainer = make(factors=factors)
     groups = trainer.create_optimizer(model).param_groups
     rates = {id(each): group["lr"] for group in groups for each in group["params"]}
     assert {name: rates[id(parameters[name])] / trainer.args.learning_rate for name in names} == pytest.approx(names)
