@@ -40,8 +40,8 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
 @pytest.mark.parametrize(
     "case",
     [
-        "bootstrap --teacher t --learning_rates 1 | no argument --learning_rates; did you mean --learning_rate?",
-        "bootstrap --teacher t --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
+        "bootstrap --teacher owner/vit --learning_rates 1 | no argument --learning_rates; did you mean --learning_rate?",
+        "bootstrap --teacher owner/vit --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
         "bootstrap --config siglip-base | --config is siglip-base, expected a YAML file or a recipe; did you mean sig",
         "- a | --config file.yaml holds a list, expected names and values",
         "loss: l2 | invalid choice: 'l2'",
@@ -50,7 +50,7 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
 def test_wrong_arguments_are_one_line(case, tmp_path, monkeypatch, capsys):
     """On the command line or in a file, before anything is loaded."""
     given, message = case.split(" | ")
-    in_a_file = ["bootstrap", "--teacher", "t", "--config", "file.yaml"]
+    in_a_file = ["bootstrap", "--teacher", "owner/vit", "--config", "file.yaml"]
     words = given.split() if given.startswith("bootstrap") else in_a_file
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.yaml").write_text(given)
