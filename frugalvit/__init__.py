@@ -25,7 +25,7 @@ from .modeling.llava_tower import SparseFormerVisionTower
 from .modeling.modeling_sparseformer_vlm import SparseFormerLlavaProcessor
 from .modeling.open_clip_adapter import OpenClipVisual, from_open_clip, to_open_clip
 from .modeling.packing import pack_linear_layers
-from .modeling.swap import match_channels_, matching_processor, swap_vision_tower
+from .modeling.vision_tower import match_channels_, matching_processor, swap_vision_tower
 from .registry import register
 from .training.files import checkpoint_path
 from .version import __version__

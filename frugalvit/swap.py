@@ -8,7 +8,7 @@ import torch
 from .command_line import CommandParser, add_device_map_argument, add_skip_argument, positive
 from .configuration.configuration_sparseformer_vlm import image_grid
 from .evaluation.images import image_batches
-from .modeling.swap import input_device, match_channels_, matching_processor, swap_vision_tower
+from .modeling.vision_tower import input_device, match_channels_, matching_processor, swap_vision_tower
 from .training.choices import DTYPES, QUANTIZATIONS
 from .training.data import load_images, sample
 from .training.files import atomic_directory, check_output_outside_input

@@ -1,7 +1,7 @@
-"""Reads checkpoints of the SparseFormer authors' implementation (github.com/showlab/sparseformer).
+"""Conversion of checkpoints of the SparseFormer authors' implementation (github.com/showlab/sparseformer).
 
-Names and shapes of a checkpoint show most of the model; a variant of the papers supplies what they do not show:
-iterations without stage embeddings, epsilons, heads, activations and normalization.
+Names and shapes of a checkpoint determine most of the configuration. The iterations of v1, epsilons, heads,
+activations and the normalization of images come from a variant of the papers.
 """
 
 import re
@@ -15,15 +15,15 @@ from ..configuration.configuration_sparseformer import SparseFormerConfig, Spars
 from .modeling_sparseformer import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection
 
 
-# The variants that supply the rest: the one of the same width, or the first.
+# The papers' variants for each kind of checkpoint; the variant of equal width is used, or the first.
 TEMPLATES = {
     "v1": ("v1-tiny", "v1-small", "v1-base"),
     "bootstrapped": ("augreg-base-49-224", "augreg-large-49-224"),
     "bootstrapped-clip": ("clip-base-49-224", "clip-large-64-224"),
 }
 EXPECTED = "Expected one of the files ..._converted.pth of github.com/showlab/sparseformer, release v2.0.0-refactor."
-# Patterns in the authors' names, in the order in which they are replaced by ours. Queries, keys and values are one
-# tensor there; units 0 and 2 focus, 1 changes the width, and the others are blocks.
+# Patterns in the authors' names and our replacements, applied in this order. Among the authors' layers, 0 and 2 are
+# focusing layers, 1 changes the width, and the others are blocks. Their queries, keys and values are one tensor.
 RENAMINGS = {
     r"^proj\.": "classifier.",
     r"^feat_extractor\.conv1\.": "sparseformer.stem.convolution.",
@@ -47,7 +47,7 @@ RENAMINGS = {
     r"\.pe_transition\.0\.": ".position_encoding.layernorm.",
     r"\.pe_transition\.1\.": ".position_encoding.proj.",
     r"\.roi_adjust_module\.0\.": ".roi_deltas.layernorm.",
-    # One layer without a bias in v1, of two in bootstrapped models the last.
+    # The second of two linear layers in bootstrapped models; v1 has one, without a bias.
     r"\.roi_adjust_module\.3\.": ".roi_deltas.out_proj.",
     r"\.norm1\.": ".layernorm_before.",
     r"\.norm2\.": ".layernorm_after.",
@@ -66,18 +66,24 @@ BOOTSTRAPPED_RENAMINGS = {
 
 
 def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read the state dict of a checkpoint of the reference implementation, a `.safetensors` file or one of
-    `torch.save`, bare or under "model" or "state_dict"; nothing in it is executed. Raise a ValueError if the file
-    cannot be read, or holds no state dict."""
+    """Load the state dict of a checkpoint of the reference implementation. No code in the file is executed.
+
+    Args:
+        path (`str` or `Path`): A `.safetensors` file, or a file of `torch.save` that holds a state dict, bare or under
+            "model" or "state_dict".
+
+    Raises:
+        ValueError: if the file cannot be read, or holds no state dict.
+    """
     path = Path(path)
     try:
         if not path.is_file():
-            raise FileNotFoundError("it is no file")
+            raise FileNotFoundError("there is no such file")
         if path.suffix == ".safetensors":
             state_dict = load_file(path)
         else:
             state_dict = torch.load(path, map_location="cpu", weights_only=True)
-    # A damaged file makes the readers fail in a dozen ways, IndexError and struct.error among them.
+    # Damaged files raise many kinds of errors, IndexError and struct.error among them.
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"Cannot read tensors of a .pth or .safetensors file from {str(path)!r}: {reason}") from error
@@ -85,32 +91,36 @@ def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
         if isinstance(state_dict, dict) and isinstance(state_dict.get(key), dict):
             state_dict = state_dict[key]
     if not isinstance(state_dict, dict) or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
-        raise ValueError(f"{str(path)!r} holds no state dict. Save the model's state dict alone with torch.save.")
+        raise ValueError(f"{str(path)!r} holds no state dict. Save it by torch.save(model.state_dict(), path).")
     return state_dict
 
 
 def infer_showlab_variant(state_dict: dict[str, torch.Tensor]) -> str:
-    """Return the variant of a checkpoint, "v1", "bootstrapped" or "bootstrapped-clip"."""
+    """Return the kind of a checkpoint, "v1", "bootstrapped" or "bootstrapped-clip"."""
     if "cls_embedding.weight" not in state_dict:
         return "v1"
     return "bootstrapped" if "proj.bias" in state_dict else "bootstrapped-clip"
 
 
-def sizes_of(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
-    """Return the fields of a configuration that the shapes of a checkpoint show."""
+def infer_sizes(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
+    """Return the fields of a configuration that follow from a checkpoint's shapes."""
     last = max((int(match[1]) for name in state_dict if (match := re.match(r"layers\.(\d+)\.", name))), default=0)
     shapes = {name: tensor.shape for name, tensor in state_dict.items()}
-    if len(shapes["feat_extractor.conv1.weight"]) != 4:
-        raise ValueError("The checkpoint's first convolution is not of images; was it made for video?")
+    stem_shape = shapes["feat_extractor.conv1.weight"]
+    if len(stem_shape) != 4:
+        raise ValueError(
+            f"The checkpoint's first convolution has a weight of shape {tuple(stem_shape)}, expected 4 axes; models "
+            "for video are not supported."
+        )
     bottlenecks = {shapes[f"layers.{index}.adaptive_mixing.parameter_generator.1.weight"][0] for index in (0, 2)}
     intermediate_size, hidden_size = shapes[f"layers.{last}.mlp.fc1.weight"]
-    stem_channels, num_channels = shapes["feat_extractor.conv1.weight"][:2]
+    stem_channels, num_channels = stem_shape[:2]
     return {
         "num_latent_tokens": shapes["initial_roi.weight"][0],
         "num_channels": num_channels,
         "num_sampling_points": shapes["layers.0.roi_offset_bias"][0] // 2,
         "num_mixed_points": shapes["layers.0.adaptive_mixing.out_proj.weight"][1] // stem_channels,
-        # One width for both units, or a quarter of each unit's width.
+        # One width for both focusing layers; None for a quarter of each layer's width.
         "mixing_hidden_size": bottlenecks.pop() if len(bottlenecks) == 1 else None,
         "stem_channels": stem_channels,
         "focusing_hidden_size": shapes["initial_embedding.weight"][1],
@@ -131,24 +141,32 @@ def config_from_showlab(
     """Return the configuration of a checkpoint of the reference implementation.
 
     Args:
-        state_dict (`dict`): A checkpoint, as `load_showlab_checkpoint` returns it.
+        state_dict (`dict`): A checkpoint, see `load_showlab_checkpoint`.
         variant (`str`, *optional*):
-            "v1", "bootstrapped" or "bootstrapped-clip" (with a projection and QuickGELU); by default the one whose
-            names the checkpoint has.
+            "v1", "bootstrapped" or "bootstrapped-clip" (with a projection and QuickGELU). It is inferred from the
+            checkpoint's names by default.
         iterations (`int`, *optional*):
-            Executions of the focusing layer. By default as many as there are stage embeddings, or the variant's.
+            Executions of the focusing layer. By default, the number of stage embeddings of a bootstrapped model, which
+            has none for a single iteration; the variant's number for v1.
         image_size (`int` or pair of `int`, *optional*):
-            Pixels, or height and width, for preprocessing; the variant's 224 by default. Images are resized to 8/7 of
-            it and cropped, or resized straight to it if it is a rectangle.
+            Height and width in pixels, for preprocessing; 224 by default. Images are resized to 8/7 of a square size
+            and cropped; they are resized to a rectangular size without a crop.
+
+    Raises:
+        ValueError: if the checkpoint has not the tensors of the variant, or other stage embeddings than `iterations`.
     """
     variant = variant or infer_showlab_variant(state_dict)
-    if "layers.0.stage_embedding.weight" in state_dict:
-        stages = len(state_dict["layers.0.stage_embedding.weight"])
+    if variant != "v1":
+        # A focusing layer with a single iteration has no stage embedding.
+        stages = len(state_dict.get("layers.0.stage_embedding.weight", [None]))
         if iterations not in (None, stages):
-            raise ValueError(f"iterations is {iterations}, but the checkpoint has stage embeddings for {stages}.")
+            raise ValueError(
+                f"`iterations` is {iterations}, expected {stages}, the number of the checkpoint's stage embeddings"
+                f"{' (it has none, as with one iteration)' if stages == 1 else ''}."
+            )
         iterations = stages
     try:
-        fields = sizes_of(state_dict, variant)
+        fields = infer_sizes(state_dict, variant)
     except (KeyError, IndexError) as error:
         raise ValueError(f"The checkpoint does not fit variant {variant!r}: missing {error}. {EXPECTED}") from error
     if iterations is not None:
@@ -163,14 +181,14 @@ def config_from_showlab(
 
 
 def showlab_model_class(config: SparseFormerConfig) -> type:
-    """Return the class for a converted model: with a projection if the configuration has one, else a classifier."""
+    """Return the class of a converted model: with a projection if the configuration has one, else a classifier."""
     is_projection = isinstance(config, SparseFormerProjectionConfig)
     return SparseFormerVisionModelWithProjection if is_projection else SparseFormerForImageClassification
 
 
 def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerConfig) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint of the reference implementation under the names of the model that
-    `showlab_model_class(config)` builds, in float32. Raise a ValueError if names do not fit the configuration."""
+    """Convert a checkpoint of the reference implementation to a state dict of `showlab_model_class(config)`, in
+    float32. Raise a ValueError if the names do not fit the configuration."""
     model_class = showlab_model_class(config)
     converted = {}
     for theirs, tensor in state_dict.items():
@@ -194,7 +212,7 @@ def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerCon
 
 
 def our_name(theirs: str, config: SparseFormerConfig) -> str:
-    """Return our name of one of the authors' tensors, with `qkv_proj` for three projections in one."""
+    """Return our name of one of the authors' tensors. `qkv_proj` stands for queries, keys and values in one tensor."""
     renamings = RENAMINGS | (V1_RENAMINGS if config.is_v1 else BOOTSTRAPPED_RENAMINGS)
     if isinstance(config, SparseFormerProjectionConfig):
         renamings[r"^proj\."] = "visual_projection."

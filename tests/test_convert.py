@@ -10,7 +10,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerProjectionConfig, SparseFormerVisionModelWithProjection
 from frugalvit.cli import main as frugalvit
-from frugalvit.modeling.conversion import config_from_showlab, infer_showlab_variant, our_name, showlab_model_class
+from frugalvit.modeling.conversion import (
+    config_from_showlab,
+    convert_showlab,
+    infer_showlab_variant,
+    our_name,
+    showlab_model_class,
+)
 
 
 FIXTURES = {
@@ -70,6 +76,18 @@ class TestInference:
         assert config.to_dict() == expected.to_dict()
         kinds = {"v1": "v1", "augreg": "bootstrapped", "clip": "bootstrapped-clip"}
         assert infer_showlab_variant(state_dict) == kinds[name.split("-")[0]]
+
+    def test_one_focusing_iteration(self):
+        """The authors' model has no stage embedding then."""
+        expected = SparseFormerConfig.from_variant("augreg-base-49-224", num_focusing_iterations=1)
+        with torch.device("meta"):
+            state_dict = to_showlab(showlab_model_class(expected)(expected))
+        assert "layers.0.stage_embedding.weight" not in state_dict
+        config = config_from_showlab(state_dict)
+        assert config.to_dict() == expected.to_dict()
+        assert convert_showlab(state_dict, config).keys() == showlab_model_class(config)(config).state_dict().keys()
+        with pytest.raises(ValueError, match="`iterations` is 4, expected 1"):
+            config_from_showlab(state_dict, iterations=4)
 
 
 class TestCommand:

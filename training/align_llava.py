@@ -19,7 +19,7 @@ from transformers import PaliGemmaProcessor, PreTrainedModel
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from ..modeling.modeling_sparseformer import SparseFormerPreTrainedModel
-from ..modeling.swap import first_layer, matching_processor, swap_vision_tower
+from ..modeling.vision_tower import first_layer, matching_processor, swap_vision_tower
 from .arguments import (
     NOT_NEGATIVE,
     POSITIVE,

@@ -9,7 +9,7 @@ import datasets
 import torch
 from tqdm import tqdm
 
-from ..modeling.swap import input_device
+from ..modeling.vision_tower import input_device
 from ..training.data import load_table
 from ..training.decoding import decode_image
 from ..training.loading import load_model

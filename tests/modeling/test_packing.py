@@ -1,4 +1,4 @@
-"""Packed linear layers: the same products, gradients and weights as before, and no others than those that gain."""
+"""Packed linear layers compute the products and gradients of the layers that they replace."""
 
 import copy
 
@@ -27,8 +27,9 @@ def inputs() -> torch.Tensor:
 
 @pytest.fixture
 def called(monkeypatch) -> list:
-    """Filled when a packed product is computed."""
-    called, multiply = [], packing.multiply
+    """List of the arguments of each packed product."""
+    called = []
+    multiply = packing.multiply
     monkeypatch.setattr(packing, "multiply", lambda *given: called.append(given) or multiply(*given))
     return called
 
@@ -41,7 +42,7 @@ def test_products_are_the_same(bias, inputs, called):
         for given in (inputs, inputs[0], inputs[0, 0], inputs.mT.contiguous().mT):
             torch.testing.assert_close(packed(given), linear(given), rtol=1e-5, atol=1e-6)
         assert len(called) == 4
-        # Nothing is multiplied of nothing.
+        # An empty batch is not multiplied.
         assert packed(inputs[:0]).shape == (0, 5, 40)
 
 
@@ -60,7 +61,7 @@ def scale(packed: nn.Linear):
 
 
 def add(packed: nn.Linear):
-    # As peft merges adapters.
+    # peft merges adapters by `data`.
     packed.weight.data += 1
 
 
@@ -70,11 +71,23 @@ def change_a_row(packed: nn.Linear):
 
 @pytest.mark.parametrize("change", [scale, add, change_a_row, nn.Linear.double, copy.deepcopy])
 @torch.no_grad()
-def test_what_changes_or_moves_computes_as_any_other_layer(change, linear, inputs, called):
+def test_a_changed_layer_computes_with_its_new_weight(change, linear, inputs, called):
     packed = PackedLinear(linear)
     changed = change(packed) or packed
     inputs = inputs.to(changed.weight.dtype)
     torch.testing.assert_close(changed(inputs), nn.functional.linear(inputs, changed.weight, changed.bias))
+    assert not called
+
+
+@torch.inference_mode()
+def test_weights_made_under_inference_mode_are_not_packed(inputs, called, monkeypatch):
+    """They have no version counter, which would show that they changed."""
+    monkeypatch.setattr(packing, "packing_pays", lambda dtype: True)
+    linear = nn.Linear(24, 40)
+    assert pack_linear_layers(nn.Sequential(linear)) == 0
+    for layer in (PackedLinear(linear), copy.deepcopy(PackedLinear(linear))):
+        layer.weight[3, 5] += 1
+        assert torch.equal(layer(inputs), nn.functional.linear(inputs, layer.weight, layer.bias))
     assert not called
 
 
@@ -84,6 +97,6 @@ def test_a_classifier_packs_what_it_loads_where_that_is_faster(pays, monkeypatch
     classify = Classifier("cifar10-sparseformer", device="cpu")
     kinds = {type(module) for module in classify.model.modules() if isinstance(module, nn.Linear)}
     assert kinds == ({PackedLinear} if pays else {nn.Linear})
-    # Layers of other kinds and places stay.
+    # Layers of other classes, and layers on other devices, are not packed.
     others = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.MultiheadAttention(4, 2))
     assert pack_linear_layers(others) == 0

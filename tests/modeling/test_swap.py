@@ -13,7 +13,7 @@ from transformers import (
 from drawn import noise
 from frugalvit import SparseFormerVisionModel, matching_processor, swap_vision_tower
 from frugalvit.cli import main
-from frugalvit.modeling.swap import first_layer, match_channels_, record_projector_inputs
+from frugalvit.modeling.vision_tower import first_layer, match_channels_, record_projector_inputs
 from tiny import IMAGE, SMALL, make_llava, make_paligemma, make_processor, make_tower, save_to_swap
 
 
