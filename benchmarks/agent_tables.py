@@ -1,20 +1,24 @@
-"""A ViT that learns beside an agent CNN, on CIFAR-10: one command a table.
+"""Measure a ViT that learns beside an agent CNN on CIFAR-10, one table a command.
 
     python benchmarks/agent_tables.py joint   # ViT and agent alone, joint, shared, joint from impulses
     python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
     python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
     python benchmarks/agent_tables.py longer  # ViT alone, the control, joint with and without hints, 40 epochs
-    python benchmarks/agent_tables.py directions  # less of the hints and of SAM, which cost accuracy here
+    python benchmarks/agent_tables.py directions  # weaker hints and weaker SAM, since both cost accuracy here
     python benchmarks/agent_tables.py gradients   # lengths of each term's gradient for the joint ViT, and their angles
 
-Every row has the same architectures (64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions), budget (4,000
-images, 6 epochs, batches of 32) and the reference implementation's optimizer, start and weights of the losses, unless
-its name says otherwise. "joint, no hint, no divergence" is the control: two models that train side by side and tell
-each other nothing, with the dropouts of the joint ones; a ViT alone has Transformers' places. From impulses, the rest
-starts as Transformers has it, as positions would drown in standard normal patch projections. Images are padded by
-reflection. Accuracy is that of the last epoch. Runs are kept under --runs-dir and found again, so that a killed
-command goes on, and seeds can be run side by side. Writes agent_TABLE.json. The paper's sizes and budgets are those of
-`frugalvit joint --config joint-small` and of the recipes beside it.
+All rows share these settings, unless their name gives another one:
+
+- architectures: 64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions;
+- budget: 4,000 images, 6 epochs, batches of 32;
+- optimizer, start and loss weights of the reference implementation; from impulses, all other weights start as in
+  Transformers, because standard normal patch projections would hide the positions;
+- images padded by reflection; the accuracy of the last epoch.
+
+"joint, no hint, no divergence" is the control: two models train side by side, with the dropouts of the joint rows, and
+neither learns from the other. A ViT alone has the dropouts of Transformers. Finished runs under --runs-dir are reused,
+so an interrupted command resumes, and seeds can run side by side. Writes agent_TABLE.json. `frugalvit joint --config
+joint-small` and similar recipes have the paper's sizes and budgets.
 """
 
 import itertools
@@ -38,7 +42,7 @@ VIT = f"image_size=32,{SIZES},num_attention_heads=9"
 AGENT = f"{SIZES},num_positions=9"
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
 TRANSFORMERS = {"initialization": "default"}
-# The training of one alone sees the images as the joint one does, without mixing and smoothing.
+# A model alone is trained with the augmentation of joint rows: no mixing, no label smoothing.
 ALONE = {
     "weight_decay": 0.05,
     "randaugment_layers": 0,
@@ -53,13 +57,13 @@ VIT_ALONE = ALONE | {
     "config_overrides": f"{VIT},hidden_dropout_prob=0.1,attention_probs_dropout_prob=0.1,layer_norm_eps=1e-5",
 }
 AGENT_ALONE = ALONE | {"model_type": "agent_cnn", "config_overrides": f"image_size=32,{AGENT},branch_dropout=0"}
-# Not clipped: the reference's configuration says 1, which its code never reads.
+# Gradients are not clipped: the reference's configuration has 1, but its SAM code does not read it.
 SAM = {"sam_rho": 0.1}
 PAIR = {"vit": VIT, "agent": AGENT, "padding_mode": "reflect"}
 JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))
 NO_HINT = {"config_overrides": "hint_weight=0"}
 CONTROL = {"config_overrides": "hint_weight=0,divergence_weight=0"}
-# Rows: name -> training and its arguments. Rows of one name are one run.
+# Training and arguments of each row by its name. Tables share the runs of rows with the same name.
 TABLES = {
     "joint": {
         "ViT alone": (train, VIT_ALONE),
@@ -86,13 +90,13 @@ TABLES = {
     },
     "agents": {
         "joint": (joint, JOINT),
-        # Maps of 4 x 4 after the stem, 2 x 2 after the first block.
+        # The stem makes maps of 4 x 4, the first block of 2 x 2.
         "joint, res-like agent": (joint, JOINT | {"agent": f"{AGENT},stem=res,downsample_after=[0]"}),
         "joint, Agent-B": (joint, JOINT | {"agent": f"{SIZES},num_positions=6,norm_position=after"}),
         "ViT alone": (train, VIT_ALONE),
         "ViT alone, SAM": (train, VIT_ALONE | SAM),
     },
-    # Why hints cost accuracy in few epochs, and SAM, too: less of both.
+    # Hints and SAM cost accuracy in few epochs; these rows have less of both.
     "directions": {
         "joint, no hint": (joint, JOINT | NO_HINT),
         **{f"joint, hints of weight {w}": (joint, JOINT | {"config_overrides": f"hint_weight={w}"}) for w in (0.1, 1)},
@@ -105,7 +109,7 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
-# Rows of "gradients": after training, and before it from each start of `--initialization`.
+# Rows of the table "gradients": the start of `--initialization` by name; "trained" is the joint run.
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
 
@@ -129,14 +133,12 @@ def main():
         write_table(file, budget_settings(arguments), rows)
 
 
-def run(arguments, name: str, recipe, row: dict, seed: int) -> tuple[Path, dict]:
-    return run_row(arguments, recipe, name, seed, {"per_device_train_batch_size": 32} | row)
+def run(arguments, name: str, training, row: dict, seed: int) -> tuple[Path, dict]:
+    return run_row(arguments, training, name, seed, {"per_device_train_batch_size": 32} | row)
 
 
 def gradients(arguments, names: list[str]) -> list[dict]:
-    """Length of each term's gradient for the ViT of the row "joint", with all of the term's weight, over 512 training
-    images, the cosine between that of the hints and that of the other terms, and the rms of tokens before the first
-    block."""
+    """Measure the weighted gradients of the loss terms on 512 training images, for the ViT of the row "joint"."""
     images = load_images(arguments.dataset, "train[:512]")
     labels = torch.tensor(images["label"][:])
     decoded = [decode_image(record["image"], index) for index, record in enumerate(images)]
@@ -151,7 +153,7 @@ def gradients(arguments, names: list[str]) -> list[dict]:
             torch.manual_seed(seed)
             pair = joint.TwinArguments(JOINT["variant"], VIT, AGENT, initialization=STARTS[name])
             model = joint.build_twins(pair, class_names(images))
-        measured.setdefault(name, []).append(pulls(model, inputs))
+        measured.setdefault(name, []).append(gradient_lengths(model, inputs))
     return [
         {"ViT": name}
         | {column: statistics.mean(each[column] for each in values) for column in values[0]}
@@ -160,11 +162,14 @@ def gradients(arguments, names: list[str]) -> list[dict]:
     ]
 
 
-def pulls(model: BootstrappedViTForImageClassification, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Lengths of the terms' gradients, the cosine between that of the hints and that of the others, and the rms of the
-    tokens."""
+def gradient_lengths(
+    model: BootstrappedViTForImageClassification, inputs: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Return the length of each term's gradient, the cosine between the gradients of hints and of the other terms, and
+    the rms of tokens before the first block."""
     outputs = model.eval()(**inputs, output_hidden_states=True)
-    losses, parameters = outputs.losses, list(model.vit.parameters())
+    losses = outputs.losses
+    parameters = list(model.vit.parameters())
 
     def gradient(loss: torch.Tensor) -> torch.Tensor:
         parts = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)

@@ -1,4 +1,4 @@
-"""The papers' pictures of attention and features.
+"""Draw the papers' pictures of attention and features.
 
     python benchmarks/attention.py maps MODEL --initialization impulse mimetic trunc_normal
     python benchmarks/attention.py maps RUN --start --layers 1 4
@@ -7,11 +7,12 @@
     python benchmarks/attention.py features RUN OTHER --images image.png another.png
     python benchmarks/attention.py ranks cifar10-convmixer
 
-`maps` draws attention averaged over images, and prints entropy, stable rank and the neighbor that heads attend to most
-(figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.): of models, of the first model's architecture with
-attention newly drawn, and of runs of `frugalvit train` and `frugalvit joint` at their start. `entropy` draws a dot for
-each head (section 3 of Hyeon-Woo et al.), `features` the length of feature vectors (tables 5 and 6 of Zhang et al.).
-`ranks` measures the stable rank of what each layer is given, and of the last one's output (remark 1 of Zheng et al.).
+- `maps` draws attention averaged over images, and prints entropy, stable rank and the neighbor that heads attend to
+  most (figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.). --initialization adds the first model's
+  architecture with fresh attention, --start each run's model before training.
+- `entropy` draws a dot for each head (section 3 of Hyeon-Woo et al.).
+- `features` draws lengths of feature vectors (tables 5 and 6 of Zhang et al.).
+- `ranks` measures the stable rank of each layer's input and of the last layer's output (remark 1 of Zheng et al.).
 """
 
 import copy
@@ -40,7 +41,7 @@ from frugalvit.training.models import build_model
 from shared import add_results_argument, make_parser, print_rows, write_table
 
 
-# Queries and keys of the upper left corner that is enlarged, as in the paper's figures.
+# Number of queries and keys in the enlarged upper left corner, as in the paper's figures.
 CORNER = 48
 STYLE = {"dpi": 200, "facecolor": "white", "layout": "constrained"}
 
@@ -49,11 +50,11 @@ def main(argv: list[str] | None = None):
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=["maps", "entropy", "features", "ranks"])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folders or hub ids of classifiers")
-    parser.add_argument("--names", nargs="+", help="of the models (default: their folders')")
+    parser.add_argument("--names", nargs="+", help="names of the models (default: their folders')")
     parser.add_argument(
-        "--initialization", nargs="+", default=[], choices=INITIALIZATIONS, help="of the first model, drawn anew"
+        "--initialization", nargs="+", default=[], choices=INITIALIZATIONS, help="fresh starts of the first model"
     )
-    parser.add_argument("--start", action="store_true", help="also each run's model as its training began")
+    parser.add_argument("--start", action="store_true", help="add each run's model before training")
     parser.add_argument("--layers", nargs="+", type=int, help="from 1 (default: the first, a middle and the last one)")
     parser.add_argument("--head", type=int, default=1, help="to draw, from 1 (default: %(default)s)")
     parser.add_argument("--average-heads", action="store_true", help="draw the average of all heads instead")
@@ -90,14 +91,14 @@ def main(argv: list[str] | None = None):
 
 @torch.no_grad()
 def stable_ranks(model: PreTrainedModel, image_processor, images: Sequence[Image.Image]) -> list[float]:
-    """Stable rank of positions by channels before each layer and after the last, the mean over images."""
+    """Compute the stable rank of states, `(positions, channels)`, at each layer, averaged over images."""
     pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
     states = model.eval()(pixel_values, output_hidden_states=True).hidden_states
     return [stable_rank(each.flatten(2) if each.ndim == 4 else each).mean().item() for each in states]
 
 
 def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, object]]:
-    """Yield names, models and image processors; of a ViT and its agent, both for features, the ViT for attention."""
+    """Yield names, models and image processors. A pair of ViT and agent yields both for features, else the ViT."""
     loaded = [load_model(model, "image-classification", "cpu") for model in arguments.models]
     for initialization in arguments.initialization:
         torch.manual_seed(0)
@@ -117,8 +118,7 @@ def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedMod
 
 
 def own_start(run: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """Draw the model again with which a run of `frugalvit train` or `frugalvit joint` began, by the command in its
-    card."""
+    """Rebuild the initial model of a run of `frugalvit train` or `frugalvit joint` from the command in its card."""
     [command] = re.findall(r"^frugalvit (?:train|joint) .*$", (run / "README.md").read_text("utf-8"), re.MULTILINE)
     _, name, *argv = shlex.split(command)
     options, _, args = {"train": train, "joint": joint}[name].make_parser().parse(argv)
@@ -147,9 +147,9 @@ def rows(measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int
 def draw_maps(
     measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int], head: int | None = None
 ) -> Figure:
-    """Draw attention, a row for each layer: of each model the map of a head, or the average of all, and its upper left
-    corner. Rows of a map are queries, columns keys. Colors reach up to its largest values, but at least up to ten
-    times uniform attention."""
+    """Draw a row of attention maps for each layer: for each model the map of a head, or the average of all heads, and
+    its upper left corner. Rows of a map are queries, columns are keys. The color scale ends at the largest values, but
+    not below ten times uniform attention."""
     figure = Figure(figsize=(3.3 * len(measured), 1.6 * len(layers) + 0.3), **STYLE)
     axes = figure.subplots(len(layers), 2 * len(measured), squeeze=False)
     for panels, layer in zip(axes, layers, strict=True):
@@ -170,8 +170,8 @@ def draw_maps(
 
 
 def draw_entropy(measured: Mapping[str, Sequence[LayerStatistics]]) -> Figure:
-    """Draw the entropy of attention by layer: a dot for each head, a line through their means, and uniform attention.
-    High entropy is dense attention."""
+    """Draw the entropy of attention by layer: a dot for each head, a line through the means, and uniform attention.
+    High entropy means dense attention."""
     figure = Figure(figsize=(4.2, 2.8), **STYLE)
     axes = figure.subplots()
     for name, of_layers in measured.items():
@@ -201,7 +201,7 @@ def feature_maps(model: PreTrainedModel, batches: Sequence[torch.Tensor]) -> lis
 def draw_features(
     images: Sequence[Image.Image], maps: Mapping[str, Sequence[torch.Tensor]], layers: Sequence[int]
 ) -> Figure:
-    """Draw images and the maps of layers, in colors from a panel's smallest to its largest value."""
+    """Draw images and the maps of their layers. Each panel has its own color scale."""
     pairs = [(index, name) for index in range(len(images)) for name in maps]
     figure = Figure(figsize=(1.4 * (len(layers) + 1), 1.5 * len(pairs)), **STYLE)
     axes = figure.subplots(len(pairs), len(layers) + 1, squeeze=False)

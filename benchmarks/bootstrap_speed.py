@@ -1,11 +1,11 @@
-"""Speed of bootstrapping: the command, beside a plain loop over the reference implementation and timm.
+"""Measure the speed of `frugalvit bootstrap`, and of a plain loop over the reference implementation and timm.
 
     python benchmarks/bootstrap_speed.py --sparseformer CHECKOUT --dataset IMAGES
 
-CHECKOUT is a clone of github.com/showlab/sparseformer. A SparseFormer of base size, 49 tokens, learns from a ViT-B/16,
-both with random weights: the plain loop reads, crops, flips and normalizes with torchvision, asks timm's ViT without
-gradients and trains the reference's student; `frugalvit bootstrap` does the same its own way. Every row is a process
-of its own; rows take turns, and the median of their rounds counts. Writes bootstrap_speed.json.
+CHECKOUT is a clone of github.com/showlab/sparseformer. A SparseFormer-B with 49 tokens learns from a ViT-B/16, both
+with random weights. The plain loop reads, crops, flips and normalizes with torchvision, runs timm's ViT without
+gradients, and trains the reference's student. Every row is a process of its own. Rows take turns, and the median of
+their rounds counts. Writes bootstrap_speed.json.
 """
 
 import json
@@ -31,7 +31,7 @@ from sparseformer_speed import load_reference
 
 
 TEACHER = ViTConfig(num_labels=1000)
-# Of the eight inherited blocks; the command freezes as many.
+# Frozen blocks of the eight that are inherited, as many as the command freezes.
 FROZEN = 4
 
 
@@ -55,7 +55,7 @@ def main():
             parser.error(f"--dataset has {len(images)} images, too few for {2 * arguments.steps} steps")
         images.to_parquet(folder / "images.parquet")
         arguments.dataset = str(folder / "images.parquet")
-        rows = {"plain loop": plain_loop, "frugalvit bootstrap": recipe}
+        rows = {"plain loop": plain_loop, "frugalvit bootstrap": bootstrap_command}
         measured = {name: [] for name in rows}
         for _ in range(arguments.rounds):
             for name, function in rows.items():
@@ -76,7 +76,7 @@ def save_teacher(folder: Path):
 
 
 def in_process(function, *arguments) -> tuple[float, float]:
-    """A function's images a second, and the peak memory in MB of the process that ran it."""
+    """Run a function in a new process; return its images per second and the peak memory in MB."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(with_peak, function, *arguments).result()
 
@@ -86,8 +86,8 @@ def with_peak(function, *arguments) -> tuple[float, float]:
     return speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def recipe(arguments, folder: Path) -> float:
-    """Run `frugalvit bootstrap`, and return the images a second of the second half of its steps."""
+def bootstrap_command(arguments, folder: Path) -> float:
+    """Run `frugalvit bootstrap`; return the images per second of the second half of its steps."""
     output = Path(tempfile.mkdtemp(dir=folder))
     bootstrap(
         str(folder / "teacher"),
@@ -108,7 +108,7 @@ def recipe(arguments, folder: Path) -> float:
 
 
 def plain_loop(arguments, folder: Path) -> float:
-    """Time the loop that one writes first, with everything as its library gives it."""
+    """Measure a loop of the libraries' own parts, in images per second."""
     import timm
 
     device = choose_device()

@@ -1,4 +1,4 @@
-"""The tables of the bootstrapping paper at the scale of CIFAR-10: one command a table.
+"""Measure the bootstrapping paper's tables at the scale of CIFAR-10, one table a command.
 
     python benchmarks/bootstrap_tables.py tokens    # table 2: fewer and more tokens, continued, more pixels
     python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
@@ -7,10 +7,10 @@
     python benchmarks/bootstrap_tables.py elastic --dataset TRAIN --eval-dataset TEST
     python benchmarks/bootstrap_tables.py compare --dataset TRAIN --eval-dataset TEST --tome CHECKOUT
 
-`elastic` goes on from the shipped student with the same views: students that are cut to a number of tokens, and one
-that learns with all numbers. `compare` sets them beside smaller images, fewer patches and ToMe off the shelf. Runs are
-kept under --runs-dir and found again, so that a killed command goes on, and seeds can be run side by side before all
-of them are put together. Writes bootstrap_TABLE.json, elastic_cifar10.json, and compare_cifar10.json and .png.
+`elastic` continues the shipped student on the same views: students cut to one number of tokens, and one for all
+numbers. `compare` adds smaller images, fewer patches and ToMe without tuning. Finished runs under --runs-dir are
+reused, so an interrupted command resumes, and seeds can run side by side. Writes bootstrap_TABLE.json,
+elastic_cifar10.json, and compare_cifar10.json and .png.
 """
 
 import json
@@ -28,7 +28,7 @@ from frugalvit.training.data import load_images
 from token_merging import merging, with_random_patches
 
 
-# Rows: name -> arguments of the command besides the shared ones. "{16 tokens}" is the folder of that row's run.
+# Arguments of each row besides the shared ones, by its name. "{16 tokens}" is the folder of that row's run.
 TABLES = {
     "tokens": {
         "8 tokens": ["--num_tokens", "7"],
@@ -65,7 +65,7 @@ TABLES = {
     },
 }
 
-# Rows of "elastic": name -> numbers of tokens.
+# Numbers of tokens of each row of the table "elastic", by its name.
 COUNTS = [3, 7, 11, 15]
 ELASTIC = {**{f"{count} tokens": [count] for count in COUNTS}, "all numbers": COUNTS}
 
@@ -76,7 +76,7 @@ def main():
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="of runs that do not go on from others (default: 3)")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of new runs (default: 3)")
     parser.add_argument("--continued-epochs", type=int, default=2, help="of continued runs (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="default: %(default)s")
     shared.add_precision_argument(parser, "no")
@@ -118,7 +118,7 @@ def main():
 
 
 def folder_of(arguments, name: str, seed: int) -> Path:
-    """The folder of a run; equal runs of different tables share one."""
+    """Return the folder of a run. Tables share the folder of equal runs."""
     if name in ("bootstrapping", "default: truncate 2, tune 2 of 4", "ours"):
         name = "16 tokens"
     return arguments.runs_dir / shared.folder_name(name, seed)
@@ -135,8 +135,9 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     continued = "--student" in extra
     extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
     epochs = arguments.continued_epochs if continued else arguments.epochs
-    # The paper continues at a quarter of the first learning rate.
-    rate, warmup = (arguments.learning_rate / 4, 0) if continued else (arguments.learning_rate, 1 / epochs)
+    # The paper continues with a quarter of the first learning rate.
+    rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
+    warmup = 0 if continued else 1 / epochs
     argv = [
         *(*common, "--teacher", arguments.teacher, "--focusing", "paper", "--config_overrides", shared.STUDENT),
         *("--preset", "paper"),
@@ -146,7 +147,7 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
 
 
 def scratch_arguments(arguments) -> list[str]:
-    """The same architecture under supervision from random weights, with the recipe's own augmentation."""
+    """Return the arguments of a supervised training of the student's architecture from random weights."""
     teacher = AutoModelForImageClassification.from_pretrained(arguments.teacher)
     config = frugalvit.SparseFormerForImageClassification.from_teacher(teacher).config
     fields = ("image_size", "num_latent_tokens", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -174,7 +175,7 @@ def train_elastic(arguments):
 
 
 def run_elastic(arguments, name: str, seed: int) -> dict:
-    """Results of a student that goes on from the one that ships, trained now or before."""
+    """Continue the shipped student, or reuse the finished run; return its results."""
     argv = [
         *("--teacher", arguments.teacher, "--student", "checkpoints/cifar10-sparseformer"),
         *shared.data_arguments(arguments),

@@ -1,12 +1,13 @@
-"""A small CLIP, and a tiny LLaVA on it, before and after a SparseFormer takes the place of their image side.
+"""Measure a small CLIP and a tiny LLaVA before and after a SparseFormer replaces their image encoder.
 
-    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, patches told by tokens
+    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, patches explained by tokens
     python benchmarks/clip_tables.py llava    # answers before the swap, after it, with channels matched, aligned
-    python benchmarks/clip_tables.py llava_inherited   # the same of students with an inherited start, not aligned
+    python benchmarks/clip_tables.py llava_inherited   # the same for students with an inherited start, not aligned
 
-All train the CLIP first: images of CIFAR-10 and sentences about their classes. SparseFormers are bootstrapped from its
-image side with images alone. The LLaVA is trained on questions about the images; after the swap its projector learns
-from its own answers (`frugalvit align-llava`). Runs are kept under --runs-dir and found again. Writes clip_TABLE.json.
+Each command trains the CLIP first, on images of CIFAR-10 and sentences about their classes. SparseFormers are
+bootstrapped from its image encoder with images alone. The LLaVA is trained on questions about the images. After the
+swap, its projector learns from the LLaVA's own answers (`frugalvit align-llava`). Finished runs under --runs-dir are
+reused. Writes clip_TABLE.json.
 """
 
 import copy
@@ -63,23 +64,23 @@ from small_clip import SENTENCES, train_and_save, word_tokenizer
 
 
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-# Of the regression of patches, relative to the variance of a channel.
+# Penalty of the regression of patches, relative to the variance of a channel.
 RIDGE = 0.1
-# For `frugalvit swap --dataset`, its default.
+# Number of images to match channels on, the default of `frugalvit swap --dataset`.
 MATCHED_IMAGES = 1000
 VEHICLES = {"airplane", "automobile", "ship", "truck"}
-# Questions, and what answers them given the name of the class.
+# Questions, and functions of the class name that answer them.
 QUESTIONS = {
     "what is this ?": lambda name: name,
     "is this an animal or a vehicle ?": lambda name: "vehicle" if name in VEHICLES else "animal",
 }
-# Rows of both tables: latent tokens, and what bootstrapping adds. 64 patches and [CLS] are the CLIP's.
+# Latent tokens and additional arguments of each student, by row. The CLIP has 64 patches and [CLS].
 READABLE = ["--token_loss_weight", "1", "--token_layers", "-2", "--token_distance", "raw"]
 STUDENTS = {
     "SparseFormer, 16 tokens": (15, []),
     "SparseFormer, 16 readable tokens": (15, READABLE),
     "SparseFormer, 32 readable tokens": (31, READABLE),
-    # What of that makes them readable.
+    # These rows change one part of READABLE each.
     "SparseFormer, 16 tokens, normalized": (15, ["--token_loss_weight", "1", "--token_layers", "-2"]),
     "SparseFormer, 16 tokens, all layers": (15, ["--token_loss_weight", "1", "--token_distance", "raw"]),
 }
@@ -87,7 +88,7 @@ STUDENTS_INHERITED = {
     "SparseFormer, 16 readable tokens of a grid": (16, READABLE),
     "SparseFormer, 16 readable tokens placed by content": (16, [*READABLE, "--placement", "content"]),
 }
-# Which students a LLaVA learns to read.
+# Students that `align-llava` is run for.
 ALIGNED = list(STUDENTS)[:3]
 
 
@@ -166,7 +167,7 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
 
 
 def measure_clips(arguments, seed: int) -> dict[str, dict[str, float | int]]:
-    """Zero-shot accuracy and retrieval of the CLIP and with each SparseFormer."""
+    """Measure zero-shot accuracy and retrieval of the CLIP, and of the CLIP with each SparseFormer."""
     clip = train_clip(arguments, seed)
     images = test_images(arguments)
     rows = {"CLIP, 64 tokens": measure_clip(arguments, clip, None, images)}
@@ -179,7 +180,7 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
     towers = load_two_towers(str(clip), student and str(student), "cpu")
     names = class_names(images)
     classifier = zero_shot_classifier(towers, names, SENTENCES)
-    # Retrieval among ten images, one of each class, and their captions: captions of one class are all alike.
+    # Captions of one class are equal, so retrieval is among ten images of ten classes and their captions.
     embeddings = embed_all_images(towers, images, 256, 0)
     captions = embed_all_texts(towers, [f"a photo of a {name} ." for name in names], 64)
     of_class = [[i for i, label in enumerate(images["label"]) if label == wanted] for wanted in range(len(names))]
@@ -195,15 +196,15 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
             f"{direction}@1 of 10": statistics.mean(recall[f"{direction}@1"] for recall in recalls)
             for direction in ("image_to_text", "text_to_image")
         },
-        "patches told": patches_told(arguments, clip, student),
+        "patches told": explained_variance(arguments, clip, student),
         "macs_with_attention": count_macs(vision, 32).macs_with_attention,
     }
 
 
 @torch.no_grad()
-def patches_told(arguments, clip: Path, student: Path | None) -> float:
-    """The share of the variance of the CLIP's 64 patch states that a linear regression explains by a student's tokens,
-    in the layer that a LLaVA reads, on test images."""
+def explained_variance(arguments, clip: Path, student: Path | None) -> float:
+    """Regress the CLIP's 64 patch states on a student's tokens, in the layer that a LLaVA reads; return the share of
+    variance that the regression explains on test images."""
     teacher = CLIPModel.from_pretrained(clip).vision_model.eval()
     if student is None:
         return 1.0
@@ -227,7 +228,7 @@ def patches_told(arguments, clip: Path, student: Path | None) -> float:
 
 
 def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[str, float | int]]:
-    """Share of right answers of a LLaVA with CLIP's image side and with SparseFormers in its place."""
+    """Measure the share of right answers of a LLaVA with CLIP's image encoder, and with each SparseFormer instead."""
     clip = train_clip(arguments, seed)
     folder = train_llava(arguments, clip, seed)
     llava = LlavaForConditionalGeneration.from_pretrained(folder)
@@ -248,7 +249,7 @@ def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[st
 
 
 def with_means(llava: LlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
-    """A LLaVA that is given the means of two by two of its patches. Readable tokens of a grid learn to be these."""
+    """Return a LLaVA that reads means of two by two patches, which readable tokens of a grid learn to equal."""
 
     def average(projector, arguments):
         (patches,) = arguments
@@ -262,7 +263,7 @@ def with_means(llava: LlavaForConditionalGeneration) -> LlavaForConditionalGener
 
 
 def train_llava(arguments, clip: Path, seed: int) -> Path:
-    """The folder of a LLaVA whose language model and projector were trained on questions, now or before."""
+    """Train the language model and projector of a LLaVA on questions, or reuse the run; return its folder."""
     folder = arguments.runs_dir / folder_name("llava", seed)
     if folder.exists():
         return folder
@@ -280,7 +281,7 @@ def train_llava(arguments, clip: Path, seed: int) -> Path:
 
 
 def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
-    """Return a LLaVA with a vision tower that does not learn and a new language model, and its processor."""
+    """Return a LLaVA with a frozen vision tower and a new language model, and its processor."""
     vision = tower.config
     config = LlavaConfig(
         vision_config=vision,
@@ -289,7 +290,7 @@ def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
         image_seq_length=(vision.image_size // vision.patch_size) ** 2,
     )
     llava = LlavaForConditionalGeneration(config)
-    # A classifier has no pooler, and a LLaVA does not read it.
+    # The state of a classifier has no pooler, and a LLaVA does not read one.
     llava.model.vision_tower.load_state_dict(tower.state_dict(), strict=False)
     llava.model.vision_tower.requires_grad_(False)
     processor = LlavaProcessor(
@@ -305,8 +306,7 @@ def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
 def train_answers(
     llava: LlavaForConditionalGeneration, processor, images: datasets.Dataset, folder: Path, steps: int, seed: int
 ):
-    """Train a LLaVA, all of it that is not frozen, to answer `QUESTIONS` about images, and write it and its processor
-    into a new folder."""
+    """Train a LLaVA's weights that are not frozen to answer `QUESTIONS` about images; save it with its processor."""
     tokenizer, names = processor.tokenizer, class_names(images)
     pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(processor.image_processor, images, 256)])
     examples = [
@@ -327,7 +327,7 @@ def train_answers(
     labels = images["label"]
 
     class Questions(torch.utils.data.Dataset):
-        """Each image with each question."""
+        """Pairs of an image and a question."""
 
         def __len__(self) -> int:
             return len(QUESTIONS) * len(pixels)
@@ -359,7 +359,7 @@ def align(arguments, llava: Path, student: Path, name: str, seed: int) -> Path:
 def swapped_accuracy(
     llava_folder: Path, student: Path, images: datasets.Dataset, match_on: datasets.Dataset | None = None
 ) -> dict[str, float | int]:
-    """Answers after the swap alone, or with channels matched on some images, as `frugalvit swap --dataset` does."""
+    """Measure answers after the swap. Match channels on `match_on`, if given, as `frugalvit swap --dataset` does."""
     llava, old_processor = load_model(llava_folder, "image-text-to-text", "cpu")
     tower, _ = load_model(student, "image-feature-extraction", "cpu")
     model = swap_vision_tower(llava, tower)
@@ -371,7 +371,7 @@ def swapped_accuracy(
 
 @torch.inference_mode()
 def answer_accuracy(llava, processor, images: datasets.Dataset) -> dict[str, float | int]:
-    """Share of right answers to each question, the whole answer generated."""
+    """Generate the answer to each question about each image; return the shares of right ones."""
     llava.eval()
     names, tokenizer = class_names(images), processor.tokenizer
     tokens = llava.config.image_seq_length
