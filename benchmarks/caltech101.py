@@ -1,4 +1,4 @@
-"""Students of a ViT-S/14 on Caltech-101 at 224 pixels, with a start from the teacher's own patch embedding.
+"""Measure students of a ViT-S/14 on Caltech-101 at 224 pixels, with the inherited start.
 
     python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
@@ -8,17 +8,22 @@
     python benchmarks/caltech101.py tome --train TRAIN --test TEST --tome CHECKOUT --merged 40
     python benchmarks/caltech101.py diffrate --train TRAIN --test TEST --diffrate CHECKOUT
     python benchmarks/caltech101.py features --model FOLDER --train TRAIN --test TEST
-    python benchmarks/caltech101.py photographs --train TRAIN --test TEST       # those of `frugalvit quickstart`
+    python benchmarks/caltech101.py photographs --train TRAIN --test TEST       # the images of `frugalvit quickstart`
 
-`teacher` fine-tunes a pretrained ViT, first on small images. `students` bootstraps the VARIANTS from it, without
-labels; the elastic one is also asked with few tokens first and with more where it is not sure. The last step of each
-run counts, so that test images choose nothing. Runs are kept under --runs-dir and found again; `table` puts all that
-are there into caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png. `compare` is `frugalvit
-compare` with ToMe (github.com/facebookresearch/ToMe) off the shelf and what `diffrate` made (compare_caltech101.json
-and .png; other data is named by --title); `picture` draws it again with the ToMe that `tome` tuned. `tome` and
-`diffrate` (github.com/OpenGVLab/DiffRate) tune the peers on such views and by the loss of the students, DiffRate after
-a search with labels. `features` bootstraps from the pretrained ViT itself without the images of 20 classes, and judges
-embeddings by these (caltech101_features.json); of other data, without the classes of the images, and judges by all.
+- `teacher` fine-tunes a pretrained ViT, first on small images.
+- `students` bootstraps the VARIANTS from it, without labels. The elastic variant is also measured with adaptive
+  numbers of tokens. The model of the last step is measured, so test images choose nothing.
+- `table` writes the means of all runs to caltech101_students.json, caltech101_adaptive.json and
+  caltech101_elastic.png.
+- `compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe), not tuned, and the model of `diffrate`
+  (compare_caltech101.json and .png; --title names other data).
+- `picture` draws that table again with the ToMe of `tome`.
+- `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune the peers on the students' views with the students' loss,
+  DiffRate after a search with labels.
+- `features` bootstraps from the pretrained ViT without the images of 20 classes, and tests embeddings on those classes
+  (caltech101_features.json). For other data, it bootstraps without labels and tests on all classes.
+
+Finished runs under --runs-dir are reused.
 """
 
 import functools
@@ -54,24 +59,25 @@ from linear_probe import fit_probe
 from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, tome, tune, with_random_patches
 
 
-# Arguments of `frugalvit bootstrap` besides the shared ones.
+# Arguments of `frugalvit bootstrap` by variant, besides the shared ones.
 VARIANTS = {
     "fixed": [],
     "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
-    # With --tokens 256, the teacher's at 224 pixels: as many products as 64 tokens through twelve blocks.
+    # With --tokens 256, as at 224 pixels, it has the products of 64 tokens in twelve blocks.
     "3 blocks": ["--truncate", "9"],
     "paper": ["--focusing", "paper", "--preset", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
-# Sureness from which on an image needs no more tokens, and how many it is looked at with.
+# Confidences at which an image needs no more tokens, and sequences of numbers of tokens.
 CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 LOOKS = [(9, 36), (9, 64), (9, 16, 25, 36, 49, 64)]
-# Test images as they are, as small objects on a canvas whose sides are so many times theirs, and on other photographs.
+# Test images unchanged, as small objects on a plain canvas, and on other photographs; the canvas is CANVAS times as
+# wide.
 VIEWS = ("photographs", "small", "small, on photographs")
 CANVAS = 2.5
-# Those of students here, by the names of the tables' columns.
+# Views of the tables of students, by the names of the columns.
 SEEN = {"test": VIEWS[0], "canvas": VIEWS[1]}
 BATCH_SIZE = 64
-# What is compared: variants by what they are called in the picture, and the teacher at as many pixels.
+# Names of variants in the picture, and sizes of the teacher's images.
 METHODS = {
     "fixed": "SparseFormer, inherited start",
     "elastic": "one SparseFormer, any number of tokens",
@@ -79,7 +85,7 @@ METHODS = {
 }
 RESOLUTIONS = [56, 84, 112, 168]
 CALTECH = "Caltech-101"
-# Classes of it that `features` leaves out of bootstrapping.
+# Classes of Caltech-101 that `features` leaves out of bootstrapping.
 LEFT_OUT = range(0, 100, 5)
 
 
@@ -88,10 +94,10 @@ def main():
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--model", help="pretrained ViT to fine-tune")
     parser.add_argument("--train", help="parquet file or folder of training images")
-    parser.add_argument("--test", help="of test images")
+    parser.add_argument("--test", help="parquet file or folder of test images")
     parser.add_argument("--tome", help="checkout of ToMe")
     parser.add_argument("--diffrate", help="checkout of DiffRate")
-    parser.add_argument("--search-macs", type=float, default=1.43e9, help="that DiffRate may cost (default: 1.43e9)")
+    parser.add_argument("--search-macs", type=float, default=1.43e9, help="of DiffRate (default: 1.43e9)")
     parser.add_argument("--merged", type=int, nargs="+", default=[8, 12, 16], help="ToMe's r (default: 8 12 16)")
     parser.add_argument("--title", default=CALTECH, help="name of the data (default: %(default)s)")
     parser.add_argument("--limit", type=int, default=600, help="test images to compare with (default: %(default)s)")
@@ -105,7 +111,7 @@ def main():
 
 
 def run_command(parser, commands: Mapping[str, tuple[Callable, tuple[str, ...]]]):
-    """Call what the command line names, once all options that it needs are given."""
+    """Check that the options which the named command needs are given, and call its function."""
     arguments = parser.parse_args()
     function, needed = commands[arguments.what]
     if missing := [name for name in needed if getattr(arguments, name) is None]:
@@ -114,7 +120,7 @@ def run_command(parser, commands: Mapping[str, tuple[Callable, tuple[str, ...]]]
 
 
 def train_teacher(arguments):
-    """Fine-tune a teacher for five epochs at half of the size, then for half an epoch at the model's size."""
+    """Fine-tune a teacher for five epochs at half the size, then for half an epoch at full size."""
     common = [
         *("--dataset", arguments.train, "--eval_split", "none", "--crop", "resized"),
         *shared.precision_arguments(arguments),
@@ -144,7 +150,7 @@ def train_students(arguments):
 
 
 def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> list[dict]:
-    """Train and measure a student, now or before; return a row for each count of tokens."""
+    """Train and measure a student, or reuse its run; return a row for each number of tokens."""
     folder = arguments.runs_dir / f"{variant.replace(' ', '-')}-{tokens}tokens-{steps}steps-seed{seed}"
     argv = shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed)
     argv += ["--max_steps", str(steps), "--num_tokens", str(tokens), *VARIANTS[variant]]
@@ -162,8 +168,8 @@ def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: i
 
 @torch.no_grad()
 def measure_student(arguments, folder: Path) -> list[dict]:
-    """Measure accuracy and cosine with the teacher on the test images, and on the same images as small objects, for
-    each count of tokens. A student for several counts also chooses for each image as many as it needs to be sure."""
+    """Measure accuracy and cosine with the teacher for each number of tokens, on test images and on the same images as
+    small objects. Students for several numbers are also measured with adaptive numbers."""
     model, processor = load_model(folder, "image-classification", "cpu")
     teacher, _ = load_teacher(str(arguments.runs_dir / "teacher"), str(choose_device()))
     counts, image_format = model.config.trained_token_counts, ImageFormat.from_processor(processor)
@@ -196,8 +202,8 @@ def pooled(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
-    """Accuracy of `classify_adaptively`, and tokens and cost of an image on average, from the logits with each count
-    and their cost: an image is done with the first look whose likeliest class has a probability of `confidence`."""
+    """Compute accuracy, mean tokens and mean cost of `classify_adaptively` from logits and cost by number of tokens.
+    An image is done at the first pass whose likeliest class has at least the probability `confidence`."""
     scores, classes = torch.stack([logits.softmax(1) for logits, _ in found.values()]).max(-1)
     sure = scores >= confidence
     sure[-1] = True
@@ -214,7 +220,7 @@ def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.T
 def test_images(
     test: str, image_format: ImageFormat, view: str, backgrounds: str | None = None, limit: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Test images as one of `VIEWS`, `(images, 3, height, width)` uint8, and their labels."""
+    """Return test images in one of `VIEWS`, `(images, 3, height, width)` uint8, and their labels."""
     records, view_of = sample(load_images([test], "train"), limit, seed=0), EvalView(image_format)
     shown = tqdm(views_of(records, image_format, view, backgrounds), view, len(records), leave=False)
     pixels = [view_of(image)["pixel_values"] for image in shown]
@@ -224,7 +230,7 @@ def test_images(
 def views_of(
     records: datasets.Dataset, image_format: ImageFormat, view: str, backgrounds: str | None = None
 ) -> Iterator[Image.Image]:
-    """Show images as one of `VIEWS`."""
+    """Yield images in one of `VIEWS`."""
     others = load_images([backgrounds], "train") if view == VIEWS[2] else None
     for index in range(len(records)):
         image = decode_image(records[index]["image"], index)
@@ -240,7 +246,7 @@ def views_of(
 def outputs_for(
     arguments, call: Callable, image_format: ImageFormat, view: str = VIEWS[0]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a function of normalized images for all test images, float32 on the CPU; return their labels, too."""
+    """Apply a function of normalized images to all test images; return outputs, float32 on the CPU, and labels."""
     backgrounds = getattr(arguments, "backgrounds", None)
     limit = getattr(arguments, "test_images", None)
     pixels, labels = test_images(arguments.test, image_format, view, backgrounds, limit)
@@ -256,14 +262,14 @@ def accuracy_of(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def put_on_canvas(image: Image.Image, index: int, image_format: ImageFormat) -> Image.Image:
-    """A test image as a small object, at a place that its number decides."""
+    """Put a test image on a plain canvas, at a place that depends on its index."""
     with seeded(index):
         return v2.RandomZoomOut(image_format.fill, (CANVAS, CANVAS), p=1.0)(image)
 
 
 def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Image:
-    """A test image on another photograph, whose sides are `CANVAS` times as long, at a place that its number
-    decides."""
+    """Put a test image on another photograph, resized to `CANVAS` times its sides, at a place that depends on its
+    index."""
     size = [round(CANVAS * side) for side in image.size]
     with seeded(index):
         left, top = (int(torch.randint(large - small + 1, ())) for large, small in zip(size, image.size, strict=True))
@@ -273,7 +279,7 @@ def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Ima
 
 
 def compare_all(arguments):
-    """Compare the students that are there, of the first seed and of as many views, with the teacher and its peers."""
+    """Compare the finished students of the first seed with the teacher and its peers."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
     baselines = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS)
     original, image_processor = load_teacher(str(teacher))
@@ -302,8 +308,8 @@ def file_name(arguments) -> str:
 
 
 def measure_peers(arguments):
-    """Measure ToMe, off the shelf, or DiffRate, with rates that were searched, and after one epoch of such views as
-    the students', with their loss and rate."""
+    """Measure ToMe without training, or DiffRate after the search for rates; both also after one epoch with the views,
+    the loss and the learning rate of students."""
     teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
     rows, settings = [], {"seeds": arguments.seeds}
     if arguments.what == "diffrate":
@@ -327,7 +333,7 @@ def measure_peers(arguments):
 
 
 def tuned_diffrate(arguments, teacher, processor, seed: int) -> MergedViT:
-    """DiffRate, its rates searched and its weights tuned now or before."""
+    """Search DiffRate's rates and tune its weights, or reuse both runs; return the model."""
     search = {"loss": "labels", "search_macs": arguments.search_macs, "learning_rate": SEARCH_RATE}
     model = diffrate(teacher, arguments.diffrate)
     tune_peer(arguments, "diffrate-rates", model, teacher, processor, seed, **search)
@@ -336,7 +342,7 @@ def tuned_diffrate(arguments, teacher, processor, seed: int) -> MergedViT:
 
 
 def tune_peer(arguments, name: str, model: MergedViT, teacher, processor, seed: int, **options) -> MergedViT:
-    """A peer after an epoch, now or before, by default with the students' loss and rate of inherited weights."""
+    """Tune a peer for an epoch, or reuse the run, by default with the students' loss and rate of inherited weights."""
     return tune(
         arguments.runs_dir / f"{name}-seed{seed}",
         model,
@@ -362,7 +368,8 @@ def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
 
 
 def compare_features(arguments):
-    """Judge embeddings by classes that bootstrapping did not see or, of other data than Caltech-101, was not told."""
+    """Measure embeddings on classes that bootstrapping never saw. For other data than Caltech-101, it saw no
+    labels."""
     runs, seed = arguments.runs_dir, arguments.seeds[0]
     train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
     kept, epochs, left_out, classes = arguments.train, 2, [], f"all {len(class_names(train))} classes"
@@ -385,9 +392,9 @@ def compare_features(arguments):
     labels = torch.from_numpy(label_numbers(test))[indices]
     known_labels = torch.from_numpy(label_numbers(train))[known_indices]
     for row, embeddings, known_embeddings in zip(rows, asked, known, strict=True):
-        # Speeds stand in what `compare` writes.
+        # The table of `compare` has speeds.
         del row["images_per_second"]
-        right = learns(embeddings, labels, known_embeddings, known_labels)
+        right = classified_rightly(embeddings, labels, known_embeddings, known_labels)
         for name, values in right.items():
             row |= describe_score(name, values, teachers.get(name))
         teachers = teachers or right
@@ -403,11 +410,11 @@ def of_classes(images: datasets.Dataset, classes: Container[int]) -> datasets.Da
     return images.select([row for row, label in enumerate(label_numbers(images)) if label in classes])
 
 
-def learns(
+def classified_rightly(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Whether a linear probe and 20 nearest neighbors are right, `(images,)` each, the mean over draws, given the
-    embeddings and labels of the test images and of the images to learn from."""
+    """Fit a linear probe and 20 nearest neighbors on known embeddings; return their hits on test images, `(images,)`,
+    averaged over draws."""
     classes, numbers = known_labels.unique(return_inverse=True)
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):
@@ -418,7 +425,7 @@ def learns(
 
 
 def draw_picture(arguments):
-    """Draw what `compare` wrote, with tuned ToMe in the place of ToMe off the shelf where `tome` measured it."""
+    """Draw the table of `compare`, with the accuracies of tuned ToMe where `tome` measured them."""
     name = f"compare_{file_name(arguments)}"
     rows, tuned = (
         json.loads((arguments.results_dir / file).read_text(encoding="utf-8"))["rows"]
@@ -437,8 +444,8 @@ def draw_picture(arguments):
 
 
 def make_table(arguments):
-    """Write the means over the seeds of all runs that are there, for each count of tokens and for
-    `classify_adaptively`, and draw one student for all counts beside those for one."""
+    """Write means over seeds of all finished runs, for each number of tokens and for `classify_adaptively`, and draw
+    one student for all numbers beside students for one."""
     groups = {}
     for file in sorted(arguments.runs_dir.glob("*/measured.json")):
         for run in json.loads(file.read_text(encoding="utf-8")):
@@ -468,7 +475,7 @@ def make_table(arguments):
 
 
 def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None]:
-    """Means over the seeds of the numbers on the test images, and on the same images as small objects."""
+    """Average the results of runs on test images and on the same images as small objects."""
     row = {}
     for images in SEEN:
         accuracies = [run[images]["accuracy"] for run in runs]
@@ -483,8 +490,8 @@ def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None
 
 
 def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
-    """Draw accuracy over multiply-accumulates, for objects that fill the image and for small ones."""
-    # The students that are compared saw as many views as the one for all counts.
+    """Draw accuracy over multiply-accumulates, for photographs and for small objects."""
+    # Only students with the same number of views are comparable.
     views = adaptive[0]["views"]
     names = {"fixed": "one student for each count", "elastic": "one student for all counts"}
     lines = {name: [] for name in names.values()}
@@ -508,7 +515,7 @@ def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
 
 
 def draw_photographs(arguments):
-    """Draw the photographs of `frugalvit quickstart` at random: those to learn from without their labels."""
+    """Sample the photographs of `frugalvit quickstart`, without the labels of the training images."""
     parts = {
         "train": sample(load_images([arguments.train], "train"), 960, seed=0).select_columns("image"),
         "test": sample(load_images([arguments.test], "train"), 300, seed=0),
@@ -518,7 +525,7 @@ def draw_photographs(arguments):
             images.cast_column("image", datasets.Image()).to_parquet(aside)
 
 
-# Functions, and the arguments that they cannot do without.
+# Function and required arguments of each command.
 COMMANDS = {
     "teacher": (train_teacher, ("model", "train", "test")),
     "students": (train_students, ("train", "test")),

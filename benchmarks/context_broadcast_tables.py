@@ -1,4 +1,4 @@
-"""Context Broadcasting on CIFAR-10: one command a table.
+"""Measure Context Broadcasting on CIFAR-10, one table a command.
 
     python benchmarks/context_broadcast_tables.py kinds          # CB, CB_S, gate and hybrid at the end of the MLP
     python benchmarks/context_broadcast_tables.py positions      # elsewhere in the MLP and after attention
@@ -6,18 +6,18 @@
     python benchmarks/context_broadcast_tables.py hierarchical   # Swin, PVT and PVTv2
     python benchmarks/context_broadcast_tables.py local_vit      # convolutions among the patches in the MLP
     python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
-    python benchmarks/context_broadcast_tables.py inserted       # into the shipped ViT, as it is
-    python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, which trains on
-    python benchmarks/context_broadcast_tables.py sparseformer   # in the encoder of a trained one, which trains on
+    python benchmarks/context_broadcast_tables.py inserted       # into the shipped ViT, without training
+    python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, trained further
+    python benchmarks/context_broadcast_tables.py sparseformer   # in the encoder of the shipped one, trained further
     python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's recipe, 40 epochs
-    python benchmarks/context_broadcast_tables.py speed          # what it costs a ViT-S at 224 pixels
+    python benchmarks/context_broadcast_tables.py speed          # its cost in a ViT-S at 224 pixels
 
-Every row of a table has the architecture and budget of the initialization tables (64 tokens and [CLS], width 96, 4
-blocks, 4 heads, 6,000 images, 6 epochs); "longer" has DeiT's recipe, "inserted" and "speed" train nothing. Accuracy is
-that of the last epoch, also with a quarter of every image hidden and under an attack; entropy is of attention,
-averaged over layers, heads, images. Runs are kept under --runs-dir and found again, so that a killed command goes on,
-and seeds can be run side by side. Writes context_broadcast_TABLE.json. The paper's sizes and budgets are those of
-`frugalvit train --config context-broadcast-small` and of the recipes beside it.
+Rows have the architecture and budget of the initialization tables: 64 tokens and [CLS], width 96, 4 blocks, 4 heads,
+6,000 images, 6 epochs. "longer" has DeiT's training; "inserted" and "speed" train nothing. Accuracy is that of the
+last epoch, also with a quarter of every image hidden and under an attack. Entropy of attention is averaged over
+layers, heads and images. Finished runs under --runs-dir are reused, so an interrupted command resumes, and seeds can
+run side by side. Writes context_broadcast_TABLE.json. `frugalvit train --config context-broadcast-small` and similar
+recipes have the paper's sizes and budgets.
 """
 
 import copy
@@ -60,7 +60,7 @@ PVT_V2 = (
 
 
 def vit(kind: str | None, *positions: str, **options) -> dict:
-    """Arguments of `frugalvit train`: a ViT of the family."""
+    """Return arguments of `frugalvit train` for a ViT of the family."""
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
@@ -68,34 +68,35 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
-    """Arguments of `frugalvit train`: a model of Transformers."""
+    """Return arguments of `frugalvit train` for a model of Transformers."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
 
 def shipped(name: str, kind: str | None, **options) -> dict:
-    """Arguments of `frugalvit train`: a shipped model, which trains on."""
+    """Return arguments of `frugalvit train` that train a shipped model further."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model": f"checkpoints/{name}", "learning_rate": 1e-4, **inserted, **options}
 
 
 def distilled(kind: str | None) -> dict:
-    """Arguments of `frugalvit train`: a ViT with a distillation token that learns the shipped ViT's classes."""
+    """Return arguments of `frugalvit train` for a ViT with a distillation token that learns the shipped ViT's
+    classes."""
     row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
     return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
 
 
 def scaled(start: float) -> dict:
-    """Arguments of `frugalvit train`: a ViT with CB_S, whose scale starts at `start`."""
+    """Return arguments of `frugalvit train` for a ViT with CB_S whose scale starts at `start`."""
     row = vit("cb_s")
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
-# As in `frugalvit train --config context-broadcast-small`, but with a learning rate of 1e-3, eight times what DeiT's
-# rule gives batches of 128, and crops of padded images. DeiT's code has those at 32 pixels, too, padded in black.
+# The recipe `context-broadcast-small` with two changes: the learning rate is 1e-3, eight times that of DeiT's rule for
+# batches of 128, and images are padded and cropped, as DeiT's code does at 32 pixels, where it pads in black.
 DEIT = {
     "randaugment_layers": 2,
-    # As strong as timm's 9 of 10.
+    # This equals timm's 9 of 10.
     "randaugment_magnitude": 27,
     "erasing": 0.25,
     "mixup": 0.8,
@@ -106,7 +107,7 @@ DEIT = {
     "max_grad_norm": 0,
     "per_device_train_batch_size": 128,
 }
-# What every row begins with.
+# Arguments that all rows share, unless they have their own.
 REDUCED = {
     "learning_rate": 1e-3,
     "per_device_train_batch_size": 64,
@@ -116,7 +117,7 @@ REDUCED = {
     "mixup": 0,
 }
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
-# Rows: name -> arguments of the command. Rows of one name are one run.
+# Arguments of each row by its name. Tables share the runs of rows with the same name.
 TABLES = {
     "kinds": {
         "none": vit(None),
@@ -178,10 +179,11 @@ TABLES = {
     },
     "longer": {"none": vit(None, **DEIT), "cb at mlp_end": vit("cb", **DEIT), "cb_s at mlp_end": vit("cb_s", **DEIT)},
 }
-# Rows of "inserted".
+# Rows of the table "inserted".
 INSERTED = ("none", *CONTEXT_BROADCASTS)
-# Images of a batch and timed passes of "speed".
-BATCH_SIZE, ROUNDS = 8, 40
+# Batch size and number of timed passes of the table "speed".
+BATCH_SIZE = 8
+ROUNDS = 40
 
 
 def main():
@@ -219,7 +221,7 @@ def main():
 
 
 def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
-    """Measure the shipped ViT with each kind inserted, before it trains on."""
+    """Measure the shipped ViT with each kind inserted, without training."""
     rows = []
     for kind in kinds:
         model, image_processor = load_model("checkpoints/cifar10-vit", "image-classification", "cpu")
@@ -230,7 +232,7 @@ def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
 
 
 def measure_speed() -> list[dict]:
-    """Time a ViT-S with the same weights with and without each kind, in turns."""
+    """Measure the speed of a ViT-S with and without each kind, in turns."""
     config = ViTContextBroadcastConfig.from_variant("vit-small-plain-224")
     models = {"none": ViTContextBroadcastForImageClassification(config).eval()}
     for kind in CONTEXT_BROADCASTS:
@@ -252,8 +254,8 @@ def measure_speed() -> list[dict]:
 def measure(
     model: PreTrainedModel, image_processor, test_images: datasets.Dataset, attends_to_all: bool = True
 ) -> dict[str, float]:
-    """Measure a model's accuracies and, unless it attends within windows or to fewer tokens, the mean entropy of its
-    attention, which compares with nothing there."""
+    """Measure a model's accuracies and, with `attends_to_all`, the mean entropy of its attention. Entropies of
+    windowed or reduced attention are not comparable."""
     conditions = {"accuracy": {}, "occluded": {"occluded_share": 0.25}, "attacked": {"fgsm_eps": 1 / 255}}
     numbers = {
         column: classification_accuracy(model, image_processor, test_images, batch_size=250, **condition)["accuracy"]

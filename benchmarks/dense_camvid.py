@@ -1,18 +1,22 @@
-"""Feature maps of road scenes: a frozen SparseFormer backbone beside its teacher at several resolutions.
+"""Measure feature maps of road scenes: a frozen SparseFormer backbone beside its teacher at several resolutions.
 
     python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST --bootstrap content grid \\
         --tome CHECKOUT
 
-A linear layer learns which classes each cell of a frozen map shows (their shares of its pixels), from all training
-images; its scores of a test image are interpolated to the mask's size. The teacher sees 336 x 448 pixels, and fewer,
-and 336 x 448 with some of its patches, chosen at random, or merged by ToMe (github.com/facebookresearch/ToMe, not
-tuned). Students see 336 x 448 with fewer tokens, before training and, of --bootstrap, bootstrapped on the training
-images without their masks, for embeddings and maps; "alone" is an upsampler that is trained while all else is frozen.
-Cells without a token take that of the patch that was merged with theirs, or of the nearest. Cosines are those with the
-teacher's map on the test images. Milliseconds are those of one image on the CPU in float32, all backbones in turns.
+A linear layer learns the shares of classes in each cell of a frozen map, from all training images. Its scores of a
+test image are interpolated to the mask's size.
 
-The grid with an upsampler is trained with every seed of --seeds, others with the first. Runs are kept under --runs-dir
-and found again. Writes dense_camvid.json and dense_camvid.webp. CamVid (Brostow et al.) is for research.
+- The teacher sees 336 x 448 pixels, and fewer; and 336 x 448 pixels with some of its patches, chosen at random or
+  merged by ToMe (github.com/facebookresearch/ToMe, not tuned). Cells without a token take the nearest patch, or the
+  token that their patch was merged into.
+- Students see 336 x 448 pixels with fewer tokens, before training and, for those of --bootstrap, after bootstrapping
+  on the training images without masks, for embeddings and maps. "alone" trains an upsampler and freezes everything
+  else.
+- Cosines compare with the teacher's map on the test images. Milliseconds are for one image on the CPU in float32, all
+  backbones in turns.
+
+The grid with an upsampler is trained with every seed of --seeds, other students with the first. Finished runs under
+--runs-dir are reused. Writes dense_camvid.json and dense_camvid.webp. CamVid (Brostow et al.) is for research.
 """
 
 import dataclasses
@@ -112,7 +116,7 @@ def main():
     settings |= {"bootstrap_epochs": arguments.bootstrap_epochs} if arguments.bootstrap else {}
     data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
     masks = [read_masks(images).to(choose_device()) for images in (train, test)]
-    # On the CPU they are timed, on a GPU, if there is one, used.
+    # Backbones are timed on the CPU, and evaluated on a GPU if there is one.
     found = dict(enumerate(backbones(arguments, model, image_format, torch.device("cpu"))))
     speeds = images_per_second(
         {index: backbone.maps for index, backbone in found.items()},
@@ -131,7 +135,7 @@ def main():
             maps = [embed(arguments, image_format, each, images) for images in (train, test)]
             scores.append(score(*maps, *masks))
             if not rows:
-                # The teacher comes first.
+                # The first backbone is the teacher.
                 maps_of_teacher, [scores_of_teacher] = maps[1], scores
             cosines.append(mean_cosine(maps[1], maps_of_teacher))
         for name, error, classes in (("mean_iou", "spread", CLASSES), ("thin_iou", "thin_spread", THIN)):
@@ -154,7 +158,7 @@ def draw(rows: list[dict]) -> Figure:
 
 
 def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: torch.device) -> Iterator[Backbone]:
-    """The rows' backbones, of a teacher, peers and students of it, on a device."""
+    """Yield the backbones of all rows: the teacher, its peers and its students."""
     model.to(device)
     for size in SIZES:
         anatomy = read_anatomy(model, size)
@@ -167,14 +171,14 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         yield Backbone("teacher with random patches", count, SIZE, model, maps)
     for merged in MERGED if arguments.tome else []:
         vit = tome(whole, arguments.tome, merged, trace_source=True).vit
-        # It gives its tokens.
+        # Without a head, the model returns its tokens.
         vit.forward_head = lambda tokens: tokens
         maps = functools.partial(map_of_merged, vit, whole.grid)
         tokens = whole.num_patches
         for _ in whole.blocks:
             tokens -= min(merged, tokens // 2)
         yield Backbone(f"ToMe, {merged} a block, unmerged", tokens, SIZE, vit, maps)
-    # Upsamplers add nothing before training.
+    # Before training, upsamplers add zero, so kinds with and without them are equal.
     for kind in dict.fromkeys(kind.partition("-")[0] for kind in arguments.bootstrap or ["content"]):
         student = new_student(whole, kind, image_format).to(device).eval()
         yield from students(f"{kind}, before training", [student], TOKENS)
@@ -194,7 +198,7 @@ def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> Patch
 def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[Path]:
     folders, size = [], {"height": SIZE[0], "width": SIZE[1]}
     normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
-    # Images are as large as those that are compared.
+    # Training images have the size of the test images.
     processor = ViTImageProcessor(size=size, resample=image_format.resample, **normalize)
     for seed in arguments.seeds if kind == HEADLINE else arguments.seeds[:1]:
         name = folder_name(f"{kind} {arguments.bootstrap_epochs} epochs", seed)
@@ -224,14 +228,14 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
 
 
 def students(name: str, found: Sequence[SparseFormerBackbone], counts: Sequence[int]) -> Iterator[Backbone]:
-    """A student, of one seed or several, with each count of tokens."""
+    """Yield a student, trained with one seed or several, with each number of tokens."""
     for count in counts:
         maps, *others = (functools.partial(map_of_student, each, count) for each in found)
         yield Backbone(name, count, SIZE, found[0], maps, others)
 
 
 def read_masks(images) -> torch.Tensor:
-    """Class numbers of all images, `(images, height, width)` uint8."""
+    """Return the class numbers of all images, `(images, height, width)` uint8."""
     reader, found = MaskReader(len(CLASSES), [VOID]), []
     for index in range(len(images)):
         record = images[index]
@@ -248,7 +252,7 @@ def map_of_student(student: SparseFormerBackbone, num_tokens: int, pixel_values:
 
 
 def map_of_random_patches(some: RandomPatches, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Each cell has the state of the nearest patch that was kept."""
+    """Return a map whose cells have the state of the nearest kept patch."""
     tokens, kept = some.states(pixel_values)
     anatomy = some.anatomy
     tokens = normalize(anatomy, tokens)[:, anatomy.num_prefix_tokens :]
@@ -259,15 +263,15 @@ def map_of_random_patches(some: RandomPatches, pixel_values: torch.Tensor) -> to
 
 
 def map_of_merged(vit: PooledViT, grid: tuple[int, int], pixel_values: torch.Tensor) -> torch.Tensor:
-    """Each cell has the state of the token that its patch was merged into."""
+    """Return a map whose cells have the state of the token that their patch was merged into."""
     tokens = vit(pixel_values)
-    # `(batch, tokens, [CLS] and patches)`, 1 where a token has a patch; [CLS] is merged with none.
+    # `(batch, tokens, [CLS] and patches)` is 1 where a token contains a patch; [CLS] is never merged.
     source = vit._tome_info["source"][..., 1:].to(tokens.dtype)
     return spread_over_cells(tokens, source.unflatten(-1, grid))
 
 
 def mean_cosine(maps: torch.Tensor, target: torch.Tensor) -> float:
-    """Mean cosine of maps with those of the teacher, over cells and images."""
+    """Return the mean cosine of maps with the teacher's, over cells and images."""
     found = []
     for one, other in zip(maps.split(10), target.split(10), strict=True):
         one = F.interpolate(one.float(), other.shape[-2:], mode="bilinear")
@@ -277,7 +281,7 @@ def mean_cosine(maps: torch.Tensor, target: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def embed(arguments, image_format: ImageFormat, backbone: Backbone, images) -> torch.Tensor:
-    """A backbone's maps of all images, `(images, channels, rows, columns)` bfloat16."""
+    """Compute a backbone's maps of all images, `(images, channels, rows, columns)` bfloat16."""
     device, found = choose_device(), []
     for start in tqdm(range(0, len(images), 8), desc=f"{backbone.name}, {backbone.tokens}", leave=False):
         chosen = range(start, min(start + 8, len(images)))
@@ -287,26 +291,26 @@ def embed(arguments, image_format: ImageFormat, backbone: Backbone, images) -> t
     return torch.cat(found)
 
 
-# Rows see the same images.
+# All rows read the same images.
 @functools.lru_cache(None)
 def read_image(images, index: int, size: tuple[int, int]) -> torch.Tensor:
-    """An image of a height and width, `(3, height, width)` uint8."""
+    """Read and resize an image, `(3, height, width)` uint8."""
     image = decode_image(images[index]["image"], index).resize(size[::-1], Image.Resampling.BICUBIC)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def read_pixels(image_format: ImageFormat, images, chosen, size: tuple[int, int]) -> torch.Tensor:
-    """Chosen images, resized and normalized, `(batch, 3, height, width)`."""
+    """Read, resize and normalize chosen images, `(batch, 3, height, width)`."""
     return image_format.normalize(torch.stack([read_image(images, index, size) for index in chosen]))
 
 
 def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, test_masks: torch.Tensor):
-    """Pixels of each test image and class that a linear layer on frozen maps gets right, and that it or the mask says:
-    `(images, 2, classes)`. The layer is fitted to the shares of classes in cells by L-BFGS."""
+    """Fit a linear layer on frozen maps to the shares of classes in cells by L-BFGS; return the pixels of intersection
+    and of union for each test image and class, `(images, 2, classes)`."""
     grid, device = train.shape[-2:], train.device
     shares = torch.cat([shares_of_classes(part, grid) for part in train_masks.split(20)]).flatten(0, 2)
     cells = train.permute(0, 2, 3, 1).flatten(0, 2).float()
-    # Cells of pixels that do not count weigh less.
+    # Void pixels are in no share, so their cells weigh less.
     probe = LinearProbe(cells, shares, len(CLASSES), penalty=0.0, max_iter=100)
     counts, numbers = [], torch.arange(len(CLASSES), device=device).view(-1, 1, 1, 1)
     with torch.inference_mode():
@@ -319,14 +323,14 @@ def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, te
 
 
 def mean_iou(counts: torch.Tensor, classes: Sequence[str] = CLASSES) -> torch.Tensor:
-    """Mean intersection over union of classes, of counts `(…, 2, classes)`."""
+    """Compute the mean intersection over union of classes from pixels `(…, 2, classes)`."""
     right, union = counts[..., [CLASSES.index(name) for name in classes]].unbind(-2)
     return (right / union).nanmean(-1)
 
 
 def behind(scores: list[torch.Tensor], teacher: torch.Tensor) -> dict[str, float]:
-    """How far the mean intersection over union of students of several seeds is behind the teacher's, and the standard
-    error of that, by a bootstrap of the test images."""
+    """Return the distance of students' mean IoU from the teacher's, averaged over seeds, and its standard error by a
+    bootstrap of the test images."""
     chosen = torch.randint(len(teacher), (2_000, len(teacher)), generator=torch.Generator().manual_seed(0))
     weights = F.one_hot(chosen, len(teacher)).sum(1).double()
 
@@ -339,7 +343,7 @@ def behind(scores: list[torch.Tensor], teacher: torch.Tensor) -> dict[str, float
 
 
 def shares_of_classes(masks: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """The share of each cell that each class covers, `(images, rows, columns, classes)`."""
+    """Return the share of each cell that each class covers, `(images, rows, columns, classes)`."""
     layers = torch.stack([(masks == number).float() for number in range(len(CLASSES))], dim=1)
     return F.adaptive_avg_pool2d(layers, grid).permute(0, 2, 3, 1)
 
