@@ -65,24 +65,24 @@ THIN = ("pole", "sign", "pedestrian", "cyclist")
 STUDENTS = {"content": {"placement": "content"}, "grid": {}}
 UPSAMPLER = {"upsampler_hidden_size": 128}
 STUDENTS |= {f"{name}-upsampler": fields | UPSAMPLER for name, fields in STUDENTS.items()}
-# All but the upsampler stays as it was.
+# In this student, only the upsampler is trained.
 ALONE = "grid-upsampler-alone"
 STUDENTS[ALONE] = UPSAMPLER
-# It is bootstrapped with every seed, other students with the first.
+# This student is bootstrapped with every seed, other students with the first.
 HEADLINE = "grid-upsampler"
 
 
 @dataclass
 class Backbone:
-    """A model that gives feature maps.
+    """A model that computes feature maps, one row of the table.
 
     Args:
         name (`str`): Name of its row.
         tokens (`int`): Patches or latent tokens.
         size (pair of `int`): Height and width of its images.
-        model (`nn.Module`): What computes them.
-        maps (`Callable`): Normalized images to `(batch, channels, rows, columns)`.
-        others (`list[Callable]`): The same of models that were trained with other seeds.
+        model (`nn.Module`): Model whose operations are counted.
+        maps (`Callable`): Function of normalized images that returns maps, `(batch, channels, rows, columns)`.
+        others (`list[Callable]`): The same functions for models of other seeds.
     """
 
     name: str

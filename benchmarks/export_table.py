@@ -1,11 +1,11 @@
-"""SparseFormers and the ViT that they replace in every runtime and precision, beside PyTorch, in one run.
+"""Measure SparseFormers and the ViT that they replace in every runtime and precision.
 
     python benchmarks/export_table.py --caltech TRAIN TEST
 
-Each model is written by `frugalvit export` for each runtime; the programs of a group of models take turns. Models of
-the papers have random weights here: their speed and size count, their agreement with the original does not. The
-shipped models are compared with the original on 300 test images that calibration has not seen. Writes export.json.
-Folders are kept under --runs-dir and found again; TRAIN and TEST are parquet files of Caltech-101.
+`frugalvit export` writes each model for each runtime. All programs of a group take turns. Models of the papers have
+random weights, so only their speed and size are reported. Shipped models are compared with the original on 300 test
+images that calibration has not seen. Exported folders under --runs-dir are reused. Writes export.json. TRAIN and TEST
+are parquet files of Caltech-101.
 """
 
 from pathlib import Path
@@ -29,14 +29,14 @@ RUNTIMES = [
     ("onnx", "float32"),
     ("onnx", "int8"),
 ]
-# Models whose programs fit into 24 GB together, and take turns; their pixels.
+# Groups of models whose programs fit into 24 GB together, and the size of their images.
 GROUPS = {
     "base": (["vit-base", "augreg-base-49-224"], 224),
     "large": (["augreg-large-49-224"], 224),
     "caltech101": (["caltech101-sparseformer"], 224),
     "cifar10": (["cifar10-vit", "cifar10-sparseformer"], 32),
 }
-# Of programs, and not of what a machine does besides.
+# Columns of the report that do not depend on the machine.
 COLUMNS = ("compared", "min_cosine", "mean_cosine", "agreement", "original_accuracy", "accuracy")
 
 
@@ -45,7 +45,7 @@ def main():
     parser.add_argument("--caltech", nargs=2, required=True, metavar=("TRAIN", "TEST"), help="parquet files")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="default: all")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument("--rounds", type=int, default=10, help="of the largest batch (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="passes of the largest batch (default: %(default)s)")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/export"), help="default: %(default)s")
     add_results_argument(parser)
     arguments = parser.parse_args()
@@ -63,7 +63,7 @@ def main():
         dtypes = [torch.float32, torch.bfloat16]
         for row in measure_speeds(models, size, arguments.batch_size, dtypes, arguments.rounds, programs):
             program, measured = programs.get(row["row"]), {}
-            # Random weights agree by chance.
+            # Agreement of random weights means nothing.
             if program and row["row"].partition(",")[0] in shipped_checkpoints():
                 measured = program.report["parts"]["model"]
                 measured |= accuracies(row["row"].partition(",")[0], program, arguments)
@@ -74,7 +74,7 @@ def main():
 
 
 def accuracies(name: str, program: ExportedModule, arguments) -> dict[str, float]:
-    """Accuracy of a model that ships and of its program, on the images that they were compared on."""
+    """Measure the accuracy of a shipped model and of its program on the images of their comparison."""
     dataset = SUBSET if name.startswith("cifar10") else arguments.caltech[1]
     images = sample(load_images(dataset, "test" if dataset == SUBSET else "train"), 300, seed=0)
     model, image_processor = load_classifier(checkpoint_path(name), "cpu")
@@ -99,7 +99,7 @@ def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:
     elif name.startswith("caltech101"):
         train, test = arguments.caltech
         data = ["--calibration-data", train, "--dataset", test, "--limit", "300"]
-    # What is refused by default is in the table, too.
+    # With --force, programs below the limits of agreement are in the table, too.
     program = ["--format", runtime, "--precision", precision, "--output", str(folder)]
     export.main(["--model", str(source), *program, "--force", *data])
     return folder

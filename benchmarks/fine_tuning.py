@@ -1,12 +1,12 @@
-"""Fine-tuning: a student of 64, 36 and 16 tokens beside its teacher, by Transformers' `Trainer` with its defaults.
+"""Fine-tune a student with 64, 36 and 16 tokens and its teacher, by Transformers' `Trainer` with its defaults.
 
     python benchmarks/fine_tuning.py --clothing clothing-train.parquet clothing-test.parquet \\
         --caltech caltech101-train.parquet caltech101-test.parquet --results-dir results
 
-One student is bootstrapped from photographs of Caltech-101 without those of `NEW_CLASSES` of its classes. Both models
-then get a new classifier, for the ten classes of clothing and for those that bootstrapping never saw, and learn all
-weights, also with a larger rate of the classifier, LoRA matrices of rank 8 (`peft`) on queries and values, or the
-classifier alone. Each row is written when it is measured; the command skips rows that its file has.
+One student is bootstrapped from photographs of Caltech-101 without its last `NEW_CLASSES` classes. Both models then
+get a new classifier, for the ten classes of clothing and for the classes that bootstrapping never saw. `METHODS` train
+all weights, all weights with a larger rate of the classifier, LoRA matrices of rank 8 (`peft`) on queries and values,
+or the classifier alone. Each row is written when it is measured; rows in the file are not measured again.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from shared import add_results_argument, make_parser, read_rows, write_table
 NEW_CLASSES = 20
 TWO_RATES = "all weights, head at 1e-3"
 METHODS = ("all weights", TWO_RATES, "LoRA", "head")
-# What tells rows apart.
+# Columns that identify a row.
 KEYS = ("data", "images", "learning_rate", "method", "model")
 
 
@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--caltech", nargs=2, metavar=("TRAIN", "TEST"), required=True, help="parquet files")
     parser.add_argument("--teacher", default="checkpoints/caltech101-vit", help="default: %(default)s")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 36, 16], help="default: 64 36 16")
-    parser.add_argument("--images", type=int, nargs="+", default=[100], help="to fine-tune with (default: 100)")
+    parser.add_argument(
+        "--images", type=int, nargs="+", default=[100], help="number of images to fine-tune on (default: 100)"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="default: all")
     parser.add_argument("--test-images", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--bootstrap-images", type=int, default=1000, help="default: %(default)s")
@@ -91,15 +93,15 @@ def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str,
     if method == TWO_RATES:
         groups = [{"params": model.base_model.parameters()}, {"params": model.classifier.parameters(), "lr": 1e-3}]
         optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate, weight_decay=args.weight_decay)
-    trainer = Trainer(learners(model, method), args, train_dataset=train, optimizers=(optimizer, None))
+    trainer = Trainer(choose_weights(model, method), args, train_dataset=train, optimizers=(optimizer, None))
     trainer.train()
     prediction = trainer.predict(test)
     accuracy = (prediction.predictions.argmax(-1) == prediction.label_ids).mean().item()
     return {"accuracy": accuracy, "error": (accuracy * (1 - accuracy) / len(test)) ** 0.5}
 
 
-def learners(model: PreTrainedModel, method: str) -> torch.nn.Module:
-    """Freeze what a method does not train."""
+def choose_weights(model: PreTrainedModel, method: str) -> torch.nn.Module:
+    """Freeze the weights that a method does not train, and add LoRA matrices."""
     if method == "LoRA":
         return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
     if method == "head":
@@ -109,7 +111,7 @@ def learners(model: PreTrainedModel, method: str) -> torch.nn.Module:
 
 
 def student_folder(arguments: argparse.Namespace) -> str:
-    """Return the folder of the student, bootstrapped now or before."""
+    """Bootstrap the student, or reuse its run; return its folder."""
     folder = f"{arguments.runs_dir}/student"
     images = load_images(arguments.caltech[0])
     seen = of_classes(images, range(len(class_names(images)))[:-NEW_CLASSES])
@@ -119,7 +121,7 @@ def student_folder(arguments: argparse.Namespace) -> str:
 
 
 def read(arguments: argparse.Namespace, data: str, part: int) -> datasets.Dataset:
-    """Return the photographs to train (0) or to test (1), of Caltech-101 those of the last `NEW_CLASSES`."""
+    """Load photographs to train on (part 0) or to test on (part 1). Caltech-101 has only its last `NEW_CLASSES`."""
     if data == "clothing":
         return load_images(arguments.clothing[part])
     images = load_images(arguments.caltech[part])
@@ -127,7 +129,7 @@ def read(arguments: argparse.Namespace, data: str, part: int) -> datasets.Datase
 
 
 def prepare(processor, classes: list[int], batch: dict) -> dict:
-    """Turn a batch of photographs into a model's inputs, its labels into their places among `classes`."""
+    """Prepare a batch for a model; labels become indices into `classes`."""
     labels = [classes.index(label) for label in batch["label"]]
     images = [datasets.Image().decode_example(record).convert("RGB") for record in batch["image"]]
     return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": labels}

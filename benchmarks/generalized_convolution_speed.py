@@ -1,10 +1,10 @@
-"""Generalized convolution as a convolution and in matrix form (eq. 5): time and memory on three sizes, in one run.
+"""Measure time and memory of generalized convolution, as a convolution and in matrix form (eq. 5).
 
     python benchmarks/generalized_convolution_speed.py
 
-9 positions, 64 channels. The constant matrices of the matrix form are there beforehand; their memory counts, as a
-model would keep them, and the time to make them does not. Memory is what a forward pass in a process of its own adds
-at its peak (Linux). Writes generalized_convolution_speed.json.
+9 positions, 64 channels. The constant matrices of the matrix form are made beforehand. Their memory counts, since a
+model would keep them; the time to make them does not. Memory is the peak that a forward pass adds to a new process
+(Linux). Writes generalized_convolution_speed.json.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,13 @@ from frugalvit.speed import images_per_second
 from shared import add_results_argument, make_parser, peak_memory, write_table
 
 
-CHANNELS, POSITIONS = 64, 9
+CHANNELS = 64
+POSITIONS = 9
 
 
 def shift_matrices(height: int, width: int, num_positions: int) -> torch.Tensor:
-    """The constant matrices Φ of eqs. 4 and 6, `(positions, height * width, height * width)`: row q of Φ_i is 1 at the
-    i-th position of the window around q, and 0 where that is outside of the map."""
+    """Return the constant matrices Φ of eqs. 4 and 6, `(positions, height * width, height * width)`. Row q of Φ_i is 1
+    at the i-th position of the window around q; it is 0 if that position lies outside the map."""
     side = window_size(num_positions)
     matrices = torch.zeros(num_positions, height, width, height, width)
     for index in range(num_positions):
@@ -41,8 +42,8 @@ def generalized_convolution_in_matrix_form(
     bias: torch.Tensor | None = None,
     matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`generalized_conv2d` in the form of eq. 5, Y = Σ Φ_i X W_i, whose time and memory grow with the square of the
-    map's positions. `matrices` are the `shift_matrices`, if they are known already."""
+    """Compute `generalized_conv2d` by eq. 5, Y = Σ Φ_i X W_i, whose time and memory grow with the square of the number
+    of positions. `matrices` are the `shift_matrices`; by default they are computed."""
     height, width = feature_map.shape[-2:]
     if matrices is None:
         matrices = shift_matrices(height, width, weight.shape[-1]).to(feature_map)
@@ -53,7 +54,7 @@ def generalized_convolution_in_matrix_form(
 
 
 class MatrixForm(nn.Module):
-    """The same layer as products with the constant matrices of a map of one size."""
+    """A generalized convolution in matrix form, with the constant matrices of one size of maps."""
 
     def __init__(self, layer: GeneralizedConv2d, side: int):
         super().__init__()
@@ -66,7 +67,9 @@ class MatrixForm(nn.Module):
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("--sides", type=int, nargs="+", default=[14, 28, 56], help="of the maps (default: 14 28 56)")
+    parser.add_argument(
+        "--sides", type=int, nargs="+", default=[14, 28, 56], help="sides of the maps (default: 14 28 56)"
+    )
     parser.add_argument("--batch-size", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=20, help="timed passes of each (default: %(default)s)")
     add_results_argument(parser)
@@ -94,9 +97,9 @@ def main():
 
 
 def make_pass(name: str, side: int, batch_size: int) -> Callable[[], torch.Tensor]:
-    """Return a function that makes the layer and its constants and computes with them."""
+    """Return a function that builds the layer with its constants, and runs it."""
     feature_map = torch.randn(batch_size, CHANNELS, side, side)
-    # What the libraries need once is no part of it.
+    # Memory that libraries allocate once does not count.
     with torch.inference_mode():
         nn.Conv2d(CHANNELS, CHANNELS, 3)(torch.randn(1, CHANNELS, 8, 8))
         torch.randn(64, 64) @ torch.randn(64, 64)

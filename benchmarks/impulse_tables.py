@@ -1,21 +1,20 @@
-"""Initializations of attention on CIFAR-10: one command a table.
+"""Measure initializations of attention on CIFAR-10, one table a command.
 
-    python benchmarks/impulse_tables.py initializations   # table 2's question: the worth of a start
+    python benchmarks/impulse_tables.py initializations   # table 2: one start a row
     python benchmarks/impulse_tables.py solvers           # solver, sharpness and values, one by one
     python benchmarks/impulse_tables.py longer            # the same after 40 epochs
     python benchmarks/impulse_tables.py settings          # table 1: positions and pooling
     python benchmarks/impulse_tables.py sizes             # table 3: widths of ViT-T and ViT-S with few and many heads
-    python benchmarks/impulse_tables.py directions        # why some rows stand in another order than the paper's
-    python benchmarks/impulse_tables.py convmixer         # table 4: filters that are trained, or not
+    python benchmarks/impulse_tables.py directions        # explains another order than the paper's
+    python benchmarks/impulse_tables.py convmixer         # table 4: trained and frozen filters
     python benchmarks/impulse_tables.py heads             # tables 5 and 7: widths and heads, of depth 8
     python benchmarks/impulse_tables.py pseudo_inputs     # table 6, all nine pairs
     python benchmarks/impulse_tables.py speed             # time of the closed form and of Algorithm 1, no training
 
-Every row of a table has the same architecture and budget, but in "settings", "sizes" and "heads", whose rows are
-architectures. The recipe is reduced (64 tokens, width 96, 4 blocks, 4 heads; 6,000 images, batches of 64, one epoch of
-warm-up); the paper's are those of `frugalvit train --config`. Runs are kept under --runs-dir and found again, so that
-a killed command goes on, and seeds can be run side by side before all of them are put together. Writes
-impulse_TABLE.json.
+All rows of a table have the same architecture and budget, except in "settings", "sizes" and "heads", where rows differ
+in architecture: 64 tokens, width 96, 4 blocks, 4 heads; 6,000 images, batches of 64, one epoch of warm-up. Recipes of
+`frugalvit train --config` have the paper's sizes and budgets. Finished runs under --runs-dir are reused, so an
+interrupted command resumes, and seeds can run side by side. Writes impulse_TABLE.json.
 """
 
 import json
@@ -41,15 +40,15 @@ def impulse(**options) -> dict:
     return {"initialization": "impulse", "initialization_options": text}
 
 
-# Rows: name -> arguments of the command.
+# Arguments of each row by its name.
 BASELINES = {
     "kaiming uniform": {"initialization": "kaiming_uniform"},
     "truncated normal": {"initialization": "trunc_normal"},
     "mimetic": {"initialization": "mimetic"},
 }
-# The same as Kaiming uniform's weights of width 96.
+# Kaiming uniform has this standard deviation at width 96.
 LARGER = "truncated normal, weights of std 0.059"
-# Queries and keys of one kind with values of the other: what each of the two is worth.
+# Controls with queries and keys of one start, and values of another.
 CONTROLS = {
     "truncated normal, mimetic values": {
         "initialization": "trunc_normal",
@@ -74,16 +73,16 @@ IMPULSES = {
     for method, options in METHODS.items()
     for values in VALUE_INITS
 }
-# The paper's method, as printed and bounded as in its authors' code; values are left alone.
+# The paper's method, as printed, and bounded as in its authors' code. Values keep their default start.
 IMPULSES_OF_PAPER = {
     name: row for name, row in IMPULSES.items() if "Algorithm 1 " in name and name.endswith("default values")
 }
-# The rows of tables 2, 3, 5 and 7, and ours.
+# Rows of tables 2, 3, 5 and 7.
 ROWS = BASELINES | IMPULSES_OF_PAPER | {name: row for name, row in IMPULSES.items() if "3x3" in name and "0.2" in name}
 VIT_TABLES = {
     "initializations": ROWS | CONTROLS,
     "solvers": {name: row for name, row in IMPULSES.items() if "3x3" in name}
-    # The positions that the NeurIPS 2025 code solves for.
+    # The NeurIPS 2025 code solves for random positions.
     | {
         f"random positions, {name}": RANDOM | row
         for name, row in (BASELINES | IMPULSES).items()
@@ -119,8 +118,8 @@ VIT_TABLES = {
         for heads in (3, 8)
         for side in (3, 5)
     },
-    # What explains that Algorithm 1 gains nothing and Kaiming uniform leads here, one change each: weights as large as
-    # Kaiming uniform's of width 96 (0.02 is made for 768, and leaves values that hardly show), and fewer steps.
+    # Algorithm 1 gains nothing here, and Kaiming uniform leads. One change a row looks for the reason: weights as
+    # large as Kaiming uniform's at width 96 (0.02 is made for a width of 768), and fewer steps.
     "directions": {
         name: row
         for base in ("truncated normal", "impulse 3x3, Algorithm 1 bounded, default values")
@@ -135,7 +134,7 @@ VIT_TABLES = {
         )
         for steps in (300, 1000, 3000)
     },
-    # Without an initialization of attention: what the model's own positions and pooling are worth.
+    # These rows compare positions and pooling, with the same start of attention.
     "settings": {
         f"{'learned' if positions == 'learned' else 'sinusoidal'} positions, "
         f"{'classification token' if pooling == 'cls' else 'average pooling'}": {
@@ -172,14 +171,16 @@ CONVMIXER = {
     for filters in ("trained", "random", "impulse", "signed_impulse", "box")
 }
 
-# Rows of "speed": 12 layers, with patches of 2 pixels at 32 and of 16 at 224.
+# Variants of each row of the table "speed": 12 layers, patches of 2 pixels at 32 and of 16 at 224.
 SPEEDS = {
     f"{variant}, {grid} x {grid}": f"{variant}-{pixels}"
     for variant in ("vit-tiny-h3", "vit-tiny-h8", "vit-small-h6", "vit-small-h16")
     for grid, pixels in ((16, 32), (14, 224))
 }
-# Of Algorithm 1, the paper's, and of the closed form, whose median counts.
-STEPS, REPEATS = 10_000, 5
+# Steps of Algorithm 1, as in the paper.
+STEPS = 10_000
+# Repetitions of the closed form, whose median counts.
+REPEATS = 5
 
 
 def main():
@@ -201,7 +202,7 @@ def main():
 
 
 def run(arguments, name: str, row: dict, seed: int) -> dict:
-    """Results of a row's run with a seed, trained now or before; tables share rows of one name and budget."""
+    """Train a row with a seed, or reuse the run; return its results. Tables share runs of equal names and budgets."""
     options = {"per_device_train_batch_size": 64, "weight_decay": 0.01, "warmup_epochs": 1, "mixup": 0}
     options |= {"randaugment_layers": 0}
     if arguments.table == "convmixer":
@@ -214,8 +215,8 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
 
 
 def measure_speed(name: str) -> dict:
-    """Time the closed form, for the default and for the maps of Algorithm 1, and Algorithm 1 itself for one layer: all
-    are the same problem."""
+    """Measure the time of the closed form, for the default and for the maps of Algorithm 1, and of Algorithm 1 for one
+    layer."""
     config = ViTImpulseInitConfig.from_variant(SPEEDS[name], initialization="trunc_normal")
     measured = {"same_maps": timed(config, REPEATS, mass=None), "default": timed(config, REPEATS)}
     config.num_hidden_layers = 1
@@ -229,7 +230,7 @@ def measure_speed(name: str) -> dict:
 
 
 def timed(config: ViTImpulseInitConfig, repeats: int, **options):
-    """Median seconds of an initialization of the whole model, and its last report."""
+    """Initialize the whole model several times; return the median seconds and the last report."""
     seconds = []
     for repeat in range(repeats):
         model = ViTImpulseInitModel(config)

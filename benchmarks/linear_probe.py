@@ -6,17 +6,17 @@ from torch import nn
 from tqdm import tqdm
 
 
-# Weights of the penalty to choose from, the strongest first.
+# Candidate weights of the penalty, the strongest first.
 PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
-# One image in this many of each class is held back for that choice.
+# One of this many images of each class is held back to choose the penalty.
 HELD_BACK = 5
 
 
 class LinearProbe(nn.Module):
-    """Multinomial logistic regression on standardized features, by L-BFGS from the weights of `start`, if given.
+    """Multinomial logistic regression on standardized features, fitted by L-BFGS.
 
-    Minimizes the mean cross-entropy with labels `(images,)`, or with shares of classes `(images, classes)`, plus
-    `penalty / 2` times the squared norm of the weights.
+    It minimizes the mean cross-entropy with labels `(images,)`, or with shares of classes `(images, classes)`, plus
+    `penalty / 2` times the squared norm of the weights. The weights of `start`, if given, are the starting point.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class LinearProbe(nn.Module):
 
 
 def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> LinearProbe:
-    """Fit a linear probe to all images, with the one of `PENALTIES` that classifies held-back images, which `seed`
-    chooses, best; the strongest of equal ones."""
+    """Fit a linear probe to all images. The penalty is the one of `PENALTIES` with the highest accuracy on images that
+    `seed` holds back, the strongest if several are equal."""
     if len(labels.unique()) < 2:
         raise ValueError(f"All {len(labels)} labeled images are of one class; expected at least two.")
     classes, held_back = int(labels.max()) + 1, choose_held_back(labels, seed)
@@ -75,7 +75,7 @@ def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> Li
 
 
 def choose_held_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
-    """Choose one image in `HELD_BACK` of each class, one of a smaller class, but never its only one; `(images,)`
+    """Choose one of `HELD_BACK` images of each class, at least one, but never the only one; return `(images,)`
     bool."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     held_back = torch.zeros(len(labels), dtype=torch.bool)

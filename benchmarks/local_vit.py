@@ -1,9 +1,9 @@
-"""LocalViT for the tables, as its authors have it (Li et al. 2021, arXiv 2104.05707; ofsoundof/LocalViT, "hs+se").
+"""LocalViT of its authors' code (Li et al. 2021, arXiv 2104.05707; ofsoundof/LocalViT, "hs+se"), for the tables.
 
-The ViT of the family, whose MLPs are replaced by convolutions among the patches, with batch normalization and without
-LayerNorm before; [CLS] passes by. Their squeeze-and-excitation has four channels: `reduction` is the width. Their drop
-path, which is 0 in the tables, spares the convolutions. The only library with a LocalViT is vit-pytorch, and its
-forward pass fails: its LayerNorm gets maps (1.26.11).
+It is the ViT of the Context Broadcasting family with convolutions among the patches instead of MLPs. The convolutions
+have batch normalization and no LayerNorm before them, and [CLS] bypasses them. Squeeze-and-excitation has four
+channels, because the authors' `reduction` is the width. No library can stand in: the only one with a LocalViT,
+vit-pytorch 1.26.11, fails in its forward pass.
 """
 
 import torch
@@ -17,21 +17,22 @@ from frugalvit.modeling.modeling_vit_context_broadcast import ViTContextBroadcas
 
 
 class LocalViTConfig(ViTContextBroadcastConfig):
-    """`context_broadcast` is None or "cb", which stands at the end of the convolutions: its mean is the patches'."""
+    """Configuration of a LocalViT. `context_broadcast` is None or "cb", at the end of the convolutions."""
 
     model_type = "local_vit"
 
 
 class LocalFeedForward(nn.Module):
-    """The branch in an MLP's place, which is added to tokens `(batch, [CLS] + patches, hidden_size)`."""
+    """Convolutional branch instead of an MLP, for tokens `(batch, [CLS] + patches, hidden_size)`."""
 
     def __init__(self, config: LocalViTConfig):
         super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
+        width = config.hidden_size
+        inner = config.intermediate_size
         self.grid = config.grid
         excitation = SqueezeExcitation(inner, inner // width, scale_activation=nn.Hardsigmoid)
         for layer in (excitation.fc1, excitation.fc2):
-            # As timm draws linear layers, which theirs are; their convolutions start as PyTorch's.
+            # The authors have linear layers here, drawn as in timm. Their convolutions start as in PyTorch.
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
         self.convolutions = nn.Sequential(
@@ -57,7 +58,8 @@ class LocalViTForImageClassification(ViTContextBroadcastForImageClassification):
     def __init__(self, config: LocalViTConfig):
         super().__init__(config)
         for layer in self.vit.layers:
-            layer.layernorm_after, layer.mlp = nn.Identity(), LocalFeedForward(config)
+            layer.layernorm_after = nn.Identity()
+            layer.mlp = LocalFeedForward(config)
 
 
 AutoConfig.register(LocalViTConfig.model_type, LocalViTConfig)

@@ -1,10 +1,10 @@
-"""All that is measured on a GPU, within seven minutes of one H100.
+"""Measure speed and agreement on a GPU, within seven minutes of one H100.
 
     python benchmarks/on_gpu.py --reference CHECKOUT --tome CHECKOUT --results-dir results
 
-CHECKOUTs are clones of github.com/showlab/sparseformer and github.com/facebookresearch/ToMe; without one, its rows are
-left out. Each row is written to on_gpu.json once it is measured, and no section starts a row after its seconds: the
-same command goes on, and tries again what failed. Models are in bfloat16.
+CHECKOUTs are clones of github.com/showlab/sparseformer and github.com/facebookresearch/ToMe; without a clone, its rows
+are left out. Each row is written to on_gpu.json when it is measured. A section starts no row after its seconds. The
+same command resumes, and repeats rows that failed. Models are in bfloat16.
 """
 
 import copy
@@ -23,7 +23,7 @@ from torch import nn
 from torchvision.transforms.functional import to_pil_image
 
 import shared
-from bootstrap_speed import plain_loop, recipe, save_teacher
+from bootstrap_speed import bootstrap_command, plain_loop, save_teacher
 from frugalvit import PatchSparseFormerForImageClassification
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.speed import images_per_second
@@ -36,31 +36,37 @@ from sparseformer_speed import SIZES, check_same_logits, load_reference
 from token_merging import tome
 
 
-# Seconds of each section.
+# Seconds after which a section starts no row.
 SECONDS = {"papers": 160, "student": 150, "bootstrap": 70, "agreement": 30}
-MODES, BATCH_SIZES, IMAGE_SIZE = ("eager", "compiled"), (1, 64, 256), 224
-TEACHER, STUDENT, COUNTS = "checkpoints/caltech101-vit", "checkpoints/caltech101-sparseformer", [16, 36, 64]
-# Timed steps of bootstrapping, and images of each.
-STEPS, STEP_SIZE = 5, 64
+MODES = ("eager", "compiled")
+BATCH_SIZES = (1, 64, 256)
+IMAGE_SIZE = 224
+TEACHER = "checkpoints/caltech101-vit"
+STUDENT = "checkpoints/caltech101-sparseformer"
+COUNTS = [16, 36, 64]
+# Timed steps of bootstrapping, and images in each.
+STEPS = 5
+STEP_SIZE = 64
 DEVICE = choose_device()
 
 
 class Rows:
-    """The rows of a JSON file, each of which is measured once and written at once."""
+    """Rows of a JSON file. Each row is measured once, and written when it is measured."""
 
     def __init__(self, file: Path):
-        self.file, self.end = file, {}
+        self.file = file
+        self.end = {}
         self.rows = [row for row in shared.read_rows(file) if "error" not in row]
 
     def measure(self, section: str, name: str, function: Callable[..., dict], *arguments, **key):
-        """Add what a function returns to a row, which a section, a name and a key tell from others."""
+        """Measure the row of a section, a name and a key, unless the file has it or the section has ended."""
         key = {"section": section, "row": name, **key}
         end = self.end.setdefault(section, time.monotonic() + SECONDS[section])
         if time.monotonic() > end or any(key.items() <= row.items() for row in self.rows):
             return
         try:
             values = function(*arguments)
-        # Memory or a package may be missing; the other rows are measured.
+        # A row may lack memory or a package; the other rows are still measured.
         except (Exception, SystemExit) as error:
             values = {"error": first_line(error)}
         self.rows.append(key | values)
@@ -68,7 +74,7 @@ class Rows:
         print(self.rows[-1], flush=True)
 
     def measure_speeds(self, section: str, name: str, make: Callable[..., nn.Module], *arguments):
-        """Add rows of a model, which is made when one needs it, in each mode and batch size."""
+        """Measure a model in each mode and batch size. It is built when the first row needs it."""
         model = functools.cache(lambda: make(*arguments).to(DEVICE, torch.bfloat16).eval())
         for mode, batch_size in itertools.product(MODES, BATCH_SIZES):
             self.measure(section, name, speed, model, mode, batch_size, mode=mode, batch_size=batch_size)
@@ -96,7 +102,7 @@ def speed(make: Callable[[], nn.Module], mode: str, batch_size: int) -> dict:
 
 
 def with_memory(function: Callable[..., float], *arguments) -> dict:
-    """Return the images a second that a function measures, and the most memory that a GPU allocates meanwhile."""
+    """Return the images per second that a function measures, and the peak memory of the GPU."""
     if DEVICE.type != "cuda":
         return {"images_per_second": function(*arguments)}
     torch.cuda.reset_peak_memory_stats()
@@ -105,7 +111,7 @@ def with_memory(function: Callable[..., float], *arguments) -> dict:
 
 
 def measure_papers(rows: Rows, arguments):
-    """SparseFormers beside the reference implementation with the same weights, and ViTs with each attention."""
+    """Measure SparseFormers, the reference implementation with the same weights, and ViTs with each attention."""
     for variant, theirs, vit in SIZES.values():
         rows.measure_speeds("papers", variant, shared.build_model, variant)
         if arguments.reference:
@@ -127,7 +133,7 @@ def vit_with(name: str, attention: str) -> nn.Module:
 
 
 def measure_student(rows: Rows, arguments):
-    """A teacher, ToMe on it, and students with the weights that they begin with."""
+    """Measure a teacher, ToMe on it, and untrained students of it."""
     teacher, _ = load_model(TEACHER, "image-classification", "cpu")
     rows.measure_speeds("student", "teacher", copy.deepcopy, teacher)
     for merged in (8, 16) if arguments.tome else ():
@@ -154,7 +160,7 @@ def measure_bootstrap(rows: Rows, arguments):
         datasets.Dataset.from_dict({"image": images}).to_parquet(folder / "images.parquet")
         options = SimpleNamespace(batch_size=STEP_SIZE, steps=STEPS, dataset=str(folder / "images.parquet"))
         options.sparseformer = arguments.reference
-        for loop in (recipe, plain_loop) if arguments.reference else (recipe,):
+        for loop in (bootstrap_command, plain_loop) if arguments.reference else (bootstrap_command,):
             rows.measure("bootstrap", loop.__name__, with_memory, loop, options, folder)
 
 
