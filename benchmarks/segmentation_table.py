@@ -1,13 +1,17 @@
-"""Semantic segmentation of road scenes: a SparseFormer against a plain ViT and a SegFormer, one command.
+"""Measure semantic segmentation of road scenes by a SparseFormer, a plain ViT and a SegFormer.
 
     python benchmarks/segmentation_table.py --dataset camvid-train.parquet --eval-dataset camvid-val.parquet
 
-Three models get the same images, crops, steps and schedule: a SparseFormer from the shipped bootstrapped classifier,
-with more tokens; the ViT that it was bootstrapped from, of the same width, with a linear head on its patches; and
-Transformers' SegFormer, of about the SparseFormer's multiply-accumulates, from random weights, as it has no weights
-that come from the same images. Scores are measured at the resolution of the masks, after the last epoch, speed and
-memory of inference in the same run. Runs are kept under --runs-dir and found again, so that a killed command goes on,
-and seeds can be run side by side. Writes segmentation.json.
+Three models get the same images, crops, steps and schedule:
+
+- a SparseFormer from the shipped bootstrapped classifier, with more tokens;
+- the ViT that it was bootstrapped from, with a linear head on its patches;
+- Transformers' SegFormer with about the SparseFormer's multiply-accumulates, from random weights, because it has no
+  weights from the same images.
+
+Scores are measured at the resolution of the masks, after the last epoch. Speed and memory of inference are measured in
+the same run. Finished runs under --runs-dir are reused, so an interrupted command resumes, and seeds can run side by
+side. Writes segmentation.json.
 """
 
 import functools
@@ -30,10 +34,11 @@ from frugalvit.training.loading import load_model
 from frugalvit.training.masks import MaskReader, load_masked_images
 
 
-# CamVid's classes as SegNet merged them; 11 is void.
+# CamVid's classes as merged by SegNet. Label 11 is void.
 CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "cyclist"]
 VOID = 11
-SIZE, TOKENS = [72, 96], 108
+SIZE = [72, 96]
+TOKENS = 108
 SEGFORMER = (
     "depths=[3,4,6,3],hidden_sizes=[64,128,320,512],num_attention_heads=[1,2,5,8],decoder_hidden_size=256,"
     "classifier_dropout_prob=0.1"
@@ -57,7 +62,7 @@ class ViTLinearForSemanticSegmentation(ViTPreTrainedModel):
 
 AutoModelForSemanticSegmentation.register(ViTConfig, ViTLinearForSemanticSegmentation, exist_ok=True)
 
-# Rows: name -> arguments of the command.
+# Arguments of each row by its name.
 ROWS = {
     f"SparseFormer, {TOKENS} tokens": [
         *("--model", "checkpoints/cifar10-sparseformer", "--num_latent_tokens", str(TOKENS)),
@@ -84,27 +89,27 @@ def main():
 
     settings = {"image_size": SIZE, "tokens": TOKENS, "epochs": arguments.epochs, "seeds": arguments.seeds}
     rows = []
-    for name, recipe in ROWS.items():
-        folders = [train(arguments, name, recipe, seed) for seed in arguments.seeds]
+    for name, options in ROWS.items():
+        folders = [train(arguments, name, options, seed) for seed in arguments.seeds]
         rows.append({"row": name, **measure(arguments, folders)})
         data = "CamVid, 200 training and 60 validation images, 11 classes, scored at 240 x 320 pixels"
         shared.write_table(arguments.results_dir / "segmentation.json", settings, rows, data=data)
 
 
-def train(arguments, name: str, recipe: list[str], seed: int) -> Path:
+def train(arguments, name: str, options: list[str], seed: int) -> Path:
     folder = arguments.runs_dir / shared.folder_name(name, seed)
     argv = [
         *("--dataset", *arguments.dataset, "--eval_dataset", *arguments.eval_dataset, "--seed", str(seed)),
         *("--class_names", *CLASSES, "--ignored_labels", str(VOID), "--image_size", *map(str, SIZE)),
         *("--num_train_epochs", str(arguments.epochs), "--per_device_train_batch_size", "8"),
-        *("--warmup_steps", "50", "--drop_path", "0", "--scale", "0.8", "2", *recipe),
+        *("--warmup_steps", "50", "--drop_path", "0", "--scale", "0.8", "2", *options),
     ]
     shared.run_training(segment, folder, argv)
     return folder
 
 
 def measure(arguments, folders: list[Path]) -> dict[str, object]:
-    """Scores over seeds; multiply-accumulates, speed and memory of the first."""
+    """Measure scores of all seeds, and multiply-accumulates, speed and memory of the first seed."""
     images, read_mask = load_masked_images(arguments.eval_dataset, "train"), MaskReader(len(CLASSES), [VOID])
     scores = []
     for folder in folders:

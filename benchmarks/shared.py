@@ -1,5 +1,4 @@
-"""Tools of the commands that make tables: rows that are trained once and found again, means over seeds, files that say
-how they were made."""
+"""Functions that benchmarks share: runs that are trained once, means over seeds, results with their origin."""
 
 import argparse
 import hashlib
@@ -39,12 +38,12 @@ from frugalvit.versions import origin
 ROOT = Path(__file__).resolve().parents[1]
 # A SparseFormer's focusing stage for images of 32 pixels, small enough for many runs.
 STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusing_iterations=2"
-# What SparseFormers are compared with, as Transformers runs them.
+# Configurations of the ViTs that SparseFormers are compared with.
 VITS = {
     "vit-base": {},
     "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# Passes of small batches are short: up to so many times as many as of the largest.
+# Small batches are timed in more passes than the largest, at most by this factor.
 MOST_ROUNDS = 10
 
 
@@ -59,7 +58,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):
 
 
 def add_results_argument(parser: argparse.ArgumentParser):
-    """Add the option for the folder of results, which is not the repository's by default."""
+    """Add the option for the folder of results. Its default is not the repository's `results/`."""
     parser.add_argument(
         "--results-dir",
         type=new_folder,
@@ -75,18 +74,18 @@ def new_folder(path: str) -> Path:
 
 def add_data_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--dataset", nargs="+", default=[SUBSET], help=f"as in training (default: {SUBSET})")
-    parser.add_argument("--eval-dataset", nargs="+", help="where --dataset is given as files")
-    parser.add_argument("--class-names", nargs="+", help="where the data set has none")
+    parser.add_argument("--eval-dataset", nargs="+", help="data set to test on, if --dataset is files")
+    parser.add_argument("--class-names", nargs="+", help="class names, if the data set has none")
 
 
 def add_precision_argument(parser: argparse.ArgumentParser, default: str):
-    """Add the precision of trainings, which is the same on all machines by default."""
+    """Add the option for the precision of trainings. Its default does not depend on the machine."""
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default=default, help="default: %(default)s")
 
 
 def precision_arguments(arguments, precision: str | None = None) -> list[str]:
-    """A precision, or that of the arguments, as a training's command line names it. With bf16, Transformers wants to
-    be told of a CPU."""
+    """Return the options of a training for a precision, by default that of the arguments. With bf16 on a CPU,
+    Transformers needs `--use_cpu`."""
     on_cpu = choose_device().type == "cpu"
     return ["--bf16", "--use_cpu", str(on_cpu)] if (precision or arguments.mixed_precision) == "bf16" else []
 
@@ -111,7 +110,7 @@ def budget_settings(arguments) -> dict:
 
 
 def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
-    """Names of the rows to run: those asked for, or all."""
+    """Return the names of the rows to run: those of `--rows`, or all."""
     known = list(known)
     if unknown := sorted(set(arguments.rows or ()) - set(known)):
         raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(known)}.")
@@ -119,7 +118,7 @@ def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
 
 
 def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]]) -> dict | list[dict]:
-    """What a function of a run's folder returns, measured now or before and kept there."""
+    """Measure a run's folder, or read the results of an earlier measurement from it."""
     file = folder / "measured.json"
     if not file.is_file():
         write_json(file, measure(folder))
@@ -127,12 +126,12 @@ def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]]) ->
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows of a table that was written before, or none."""
+    """Read the rows of a table, an empty list if the file does not exist."""
     return json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []
 
 
 def print_rows(rows: list[dict]):
-    """Rows so far, without the values of each seed."""
+    """Print rows without the values of single seeds."""
     print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
 
 
@@ -150,7 +149,7 @@ def evaluation_images(arguments) -> datasets.Dataset:
 
 
 def row_arguments(row: dict, epochs: int) -> list[str]:
-    """A row's arguments as the command line of its training names them, with its `warmup_epochs` as a share."""
+    """Convert a row to the options of its training. `warmup_epochs` becomes a share of all steps."""
     row = {"warmup_epochs": 0, **row, "num_train_epochs": epochs}
     row["warmup_steps"] = row.pop("warmup_epochs") / epochs
     values = {field: value if isinstance(value, list) else [value] for field, value in row.items()}
@@ -158,34 +157,35 @@ def row_arguments(row: dict, epochs: int) -> list[str]:
 
 
 def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
-    """The folder of a row's run with a seed. The command's arguments, as a digest, set runs of other budgets, data and
-    architectures apart."""
+    """Return the folder of a row's run with a seed. A digest of `argv` separates runs of other budgets, data and
+    architectures."""
     name = f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
     return f"{name}-{hashlib.sha256(shlex.join(argv).encode()).hexdigest()[:8]}" if argv else name
 
 
-def run_row(arguments, recipe, name: str, seed: int, options: dict) -> tuple[Path, dict]:
-    """Folder and results of a row's training with a seed, run now or before; `arguments` as of `parse_table`."""
+def run_row(arguments, training, name: str, seed: int, options: dict) -> tuple[Path, dict]:
+    """Train a row with a seed, or reuse its run; return folder and results. `arguments` are those of `parse_table`."""
     argv = ["--seed", str(seed), *data_arguments(arguments)]
     argv += ["--train_split", f"train[:{arguments.images}]", *row_arguments(options, arguments.epochs)]
     argv += precision_arguments(arguments)
     folder = arguments.runs_dir / folder_name(name, seed, argv)
-    return folder, run_training(recipe, folder, argv)
+    return folder, run_training(training, folder, argv)
 
 
-def run_training(recipe, folder: Path, argv: list[str]) -> dict:
-    """Run a training in a folder, or find the run of the same command there, and return the last value of each name in
-    its log. It leaves the model of the last epoch: choosing one by its accuracy would be choosing on test images."""
+def run_training(training, folder: Path, argv: list[str]) -> dict:
+    """Run a training module in a folder, or reuse the run of the same command; return the last value of each name in
+    its log. The model of the last epoch is kept: the best epoch would be chosen on test images."""
     argv = ["--output_dir", str(folder), *argv, "--load_best_model_at_end", "False", "--logging_strategy", "epoch"]
-    command, note = shlex.join([*recipe.PROG.split(), *argv]), folder.with_name(f"{folder.name}.txt")
+    command = shlex.join([*training.PROG.split(), *argv])
+    note = folder.with_name(f"{folder.name}.txt")
     if folder.is_dir() and note.is_file() and (before := note.read_text("utf-8")) != command:
         raise SystemExit(f"{folder} is the run of another command; remove it and {note.name}: {before}")
-    # The card is written last.
+    # The card is written last, so a folder without one is unfinished.
     if not (folder / "README.md").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(command, "utf-8")
         try:
-            recipe.main(argv)
+            training.main(argv)
         except ValueError as error:
             raise SystemExit(f"{folder.name}: {error}") from error
     log = json.loads((folder / "trainer_state.json").read_text("utf-8"))["log_history"]
@@ -193,7 +193,7 @@ def run_training(recipe, folder: Path, argv: list[str]) -> dict:
 
 
 def last_accuracies(results: list[dict]) -> dict:
-    """Mean, standard deviation and values of accuracy over seeds."""
+    """Return mean, standard deviation and values of accuracy over seeds."""
     accuracies = [result["eval_accuracy"] for result in results]
     return {"accuracy": statistics.mean(accuracies), "spread": spread(accuracies), "accuracies": accuracies}
 
@@ -215,10 +215,11 @@ def cropped(image_format: ImageFormat, scale: Sequence[float]) -> v2.Compose:
 
 
 class Views(torch.utils.data.Dataset):
-    """Images as a transform shows them, and their labels."""
+    """Transformed images and their labels."""
 
     def __init__(self, images: datasets.Dataset, transform: Callable):
-        self.images, self.transform = images, transform
+        self.images = images
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.images)
@@ -232,7 +233,7 @@ class Views(torch.utils.data.Dataset):
 
 
 def build_model(name: str) -> nn.Module:
-    """A classifier that ships, or one of the papers' or `VITS` with random weights."""
+    """Load a shipped classifier, or build one of the papers' or of `VITS` with random weights."""
     if name in shipped_checkpoints():
         return load_model(checkpoint_path(name), "image-classification", "cpu")[0]
     if name in VITS:
@@ -248,9 +249,10 @@ def measure_speeds(
     rounds: int,
     programs: Mapping[str, Callable] | None = None,
 ) -> list[dict]:
-    """Images a second on the CPU of models in each dtype and of programs, which have their own, for each batch size.
-    All take turns; smaller batches have more rounds."""
-    rows, programs = [], programs or {}
+    """Measure images per second on the CPU: models in each dtype, and programs in their own precision, in turns for
+    each batch size."""
+    rows = []
+    programs = programs or {}
     macs = {name: count_macs(model, size).macs_with_attention for name, model in models.items()}
     for dtype in dtypes:
         timed = {name: model.to(dtype) for name, model in models.items()} | (programs if dtype == dtypes[0] else {})
@@ -273,8 +275,8 @@ def measure_speeds(
 
 
 def peak_memory(make: Callable[..., Callable[[], object]], *arguments) -> float:
-    """Megabytes that a call adds to a new process at its peak, on Linux: that of the function which
-    `make(*arguments)` returns there. What `make` needs is no part of it."""
+    """Measure the megabytes that a call adds to a new process at its peak, on Linux. `make(*arguments)` returns the
+    function to call, in that process; its own memory does not count."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_peak_memory, make, *arguments).result()
 
@@ -282,7 +284,7 @@ def peak_memory(make: Callable[..., Callable[[], object]], *arguments) -> float:
 def _peak_memory(make: Callable, *arguments) -> float:
     call = make(*arguments)
     before = _kilobytes("VmRSS")
-    # Linux counts the peak anew.
+    # This resets the peak.
     Path("/proc/self/clear_refs").write_text("5")
     with torch.inference_mode():
         call()
@@ -294,14 +296,14 @@ def _kilobytes(name: str) -> int:
 
 
 def write_comparison(arguments, name: str, images: int, rows: list[dict], data: str):
-    """Print what `frugalvit.compare.compare` returned of so many images, and write it as table and picture."""
+    """Print the rows of `frugalvit.compare.compare`, and write them as table and picture."""
     print(format_table(table_rows(rows)))
     save_table(arguments.results_dir / f"{name}.json", {"images": images, "rounds": arguments.rounds}, rows, data=data)
     save_figure(draw_comparison(rows), arguments.results_dir / f"{name}.png")
 
 
 def write_table(path: Path, settings: dict, rows: list[dict], **more):
-    """Print rows so far, and write them with their command and machine."""
+    """Print rows, and write them with command and machine."""
     print_rows(rows)
     save_table(path, settings, rows, **more)
 

@@ -1,7 +1,7 @@
-"""A small CLIP, trained from labeled images: an image's captions are sentences about its class.
+"""Train a small CLIP on labeled images, with sentences about the class of an image as its captions.
 
-Images and sentences of one class are each other's positives (Yang et al. 2022, UniCL): if a batch has two images of a
-class, each also matches the other's sentence. The tokenizer has the words of the sentences.
+All images and sentences of one class in a batch are positives (Yang et al. 2022, UniCL). The vocabulary of the
+tokenizer is that of the sentences.
 """
 
 import functools
@@ -47,7 +47,7 @@ TEXT = WIDTH | {"num_hidden_layers": 2}
 
 
 def with_crops(processor: CLIPImageProcessor) -> v2.Compose:
-    """Views for training from little data."""
+    """Return the augmentation for training on few images."""
     size = [processor.size["height"], processor.size["width"]]
     return v2.Compose(
         [
@@ -63,8 +63,8 @@ def with_crops(processor: CLIPImageProcessor) -> v2.Compose:
 
 
 class ContrastiveTrainer(Trainer):
-    """Transformers' `Trainer` with the loss of UniCL. `tokens` are the sentences' about each class, `(classes,
-    sentences, length)`, of which each image gets one at random."""
+    """Transformers' `Trainer` with the loss of UniCL. Each image gets one random sentence of its class from `tokens`,
+    `(classes, sentences, length)`."""
 
     def __init__(self, tokens: torch.Tensor, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -83,13 +83,13 @@ class ContrastiveTrainer(Trainer):
 
 
 def train_clip(images: datasets.Dataset, folder: Path, epochs: int, seed: int, vision=VISION, text=TEXT):
-    """Train a CLIP on labeled images, and write it and its processor into a new folder."""
+    """Train a CLIP on labeled images; save it with its processor in a new folder."""
     set_seed(seed)
     names = class_names(images)
     texts = [sentence.format(name) for name in names for sentence in SENTENCES]
     tokenizer = word_tokenizer(texts)
     tokens = tokenizer(texts, padding=True, return_tensors="pt")["input_ids"].unflatten(0, (len(names), -1))
-    # Twice as many as the longest sentence has.
+    # Later sentences may be twice as long as the longest one here.
     tokenizer.model_max_length = 2 * tokens.shape[-1]
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = text | special | {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
@@ -103,7 +103,7 @@ def train_clip(images: datasets.Dataset, folder: Path, epochs: int, seed: int, v
 
 
 def train_and_save(trainer: Callable[..., Trainer], model, processor, data, folder: Path, **options):
-    """Train a model with a cosine schedule, and write it and its processor into a new folder."""
+    """Train a model with a cosine schedule; save it with its processor in a new folder."""
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainingArguments(
             scratch,
@@ -122,7 +122,7 @@ def train_and_save(trainer: Callable[..., Trainer], model, processor, data, fold
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the words of the texts, which marks beginning and end as CLIP's does."""
+    """Return a tokenizer of the words in the texts that adds start and end tokens as CLIP's does."""
     words = sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text.lower())})
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", "<start>", "<end>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

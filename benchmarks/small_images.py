@@ -1,14 +1,18 @@
-"""What a student with an inherited start adds to its teacher on smaller images, which is what it computes.
+"""Compare a student with the inherited start with its teacher, fine-tuned on smaller images.
 
     python benchmarks/small_images.py train --teacher checkpoints/caltech101-vit --train TRAIN --test TEST
     python benchmarks/small_images.py processing --test TEST
 
-`train` sets four METHODS side by side, of one teacher and on the same views: the teacher as it is with images of
---sizes pixels; fine-tuned at each size with labels; fine-tuned at each size to its own embedding at full size, without
-labels; and one SparseFormer for all sizes, the same way. Learning rates are those of bootstrapping an inherited start,
-and --label-rates. Rows are written one by one to small_images_DATA.json, and a run goes on where it stopped.
-`processing` compares the shipped student with itself as a plain ViT, whose image processor resizes photographs once
-(plain_vit.json).
+`train` compares four METHODS of one teacher on the same views:
+
+- the teacher without training, on images of --sizes pixels;
+- the teacher, fine-tuned at each size with labels;
+- the teacher, fine-tuned at each size to its own embedding at full size, without labels;
+- one SparseFormer for all sizes, trained to that embedding, too.
+
+Learning rates are that of bootstrapping with the inherited start, and --label-rates. Rows are written one by one to
+small_images_DATA.json; an interrupted command resumes. `processing` compares the shipped student with itself as a
+plain ViT, whose image processor resizes photographs once (plain_vit.json).
 """
 
 import copy
@@ -36,7 +40,7 @@ AS_IT_IS = "as it is"
 WITH_LABELS = "with labels"
 STUDENT = "one SparseFormer"
 METHODS = (AS_IT_IS, WITH_LABELS, "to its embedding", STUDENT)
-# Bootstrapping's for an inherited start.
+# Learning rate of inherited weights in bootstrapping.
 RATE = 2e-5
 
 
@@ -45,7 +49,7 @@ def main():
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--teacher", help="folder of an image classifier")
     parser.add_argument("--train", help="parquet file or folder of training images")
-    parser.add_argument("--test", help="of test images")
+    parser.add_argument("--test", help="parquet file or folder of test images")
     parser.add_argument("--title", default="Caltech-101", help="name of the data (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=[112, 84, 56], help="default: 112 84 56")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
@@ -74,7 +78,7 @@ def train_all(arguments):
 
 
 def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) -> list[dict]:
-    """Train a model by one of `METHODS`, and return its accuracy for images of each size."""
+    """Train a model by one of `METHODS`; return its accuracy for images of each size."""
     anatomy, processor = load_teacher(arguments.teacher, str(choose_device()))
     image_format, model = ImageFormat.from_processor(processor), copy.deepcopy(anatomy.source)
     counts = {size: math.prod(size // side for side in anatomy.patch_size) for size in sizes}
@@ -84,7 +88,7 @@ def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) 
         ).to(choose_device())
 
     def embedder(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function of images of full size that returns the embedding of smaller ones."""
+        """Return a function that resizes images to `size` and embeds them."""
         if method == STUDENT:
             return functools.partial(pooled, model.base_model, counts[size])
         small = read_anatomy(model, (size, size))
@@ -116,7 +120,7 @@ def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) 
 
 @torch.no_grad()
 def measure_processing(arguments):
-    """Compare the shipped student with its plain ViTs, whose processors resize as `frugalvit export` writes them."""
+    """Compare the shipped student with its plain ViTs and the image processors that `frugalvit export` writes."""
     model, processor = load_model(checkpoint_path("caltech101-sparseformer"), "image-classification", "cpu")
     image_format, rows = ImageFormat.from_processor(processor), []
     for size in arguments.sizes:

@@ -1,9 +1,9 @@
-"""Speed of SparseFormers beside the reference implementation and the ViTs that they replace, in one run.
+"""Measure the speed of SparseFormers, of the reference implementation, and of the ViTs that they replace.
 
     python benchmarks/sparseformer_speed.py --sparseformer CHECKOUT
 
-CHECKOUT is a clone of github.com/showlab/sparseformer, which runs as it is. Models take turns on random images; ours
-gets the reference's weights, and both must give the same logits. Writes sparseformer_speed.json.
+CHECKOUT is an unchanged clone of github.com/showlab/sparseformer. Models take turns on random images. Ours gets the
+reference's weights, and both have to give the same logits. Writes sparseformer_speed.json.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from frugalvit.training.choices import DTYPES
 from shared import add_results_argument, build_model, make_parser, measure_speeds, write_table
 
 
-# Our variant, theirs, the ViT beside it.
+# Our variant, the reference's name of it, and the ViT that it replaces, by size.
 SIZES = {
     "base": ("augreg-base-49-224", "sparseformer_btsp_augreg_base", "vit-base"),
     "large": ("augreg-large-49-224", "sparseformer_btsp_augreg_large", "vit-large"),
@@ -32,7 +32,7 @@ def main():
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="default: base large")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
-    parser.add_argument("--rounds", type=int, default=10, help="of the largest batch (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="passes of the largest batch (default: %(default)s)")
     add_results_argument(parser)
     arguments = parser.parse_args()
 
@@ -52,13 +52,13 @@ def main():
 
 
 def load_reference(checkout: Path, name: str) -> nn.Module:
-    """A model of the reference implementation, from its own files."""
+    """Build a model of the reference implementation from its checkout."""
     package = checkout / "sparseformer"
     if not (package / "sparseformer" / "modeling.py").is_file():
         raise SystemExit(f"--sparseformer {checkout}: no clone of github.com/showlab/sparseformer.")
     sys.path.insert(0, str(package))
     with warnings.catch_warnings():
-        # It names autocast as older versions of torch did.
+        # The reference uses a deprecated name of autocast.
         warnings.simplefilter("ignore", FutureWarning)
         config = importlib.import_module("sparseformer.config").route_name_to_config(name)
         model_class = importlib.import_module("sparseformer.modeling").SparseFormer
@@ -68,8 +68,8 @@ def load_reference(checkout: Path, name: str) -> nn.Module:
 
 @torch.no_grad()
 def check_same_logits(ours: nn.Module, reference: nn.Module) -> float:
-    """Give ours the reference's weights, each scattered a little so that it counts, and return how far their
-    logits are apart."""
+    """Add noise to the reference's weights, so that none is neutral, copy them into ours, and return the largest
+    difference of logits."""
     for parameter in reference.parameters():
         parameter.add_(0.02 * torch.randn_like(parameter))
     ours.load_state_dict(convert_showlab(reference.state_dict(), ours.config))

@@ -1,6 +1,7 @@
-"""A tiny LLaVA to try `frugalvit swap` and `align-llava` on, made of what ships: the teacher on CIFAR-10 as its vision
-tower, and the language model of `cifar10-sparseformer-llava`. Its projector and its language model learn to read the
-tower's 64 patches, from questions about the images that come with frugalvit.
+"""Make a tiny LLaVA of shipped models, to try `frugalvit swap` and `align-llava` on.
+
+Its vision tower is `cifar10-vit`, its language model that of `cifar10-sparseformer-llava`. Projector and language
+model learn to read the tower's 64 patches from questions about the images that come with frugalvit.
 
     python benchmarks/tiny_llava.py --output LLAVA
 """
@@ -19,7 +20,7 @@ from frugalvit.training.loading import load_processor
 from shared import make_parser
 
 
-# Images of the test split that say how good it is.
+# Number of test images for the accuracy that is printed.
 TEST_IMAGES = 500
 
 

@@ -1,12 +1,12 @@
-"""Students beside ToMe and DiffRate on their teacher: table 4 of the bootstrapping paper at the scale of CIFAR-10.
+"""Compare students with ToMe and DiffRate: table 4 of the bootstrapping paper at the scale of CIFAR-10.
 
     python benchmarks/token_merging.py --tome CHECKOUT --diffrate CHECKOUT
 
 The peers (github.com/facebookresearch/ToMe, github.com/OpenGVLab/DiffRate) run from their own checkouts, which patch a
-timm copy of the teacher: off the shelf, and fine-tuned on as many images as a student is bootstrapped on, by
-distillation from the teacher, without labels like the student. DiffRate first searches how many tokens each block
-keeps, with frozen weights and with labels, as its authors do, on as many images again. Runs are kept under --runs-dir
-and found again, so that a second command measures speed alone. Writes token_merging.json.
+timm copy of the teacher. They are measured without training, and after distillation from the teacher without labels on
+the images of the student. Before that, DiffRate searches the number of tokens that each block keeps, with frozen
+weights and with labels, as its authors do, on the same number of images. Finished runs under --runs-dir are reused, so
+a second command measures speed only. Writes token_merging.json.
 """
 
 import functools
@@ -52,7 +52,7 @@ from frugalvit.training.files import atomic_file
 from frugalvit.training.loading import choose_device, load_model
 
 
-# Of a block: our names of its parts, timm's.
+# Names of a block's parts here, and in timm.
 PARTS = {
     "layernorm_before": "norm1",
     "layernorm_after": "norm2",
@@ -60,9 +60,11 @@ PARTS = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-# DiffRate adds 5 times the squared distance from the target in G; scaled as if all of the teacher were DeiT-S's 4.6 G.
-DIFFRATE_WEIGHT, DIFFRATE_SCALE = 5, 4.6
-# Of DiffRate's search, which is of few numbers.
+# DiffRate's loss adds 5 times the squared distance from the target in G. Distances are scaled as if the teacher cost
+# DeiT-S's 4.6 G.
+DIFFRATE_WEIGHT = 5
+DIFFRATE_SCALE = 4.6
+# Learning rate of DiffRate's search, which trains few numbers.
 SEARCH_RATE = 0.03
 BATCH_SIZE = 64
 
@@ -74,7 +76,9 @@ def main():
     parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
     parser.add_argument("--student", default="checkpoints/cifar10-sparseformer", help="default: %(default)s")
     parser.add_argument("--merged", type=int, nargs="+", default=[6, 10, 20], help="ToMe's r (default: 6 10 20)")
-    parser.add_argument("--diffrate-share", type=float, default=0.5, help="of the teacher's MACs (default: 0.5)")
+    parser.add_argument(
+        "--diffrate-share", type=float, default=0.5, help="target, a share of the teacher's MACs (default: 0.5)"
+    )
     parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of fine-tuning (default: %(default)s)")
@@ -96,7 +100,7 @@ def main():
     )
 
     def add(name: str, model: nn.Module, training: str | None, results: list[dict] | None = None):
-        """Add a row; models that differ in weights alone are one in speed."""
+        """Add a row. Models that differ only in weights share one measurement of speed."""
         models.setdefault(name, model)
         macs = count_macs(model, image_format.size).macs_with_attention
         accuracies = shared.last_accuracies(results or [evaluate(model, test, image_format)])
@@ -157,15 +161,15 @@ def main():
 
 
 class Embedded(NamedTuple):
-    """The embedding of images, as a teacher's classifier reads it, and the logits, where there is a classifier."""
+    """Embedding that the teacher's classifier reads, and logits, None without a classifier."""
 
     embedding: torch.Tensor
     logits: torch.Tensor | None
 
 
 class PooledViT(VisionTransformer):
-    """A timm VisionTransformer that pools as its teacher does. Tokens that stand for several count as often in the
-    mean, as both peers have it in what they patch for MAE."""
+    """timm's VisionTransformer with the pooling of its teacher. The mean weights a token by the number of patches in
+    it, as both peers do for MAE."""
 
     pooling = "cls"
 
@@ -181,58 +185,59 @@ class PooledViT(VisionTransformer):
         return Embedded(embedding, None if self.head is None else self.head(embedding))
 
     def token_weights(self) -> torch.Tensor | None:
-        """The number of tokens that each one stands for, `(batch, tokens, 1)`, as the peer's code notes it."""
+        """Return the number of patches in each token, `(batch, tokens, 1)`, as noted by the peer's code."""
         noted = getattr(self, "_tome_info", None) or getattr(self, "_diffrate_info", {})
-        # A search keeps all tokens, behind a mask.
+        # During the search, DiffRate keeps all tokens and masks them.
         return noted["size"] * noted["mask"][..., None] if self.training else noted.get("size")
 
 
 class MergedViT(nn.Module):
     """A `PooledViT` whose blocks merge tokens, called like Transformers' classifiers.
 
-    It never goes into training mode unless it `searches`: there is no dropout, and DiffRate keeps all tokens in that
-    mode, behind masks through which its rates learn; it then returns its multiply-accumulates besides.
+    In training mode, DiffRate keeps all tokens behind masks, through which its rates learn, and also returns its
+    multiply-accumulates. So a model enters training mode only if it `searches`; there is no dropout.
     """
 
     def __init__(self, vit: PooledViT, searches: bool = False):
         super().__init__()
-        self.vit, self.searches = vit, searches
+        self.vit = vit
+        self.searches = searches
         self.eval()
 
     def train(self, mode: bool = True):
         return super().train(mode and self.searches)
 
     def forward(self, pixel_values: torch.Tensor) -> Embedded | tuple[Embedded, torch.Tensor]:
-        # DiffRate's counts multiply-accumulates unless it may not.
+        # DiffRate returns multiply-accumulates unless the option forbids it.
         options = {"return_flop": False} if hasattr(self.vit, "_diffrate_info") and not self.training else {}
         if not options or (dtype := next(self.vit.parameters()).dtype) == torch.float32:
             return self.vit(pixel_values, **options)
-        # DiffRate's attention is in float32, whatever its values are.
+        # DiffRate's attention is in float32 even if its values are not.
         with torch.autocast(pixel_values.device.type, dtype):
             return self.vit(pixel_values, **options)
 
 
 def tome(teacher: Anatomy, checkout: str | Path, merged: int, trace_source: bool = False) -> MergedViT:
-    """A copy of a teacher in which ToMe (Bolya et al. 2023) merges so many tokens in each block; attention stays
-    proportional to their sizes in training, too. With `trace_source`, it notes the patches that make up each token."""
+    """Copy a teacher and let ToMe (Bolya et al. 2023) merge `merged` tokens in each block. Attention is proportional
+    to the sizes of tokens, in training, too. With `trace_source`, ToMe notes the patches in each token."""
     vit = as_timm(teacher)
     with peer(checkout, "tome"):
-        # Written for timm 0.4.12, it still fits: our blocks lack what later ones may have and it leaves out.
+        # ToMe was written for timm 0.4.12, and ignores parts of later blocks; our blocks have none of those parts.
         importlib.import_module("tome").patch.timm(vit, trace_source=trace_source)
     vit.r = merged
     return MergedViT(vit)
 
 
 def diffrate(teacher: Anatomy, checkout: str | Path, rates: Path | None = None) -> MergedViT:
-    """A copy of a teacher in which DiffRate (Chen et al. 2023) prunes and merges tokens, at the rates of a search in a
-    folder of `tune`, or as a search begins."""
+    """Copy a teacher and let DiffRate (Chen et al. 2023) prune and merge tokens, at the rates of a search in a folder
+    of `tune`, or at initial rates for a new search."""
     vit = as_timm(teacher)
     with peer(checkout, "DiffRate"):
-        # Written for timm 0.4.5. Its CAFormer, which is imported with the rest, looks for a module that has moved,
+        # DiffRate was written for timm 0.4.5. Its CAFormer imports a module that has moved since.
         sys.modules.setdefault("timm.models.layers.helpers", timm.layers.helpers)
         importlib.import_module("DiffRate").patch.deit(vit)
     for block in vit.blocks:
-        # and its blocks for a stochastic depth that timm has split in two; ours have none.
+        # Its blocks read a drop path that timm has split in two; our blocks have no drop path.
         block.drop_path = nn.Identity()
         block.register_forward_pre_hook(keep_sizes_positive)
     if rates:
@@ -253,9 +258,11 @@ def tune(
     search_macs: float | None = None,
     **options,
 ) -> MergedViT:
-    """Fine-tune a model, or search DiffRate's rates, with the `options` of `fit`, now or before; weights are kept in
-    the folder. The loss is `"teacher"`, the divergence from its distribution, `"cosine"`, that of its embedding, or
-    `"labels"`, cross-entropy, for a search together with the distance from `search_macs`."""
+    """Fine-tune a model or search DiffRate's rates with the `options` of `fit`, or reuse the weights in the folder.
+
+    The loss is `"teacher"`, the divergence from the teacher's distribution; `"cosine"`, the distance from its
+    embedding; or `"labels"`, cross-entropy. A search adds the distance from `search_macs`.
+    """
     file, device = folder / "model.safetensors", choose_device()
     model.to(device).train()
     if not file.is_file():
@@ -293,7 +300,7 @@ def fit(
     seed: int,
     bf16: bool = False,
 ):
-    """Minimize a loss of images and labels on random crops of a `scale`, by AdamW with a cosine schedule."""
+    """Minimize a loss of images and labels on random crops of area `scale`, by AdamW with a cosine schedule."""
     torch.manual_seed(seed)
     loader = DataLoader(
         shared.Views(images, shared.cropped(image_format, scale)), BATCH_SIZE, shuffle=True, drop_last=True
@@ -313,7 +320,7 @@ def fit(
 
 
 def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.Tensor, labels: torch.Tensor):
-    """One of the losses of `tune`."""
+    """Compute one of the losses of `tune`."""
     if loss == "labels":
         return F.cross_entropy(outputs.logits.float(), labels)
     with torch.no_grad():
@@ -325,7 +332,7 @@ def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageFormat) -> dict:
-    """Accuracy of a model, as a run's results have it."""
+    """Measure the accuracy of a model; return it as in the results of a run."""
     view, right, device = EvalView(image_format), [], choose_device()
     model.to(device).eval()
     for batch in DataLoader(shared.Views(images, lambda image: view(image)["pixel_values"]), 256):
@@ -335,17 +342,17 @@ def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageForm
 
 
 def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Baseline:
-    """ToMe, by its authors' code, without training."""
+    """Return a baseline of ToMe without training."""
     model = tome(teacher, checkout, merged)
     return baseline(f"ToMe, {merged} a block", "ToMe, not tuned", model, teacher, image_processor)
 
 
 def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_processor) -> Baseline:
-    """A peer's model beside the teacher that it is made of, for `frugalvit.compare.compare`."""
+    """Return a peer's model as a baseline for `frugalvit.compare.compare`."""
     return Baseline(
         name=name,
         method=method,
-        # The classifier is cast with the model, and the embedding to what it takes.
+        # The classifier is cast with the model, so the embedding is cast to the dtype of the images.
         model=Vision(
             nn.ModuleList([model, teacher.classifier]),
             lambda images: model(images).embedding.to(images.dtype),
@@ -360,8 +367,8 @@ def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_p
 
 
 def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Baseline:
-    """The teacher with so many of its patches, chosen at random for each image; arguments as of `load_teacher` and
-    `Baseline`."""
+    """Return a baseline of the teacher with `patches` random patches of each image. Other arguments are those of
+    `load_teacher` and `Baseline`."""
     embed = RandomPatches(anatomy, patches, seed)
     return as_teacher(
         anatomy,
@@ -376,11 +383,12 @@ def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: i
 
 
 class RandomPatches:
-    """Embed some of an image's patches, chosen at random for each image, by a vision transformer without rotary
-    positions. The generator of the choice goes on from call to call."""
+    """Embeddings of random patches of each image by a vision transformer without rotary positions. Calls share one
+    generator, so they choose other patches."""
 
     def __init__(self, anatomy: Anatomy, patches: int, seed: int):
-        self.anatomy, self.patches = anatomy, patches
+        self.anatomy = anatomy
+        self.patches = patches
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -395,15 +403,16 @@ class RandomPatches:
 
     @contextmanager
     def choosing(self):
-        """Leave out patches before the first block; the model runs as it is otherwise."""
+        """Drop patches before the first block of the model."""
 
         def leave_out(module, arguments, keywords):
-            tokens, front = arguments[0] if arguments else keywords["hidden_states"], self.anatomy.num_prefix_tokens
-            # Without replacement. The order does not matter.
+            tokens = arguments[0] if arguments else keywords["hidden_states"]
+            prefix = self.anatomy.num_prefix_tokens
+            # The largest of random numbers choose without replacement. The order of patches does not matter.
             noise = torch.rand(len(tokens), self.anatomy.num_patches, generator=self.generator)
             self.kept = noise.topk(self.patches).indices.to(tokens.device)
-            patches = tokens[:, front:].gather(1, self.kept[..., None].expand(-1, -1, tokens.shape[-1]))
-            tokens = torch.cat([tokens[:, :front], patches], dim=1)
+            patches = tokens[:, prefix:].gather(1, self.kept[..., None].expand(-1, -1, tokens.shape[-1]))
+            tokens = torch.cat([tokens[:, :prefix], patches], dim=1)
             return ((tokens, *arguments[1:]), keywords) if arguments else ((), keywords | {"hidden_states": tokens})
 
         handle = self.anatomy.blocks[0].module.register_forward_pre_hook(leave_out, with_kwargs=True)
@@ -415,9 +424,8 @@ class RandomPatches:
 
 @torch.no_grad()
 def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
-    """Copy a classifying vision transformer into timm's, for images of the size that it is read for, with layer scale
-    folded into the layers before it. Raise a ValueError if the copy's embeddings differ, as those of a teacher with
-    registers or rotary positions would."""
+    """Copy a vision transformer into timm's class, with layer scale folded into the linear layers. Raise a ValueError
+    if the copy's embeddings differ, for example because the teacher has registers or rotary positions."""
     anatomy = read_anatomy(teacher)
     projection = next(module for module in anatomy.model.modules() if isinstance(module, nn.Conv2d))
     blocks = [layer.state_dict() for layer in PatchSparseFormerModel.from_teacher(anatomy).layers]
@@ -438,7 +446,7 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     ).eval()
     vit.pooling, classifier = anatomy.pooling.mode, anatomy.classifier
     vit.head = None if classifier is None else nn.Linear(classifier.in_features, classifier.out_features)
-    # What a black image has before the first block, but for the bias: positions, interpolated where the model does.
+    # Tokens of a black image before the first block are the interpolated positions plus the bias.
     with evaluation_mode(anatomy.model):
         tokens = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))[0]
     bias = 0 if projection.bias is None else projection.bias
@@ -476,13 +484,13 @@ def fold_layer_scale(block: dict[str, torch.Tensor]):
 
 
 def keep_sizes_positive(block: nn.Module, args):
-    """Keep sizes above 0, as attention takes their logarithm. DiffRate multiplies the size of a merged token by its
-    similarity, which may be negative. Its search keeps sizes at 1 or more; its model after the search does not."""
+    """Clamp sizes of tokens above 0, because attention takes their logarithm. DiffRate multiplies the size of a merged
+    token by a similarity that may be negative, and clamps sizes only during its search."""
     block._diffrate_info["size"] = block._diffrate_info["size"].clamp(min=1e-6)
 
 
 def update_rates(vit: PooledViT):
-    """Let DiffRate's modules take the rates from their weights, which they otherwise do in training steps alone."""
+    """Update the rates of DiffRate's modules from their weights, as they do themselves only in training steps."""
     for module in vit.modules():
         if hasattr(module, "update_kept_token_number"):
             module.update_kept_token_number()
@@ -490,7 +498,7 @@ def update_rates(vit: PooledViT):
 
 @contextmanager
 def peer(checkout: str | Path, package: str):
-    """Import from a checkout inside, which has names such as `datasets` that must not be found there later."""
+    """Import from a checkout within this context only: it has modules such as `datasets` that hide installed ones."""
     if not (Path(checkout) / package).is_dir():
         raise ValueError(f"{str(checkout)!r} is no checkout with a package {package!r}.")
     sys.path.insert(0, str(checkout))
