@@ -6,8 +6,12 @@ RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image cla
 package.
 """
 
+import copy
+import math
+import sys
 from dataclasses import dataclass
 
+import datasets
 import torch
 import torch.nn.functional as F
 from torchvision.transforms import InterpolationMode, v2
@@ -30,6 +34,15 @@ from .views import labeled_images, mixing
 
 
 PROG = "frugalvit train"
+# Default learning rates of new weights and of a trained model, whose features the higher rate destroys.
+SCRATCH_LEARNING_RATE = 1e-3
+FINE_TUNING_LEARNING_RATE = 1e-4
+# The default batch size is the largest of these with which an epoch has `STEPS_PER_EPOCH` steps. It does not depend on
+# the number of epochs, because a longer run continues a shorter one.
+BATCH_SIZES = (8, 16, 32, 64, 128)
+STEPS_PER_EPOCH = 20
+# Fewer steps of training are noted.
+FEW_STEPS = 100
 
 
 @dataclass
@@ -118,7 +131,13 @@ class ImageClassificationArguments(SmallDataArguments):
     """Training of a classifier: augmentation, distillation, and learning rates of head and layers."""
 
     num_train_epochs: float = argument(100, "Epochs.")
-    per_device_train_batch_size: int = argument(128, "Images of a step on a device.")
+    per_device_train_batch_size: int | None = argument(
+        None, f"Images of a step on a device. Default: 8 to 128, for {STEPS_PER_EPOCH} steps or more in an epoch."
+    )
+    learning_rate: float | None = argument(
+        None,
+        f"Highest learning rate. Default: {FINE_TUNING_LEARNING_RATE} with model, {SCRATCH_LEARNING_RATE} without.",
+    )
     warmup_steps: float = argument(0.05, "Steps of warm-up, or a share of all.")
     label_smoothing_factor: float = argument(0.1, "Share of the target that is spread over all classes.")
     randaugment_layers: int = argument(2, "RandAugment's operations for an image; 0 turns it off.")
@@ -133,6 +152,25 @@ class ImageClassificationArguments(SmallDataArguments):
     head_multiplier: float = argument(1.0, "Factor of the classifier's learning rate.")
     layer_decay: float = argument(1.0, "Factor of the learning rate from a block to the one before it.")
     trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
+
+
+def resolve_arguments(args: ImageClassificationArguments, config, images) -> ImageClassificationArguments:
+    """Return a copy of the arguments with a learning rate and a batch size in place of None.
+
+    Args:
+        args (`ImageClassificationArguments`): Arguments as they were given.
+        config: The model's configuration; it has a `name_or_path` if the model was trained before.
+        images: Training images; the batch is largest for a stream.
+    """
+    args = copy.copy(args)
+    if args.learning_rate is None:
+        args.learning_rate = FINE_TUNING_LEARNING_RATE if config.name_or_path else SCRATCH_LEARNING_RATE
+    if args.per_device_train_batch_size is None:
+        streams = isinstance(images, datasets.IterableDataset)
+        largest = math.inf if streams else len(images) / (STEPS_PER_EPOCH * args.world_size)
+        fitting = [size for size in BATCH_SIZES if size <= largest]
+        args.per_device_train_batch_size = max(fitting, default=BATCH_SIZES[0])
+    return args
 
 
 class ImageClassificationTrainer(SharpnessAwareTrainer):
@@ -155,6 +193,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         config.problem_type = "single_label_classification"
         parts = labeled_images(train_dataset, eval_dataset)
         train, evaluation, classes = match_classes(parts, config.id2label, learns_labels=True)
+        args = resolve_arguments(args, config, train)
         self.image_format = image_format = ImageFormat.from_processor(processing_class)
         super().__init__(
             model,
@@ -216,6 +255,27 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         if self.args.distill_kind == "hard":
             return F.cross_entropy(logits, expected.argmax(1))
         return divergence(logits, expected, self.args.distill_temperature)
+
+    def run(self) -> dict[str, float]:
+        """Train as `ImageTrainer` does, and note where a training had few steps or may have learned nothing."""
+        metrics = super().run()
+        notes = []
+        steps = self.state.global_step
+        if 0 < steps < FEW_STEPS:
+            epochs = math.ceil(self.state.epoch * FEW_STEPS / steps)
+            notes.append(f"{steps} steps are few to learn from; num_train_epochs {epochs} makes {FEW_STEPS}.")
+        if "accuracy" in metrics:
+            images = len(self.test_dataset or self.eval_dataset)
+            classes = self.saved_model.config.num_labels
+            error = ((classes - 1) / images) ** 0.5 / classes
+            if metrics["accuracy"] < 1 / classes + 2 * error:
+                notes.append(
+                    f"an accuracy of {metrics['accuracy']:.1%} on {images} images may be chance ({1 / classes:.1%}). "
+                    f"Try more num_train_epochs, or a lower learning_rate than {self.args.learning_rate:g}."
+                )
+        for note in notes if self.is_world_process_zero() else ():
+            print(f"Note: {note}", file=sys.stderr)
+        return metrics
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
         """Add a batch to `accuracy` and `top5_accuracy`; return these with the last one."""

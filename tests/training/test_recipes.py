@@ -36,6 +36,8 @@ def recipes_of(command: str) -> list[str]:
 
 
 SEGMENT, TRAIN, JOINT = (recipes_of(command) for command in ("segment", "train", "joint"))
+# The others fine-tune a model, which has its own size.
+TRAIN = [name for name in TRAIN if "model_type" in read(name)[0]]
 
 
 def test_every_value_is_an_argument_of_its_command():
