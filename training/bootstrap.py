@@ -34,10 +34,11 @@ from .arguments import (
 )
 from .augmentation import BootstrapView, EvalView
 from .cards import strip_directory
+from .data import class_names
 from .loading import load_model
 from .losses import AlignmentLoss, attended_cells
 from .precision import hold_teacher
-from .splits import check_single_label, load_splits, match_classes
+from .splits import check_classes, check_single_label, load_splits, match_classes
 from .students import (
     StudentArguments,
     build_student,
@@ -251,6 +252,10 @@ class BootstrapTrainer(ImageTrainer):
         teacher.source.eval().requires_grad_(False)
         tuned = freeze(model, args, len(teacher.blocks))
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
+        if args.label_loss_weight:
+            if class_names(images[0]) is None:
+                raise ValueError("label_loss_weight compares classes, and the images have no labels; expected some.")
+            check_classes(class_names(images[0]))
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
         # A classifier or projection stays frozen, so the base model alone learns; of a backbone, upsamplers, too.
         reads_maps = isinstance(model, BackboneMixin) and args.dense_loss_weight

@@ -1,6 +1,6 @@
 """Fine-tune a model for semantic segmentation: SparseFormers, and all of Transformers that have a class for it.
 
-    accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num_latent_tokens 256 --image_size 512 \\
+    accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num_latent_tokens 255 --image_size 512 \\
         --dataset ADE20K --train_split training --eval_split validation --reduce_labels --num_labels 150 \\
         --output_dir OUT
 
@@ -44,7 +44,7 @@ from .models import label_fields, load_with_new_head, new_config, set_drop_path
 from .preprocessing import LONGEST
 from .scores import check_scores
 from .trainer import ImageTrainer, learning_rate_factors, require_processor, run_command, start
-from .views import PlainImages
+from .views import PlainImages, reset_format
 
 
 PROG = "frugalvit segment"
@@ -62,7 +62,7 @@ class SegmenterArguments:
     model: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer or a segmentation model.")
     model_type: str | None = argument(None, "Architecture to train from scratch instead, a model_type.")
     config_overrides: str = argument("", "Its configuration, for example hidden_sizes=[32,64,160,256].")
-    num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 256 in the paper.")
+    num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 255 in the paper.")
     image_size: list[int] = argument([512], "Pixels of the crop, one number or height and width.")
     drop_path: float = argument(0.3, "Largest stochastic depth rate.")
     trust_remote_code: bool = argument(False, "Run code that comes with the model.")
@@ -204,6 +204,8 @@ class SegmentationTrainer(ImageTrainer):
         require_processor(processing_class)
         image_format = ImageFormat.from_processor(processing_class)
         self.num_labels = model.config.num_labels
+        if self.num_labels < 2:
+            raise ValueError(f"The model has {self.num_labels} class, expected two or more to learn (num_labels).")
         read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
         # Evaluation leaves them out, too.
         model.config.ignored_labels = list(args.ignored_labels)
@@ -227,6 +229,7 @@ class SegmentationTrainer(ImageTrainer):
             return load_masked_images(str(images), "train")
         if not isinstance(images, datasets.Dataset | datasets.IterableDataset):
             return PlainPairs(images)
+        images = reset_format(images)
         for column in ("image", "mask"):
             images = images.cast_column(column, datasets.Image(decode=False))
         return images

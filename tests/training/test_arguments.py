@@ -40,8 +40,8 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
 @pytest.mark.parametrize(
     "case",
     [
-        "bootstrap --teacher owner/vit --learning_rates 1 | no argument --learning_rates; did you mean --learning_rate?",
-        "bootstrap --teacher owner/vit --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
+        "bootstrap --teacher o/t --learning_rates 1 | no argument --learning_rates; did you mean --learning_rate?",
+        "bootstrap --teacher o/t --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
         "bootstrap --config siglip-base | --config is siglip-base, expected a YAML file or a recipe; did you mean sig",
         "- a | --config file.yaml holds a list, expected names and values",
         "loss: l2 | invalid choice: 'l2'",

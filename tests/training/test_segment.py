@@ -105,6 +105,7 @@ def test_pairs_in_python(options, tmp_path):
     ("wrong", "message"),
     [
         ({"ignored_labels": [0, 1, 2, 3]}, "No pixel of the evaluation masks counts; check ignored_labels"),
+        ({"class_names": ["a"], "num_labels": None}, "The model has 1 class, expected two or more"),
         ({"class_names": None}, "is no segmentation model, which has classes; give num_labels or class_names"),
     ],
 )

@@ -16,11 +16,14 @@ from safetensors.torch import load_file
 from trainings import assert_equal, logged
 from transformers import AutoModelForImageClassification, TrainerCallback
 
+from frugalvit import BootstrapTrainer, ImageClassificationTrainer
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.align_llava import AlignLlavaTrainer
 from frugalvit.training.arguments import ImageTrainingArguments
 from frugalvit.training.augmentation import EvalView
 from frugalvit.training.data import load_images
 from frugalvit.training.runs import find_checkpoint
+from frugalvit.training.segment import SegmentationTrainer
 from frugalvit.training.sharpness import SharpnessAwareTrainer
 from frugalvit.training.train import SmallDataArguments, SmallDataView
 from frugalvit.training.trainer import learning_rate_factors, start
@@ -353,3 +356,13 @@ def test_rates_fall_with_depth(library, make):
     rates = {id(each): group["lr"] for group in groups for each in group["params"]}
     assert {name: rates[id(parameters[name])] / trainer.args.learning_rate for name in names} == pytest.approx(names)
     assert len(rates) == len(parameters)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "before"),
+    [(BootstrapTrainer, 2), (ImageClassificationTrainer, 1), (SegmentationTrainer, 1), (AlignLlavaTrainer, 2)],
+)
+def test_a_missing_processor_is_named(trainer, before, images, tmp_path):
+    args = ImageTrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match="processing_class is None, expected the processor"):
+        trainer(*[make_vit()] * before, args, images)

@@ -33,6 +33,34 @@ def of_pytorch(pictures, kind=Pairs):
     return kind(pictures, [index % 2 for index in range(len(pictures))], ["cat", "dog"])
 
 
+def darken(record):
+    return {"picture": record["picture"].point(lambda value: value // 2)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda table: table.with_transform(lambda batch: batch), r"has a transform .* or call reset_format\(\)"),
+        (lambda table: table.with_format("torch", columns=["kind"]), "leaves out picture; expected all columns"),
+        (lambda table: table.to_iterable_dataset().map(darken), "Pass the argument features to `map`"),
+        (lambda table: table.with_format("arrow"), None),
+        (lambda table: table.to_iterable_dataset().map(darken, features=table.features), None),
+    ],
+    ids=["transform", "columns", "map of a stream", "arrow", "map of a stream with features"],
+)
+def test_formats_of_data_sets_are_left_out_or_refused(change, message, tmp_path):
+    draw(tmp_path, 2)
+    pictures = [read_image(tmp_path / f"{index}.png") for index in range(2)]
+    features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])})
+    images = change(datasets.Dataset.from_dict({"picture": pictures, "kind": [0, 1]}, features))
+    if message:
+        with pytest.raises(ValueError, match=message):
+            as_images(images)
+    else:
+        assert [int(record["label"]) for record in as_images(images)] == [0, 1]
+        decode_image(next(iter(as_images(images)))["image"], 0)
+
+
 LABELED = ["decoded", "stream", "pairs", "records", "folder"]
 
 
