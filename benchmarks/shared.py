@@ -19,7 +19,6 @@ from torchvision.transforms import v2
 from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import SparseFormerConfig, SparseFormerForImageClassification, checkpoint_path
-from frugalvit.command_line import CommandParser
 from frugalvit.compare import draw_comparison, table_rows
 from frugalvit.macs import count_macs
 from frugalvit.modeling.image_format import ImageFormat
@@ -47,8 +46,8 @@ VITS = {
 MOST_ROUNDS = 10
 
 
-def make_parser(description: str) -> CommandParser:
-    return CommandParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):

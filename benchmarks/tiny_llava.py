@@ -13,7 +13,6 @@ from clip_tables import answer_accuracy, make_llava, train_answers
 from transformers import AutoModelForImageClassification, LlavaForConditionalGeneration, LlavaProcessor
 
 from frugalvit import SparseFormerLlavaForConditionalGeneration, SparseFormerLlavaProcessor, checkpoint_path
-from frugalvit.command_line import positive
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import load_processor
@@ -27,8 +26,8 @@ TEST_IMAGES = 500
 def main(argv: list[str] | None = None):
     parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="LLAVA", help="new folder")
-    parser.add_argument("--steps", type=positive, default=100, help="default: %(default)s")
-    parser.add_argument("--images", type=positive, default=2000, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--images", type=int, default=2000, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     arguments = parser.parse_args(argv)
 

@@ -27,7 +27,6 @@ COMMANDS = {
     "compare": ("frugalvit.compare", "set models beside their teacher and what the teacher can do with less"),
     "evaluate": ("frugalvit.evaluate", "measure accuracy, features, segmentation, zero-shot, retrieval, ScienceQA"),
     "export": ("frugalvit.export", "write a model for OpenVINO, ONNX Runtime or a browser, compared first"),
-    "convert": ("frugalvit.convert", "convert SparseFormer checkpoints of its authors"),
     "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after trying it"),
     "demo": ("frugalvit.demo", "serve a page to look with: labels, and where tokens look"),
 }

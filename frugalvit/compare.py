@@ -1,12 +1,13 @@
-"""`frugalvit compare`: accuracy and speed of students beside their teacher, and beside the teacher with less to
-compute."""
+"""`frugalvit compare`: accuracy and speed of students beside their teacher, and beside the teacher on smaller
+images."""
 
-import argparse
+import dataclasses
 import itertools
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -18,23 +19,17 @@ from matplotlib.figure import Figure
 from torchvision.transforms import v2
 
 from .baselines import Baseline, load_students, load_teachers
-from .command_line import (
-    CommandParser,
-    add_dataset_arguments,
-    add_device_argument,
-    add_reading_arguments,
-    add_trust_argument,
-    positive,
-)
+from .command_line import DeviceOptions, ReadingOptions, SplitOptions, argument, read_options
 from .evaluation.images import image_batches, images_to_evaluate, reading_options
 from .macs import count_macs
 from .pictures import save_figure
 from .speed import images_per_second
+from .training.arguments import POSITIVE
 from .training.data import class_names, label_numbers, sample
 from .training.files import atomic_file, write_json, write_text
 from .training.loading import choose_device
 from .training.precision import choose_mixed_precision
-from .training.splits import check_labels, match_labels
+from .training.splits import check_labels, hold_back, match_labels
 from .training.text import format_markdown, format_table
 from .versions import origin, versions
 
@@ -42,87 +37,108 @@ from .versions import origin, versions
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 ERRORS = "accuracy ± half of a 68 % Wilson interval, differences ± standard error; "
-# Scores for the picture, the first choice first, and their titles.
+# Scores that the picture may show, in the order of preference, and their titles.
 SCORES = {
     "accuracy": "accuracy, %",
     "mean_iou": "mean intersection over union, %",
     "cosine": "cosine with the teacher's embedding",
 }
-# Lines told apart by color-blind eyes, too (Okabe & Ito).
+# Colors that color-blind people can distinguish (Okabe & Ito).
 LINE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
-def make_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="frugalvit compare",
-        description="Compare students with their teacher, and with the teacher on smaller images: accuracy of "
-        "classifiers, cosine with the teacher's embedding, multiply-accumulates and images per second. Writes "
-        "compare.json and compare.md after each model, and compare.png at the end. The same command goes on where it "
-        "was interrupted; speeds are measured at the end, side by side.",
+PROG = "frugalvit compare"
+
+
+@dataclass(kw_only=True)
+class CompareOptions(SplitOptions, ReadingOptions, DeviceOptions):
+    """Compare students with their teacher, and with the teacher on smaller images: accuracy of classifiers, cosine
+    with the teacher's embedding, multiply-accumulates and images per second. Writes compare.json and compare.md after
+    each model, and compare.png at the end. The same command continues an interrupted comparison; speeds are measured
+    at the end, side by side."""
+
+    teacher: str = argument(help="Folder or hub id of a vision transformer.", positional=True)
+    students: list[str] = argument([], "Folders or hub ids of SparseFormers or other models.", positional=True)
+    output: str = argument(help="New folder, or that of an interrupted comparison.", metavar="FOLDER")
+    split: str | None = argument(
+        None,
+        "Split, or a slice such as test[:1000]. Default: test or validation, or the images that trainings hold back "
+        "where a data set has neither.",
     )
-    parser.add_argument("teacher", metavar="TEACHER", help="folder or hub id of a vision transformer")
-    parser.add_argument("students", nargs="*", metavar="STUDENT", help="folders or hub ids of SparseFormers or others")
-    parser.add_argument("--output", required=True, metavar="DIR", help="new folder, or an interrupted comparison's")
-    add_dataset_arguments(parser)
-    parser.add_argument("--limit", type=positive, help="number of test images, chosen at random")
-    parser.add_argument("--rounds", type=positive, default=10, help="timed passes per model (default: %(default)s)")
-    parser.add_argument("--batch-size", type=positive, default=64, help="default: %(default)s")
-    add_reading_arguments(parser)
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    return parser
+    limit: int | None = argument(None, "Number of test images, chosen at random.")
+    speed: bool = argument(True, "Measure no speeds, which take most of the time.")
+    rounds: int = argument(10, "Timed passes of each model.")
+    batch_size: int = argument(64, "Images of a batch, except for speeds.")
+
+    expected = {"rounds": POSITIVE, "batch_size": POSITIVE}
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = make_parser().parse_args(argv)
-    output = Path(arguments.output)
+    options = read_options(CompareOptions, PROG, argv)
+    output = Path(options.output)
     unfinished = output / "unfinished"
     if output.exists() and not unfinished.is_dir() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {str(output)!r} exists and is no empty folder; choose another one.")
-    device = choose_device(arguments.device)
-    options = {"device": device, "trust_remote_code": arguments.trust_remote_code}
-    baselines = load_teachers(arguments.teacher, **options)
-    for folder in arguments.students:
-        baselines += load_students(folder, **options)
-    test, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
-    if "label" in test.features:
-        check_labels(test, split)
-    test = sample(test, arguments.limit, seed=0)
+        raise ValueError(f"The output folder {str(output)!r} exists and is not empty; choose another one.")
+    device = choose_device(options.device)
+    loading = {"device": device, "trust_remote_code": options.trust_remote_code}
+    baselines = load_teachers(options.teacher, **loading)
+    for folder in options.students:
+        baselines += load_students(folder, **loading)
+    test, split = choose_images(options)
     settings = {
-        "dataset": " ".join(arguments.dataset),
+        "dataset": " ".join(options.dataset),
         "split": split,
         "images": len(test),
         "device": str(device),
         "threads": torch.get_num_threads(),
-        "rounds": arguments.rounds,
-        "batch_sizes": BATCH_SIZES,
     }
-    about = ", ".join(f"{name}: {value}" for name, value in settings.items())
+    if options.speed:
+        settings |= {"rounds": options.rounds, "batch_sizes": BATCH_SIZES}
     command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
 
     def legend(rows: list[dict[str, object]]) -> str:
+        errors = ERRORS if "accuracy" in rows[0] else ""
         speeds = "images/s by batch size. " if any(rows[0]["images_per_second"].values()) else ""
-        return f"{ERRORS if 'accuracy' in rows[0] else ''}{speeds}{about}."
+        about = ", ".join(f"{name}: {value}" for name, value in measured_settings(rows).items())
+        return f"{errors}{speeds}{about}."
+
+    def measured_settings(rows: list[dict[str, object]]) -> dict[str, object]:
+        left_out = len(test) - rows[0]["images"]
+        return settings | {"images": rows[0]["images"]} | ({"left_out": left_out} if left_out else {})
 
     def write(rows: list[dict[str, object]]):
-        write_json(output / "compare.json", {"command": command, "settings": settings, **origin(), "rows": rows})
+        content = {"command": command, "settings": measured_settings(rows), **origin(), "rows": rows}
+        write_json(output / "compare.json", content)
         write_text(output / "compare.md", f"{format_markdown(table_rows(rows))}\n\n{legend(rows)}\n")
 
     rows = compare(
         baselines,
         test,
         precisions=list(PRECISIONS)[: 2 if choose_mixed_precision(device) == "bf16" else 1],
-        rounds=arguments.rounds,
+        rounds=options.rounds if options.speed else 0,
         folder=unfinished,
         report=write,
-        **reading_options(arguments),
+        **reading_options(options),
     )
-    # Print first: a full disk must not lose what was measured.
+    # Printed before anything is written, so that a full disk does not lose the results.
     print(f"{format_table(table_rows(rows))}\n\n{legend(rows)}")
     write(rows)
     save_figure(draw_comparison(rows), output / "compare.png")
     shutil.rmtree(unfinished)
     print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
+
+
+def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str]:
+    """Load the images to compare on, `options.limit` of them at random, and return them with the name of their split.
+    Without a split for evaluation, they are those that trainings on the same data set hold back."""
+    images, split = images_to_evaluate(dataclasses.replace(options, limit=None))
+    if options.split is None and split == "train":
+        _, images = hold_back(images)
+        split = "train, held back"
+        print(f"Comparing on {len(images):,} images of train, which trainings hold back.", file=sys.stderr)
+    if "label" in images.features:
+        check_labels(images, split)
+    return sample(images, options.limit, seed=0), split
 
 
 def compare(
@@ -135,53 +151,76 @@ def compare(
     report: Callable[[list[dict[str, object]]], None] = lambda rows: None,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure baselines beside each other, the teacher first; they are in float32, and left in the last precision.
+    """Measure baselines beside each other. Their models are converted to the last precision.
 
-    Each has a row: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, `accuracy` as in
-    `describe_score`, `cosine`, the mean with the teacher's embedding, and `images_per_second` by precision and batch
-    size. `report` is called with the rows so far, without speeds, after each image processor's baselines, whose
-    embeddings are kept in `folder`. `reading` are options of `image_batches`.
+    Args:
+        baselines (sequence of `Baseline`): Models in float32, the teacher first.
+        test (`datasets.Dataset`): Images, of `load_images`.
+        precisions (sequence of `str`, *optional*): Keys of `PRECISIONS` to measure speeds in.
+        rounds (`int`, *optional*, defaults to 10): Timed passes of each model; 0 measures no speeds.
+        folder (`Path`, *optional*): Where embeddings are kept, so that the next call need not compute them.
+        report (`Callable`, *optional*):
+            Called with the rows so far, without speeds, after the baselines of each image processor.
+        reading: Arguments of `image_batches`.
+
+    Returns:
+        A row for each baseline: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, `images`
+        (the number that could be read), the fields of `describe_score` for the accuracy, `cosine` (mean with the
+        teacher's embedding) and `images_per_second` by precision and batch size.
     """
     # Classes are matched by name before anything is computed.
-    classes = [
+    class_indices = [
         torch.tensor(match_labels(class_names(test), baseline.id2label))
         if "label" in test.features and baseline.classifier is not None
         else None
         for baseline in baselines
     ]
     rows = []
-    teacher = of_teacher = None
+    teacher_embeddings = None
+    teacher_correct = None
     for _, group in itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor)):
         group = list(group)
         embeddings, indices = embed_once(folder, group, test, **reading)
         for baseline, embedded in zip(group, embeddings, strict=True):
-            macs = count_macs(baseline.model, baseline.image_size).macs_with_attention
-            row = {"model": baseline.name, "method": baseline.method, "image_size": list(baseline.image_size)}
-            row |= {"tokens": baseline.tokens, "parameters": baseline.parameters, "macs": macs}
-            if (of_model := classes[len(rows)]) is not None:
-                right = classifies(baseline, embedded, of_model[label_numbers(test)[indices]])
-                row |= describe_score("accuracy", right, of_teacher)
-                of_teacher = right if not rows else of_teacher
-            teacher = embedded.mean(0) if teacher is None else teacher
-            alike = embedded.shape[-1] == teacher.shape[-1]
-            row["cosine"] = F.cosine_similarity(embedded, teacher, dim=-1).mean().item() if alike else None
-            rows.append(row | {"images_per_second": {precision: {} for precision in precisions}})
+            row = {
+                "model": baseline.name,
+                "method": baseline.method,
+                "image_size": list(baseline.image_size),
+                "tokens": baseline.tokens,
+                "parameters": baseline.parameters,
+                "macs": count_macs(baseline.model, baseline.image_size).macs_with_attention,
+                "images": len(indices),
+            }
+            if (numbers := class_indices[len(rows)]) is not None:
+                correct = is_correct(baseline, embedded, numbers[label_numbers(test)[indices]])
+                row |= describe_score("accuracy", correct, teacher_correct)
+                if not rows:
+                    teacher_correct = correct
+            if teacher_embeddings is None:
+                teacher_embeddings = embedded.mean(0)
+            row["cosine"] = None
+            if embedded.shape[-1] == teacher_embeddings.shape[-1]:
+                row["cosine"] = F.cosine_similarity(embedded, teacher_embeddings, dim=-1).mean().item()
+            row["images_per_second"] = {precision: {} for precision in precisions}
+            rows.append(row)
         report(rows)
+    if not rounds:
+        return rows
     for precision, batch_size in itertools.product(precisions, BATCH_SIZES):
         models = {}
-        images = {}
+        batches = {}
         for number, baseline in enumerate(baselines):
             models[number] = baseline.model.to(PRECISIONS[precision])
-            pixels = torch.randn(batch_size, 3, *baseline.image_size)
-            images[number] = pixels.to(baseline.device, PRECISIONS[precision])
-        for number, speed in images_per_second(models, images, rounds).items():
+            pixel_values = torch.randn(batch_size, 3, *baseline.image_size)
+            batches[number] = pixel_values.to(baseline.device, PRECISIONS[precision])
+        for number, speed in images_per_second(models, batches, rounds).items():
             rows[number]["images_per_second"][precision][str(batch_size)] = speed
     return rows
 
 
 def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datasets.Dataset, **reading):
-    """Return what `embed_all` does for baselines that share weights, kept in `folder` if one is given, by a hash of
-    weights, images, options and versions."""
+    """Return the result of `embed_all` for baselines that share weights. With `folder`, it is kept there in a file, by
+    a hash of weights, images, options and versions, and loaded from the file if there is one."""
     if folder is None:
         return embed_all(baselines, images, **reading)
     origins = [(repr(baseline.model), baseline.image_size, baseline.tokens) for baseline in baselines]
@@ -198,8 +237,12 @@ def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datas
 def embed_all(
     baselines: Sequence[Baseline], images: datasets.Dataset, batch_size: int = 64, **reading
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Embed images by each baseline, `(draws, images, embedding_size)` float32 on the CPU, and return the embeddings
-    and the indices of the images that could be read. An image is decoded once per image processor."""
+    """Embed images by each baseline; an image is decoded once for each image processor.
+
+    Returns:
+        The embeddings of each baseline, `(draws, images, embedding_size)` float32 on the CPU, and the indices of the
+        images that could be read.
+    """
     embeddings = [[] for _ in baselines]
     indices = []
     processors = {id(baseline.image_processor): baseline.image_processor for baseline in baselines}
@@ -217,23 +260,32 @@ def embed_all(
 
 
 @torch.inference_mode()
-def classifies(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Whether a baseline's classifier is right, `(images,)`, the mean over draws."""
+def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return 1 for each image that the baseline's classifier labels correctly and 0 for the others, `(images,)`
+    float64, averaged over draws."""
     best = torch.stack([baseline.classifier(draw.to(baseline.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == labels).double().mean(0)
 
 
-def describe_score(name: str, right: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
-    """The mean of a score as `name` and half of its Wilson interval for one standard deviation as `…_error`, and the
-    difference from the teacher's on the same images and its standard error as `…_difference` and
-    `…_difference_error`."""
-    count = len(right)
-    share = right.mean().item()
-    # Of all right answers, the standard error would be zero.
-    half = (share * (1 - share) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
-    described = {name: share, f"{name}_error": half, f"{name}_difference": None, f"{name}_difference_error": None}
+def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
+    """Describe a score of a model and its difference from the teacher's.
+
+    Args:
+        name (`str`): Name of the score.
+        correct (`torch.Tensor` of shape `(images,)`): Score of each image, 0 to 1.
+        teacher (`torch.Tensor` of shape `(images,)`, *optional*): The teacher's scores of the same images.
+
+    Returns:
+        The mean as `name`, half of its Wilson interval for one standard deviation as `…_error`, and the difference
+        from the teacher's mean and its standard error as `…_difference` and `…_difference_error`.
+    """
+    count = len(correct)
+    mean = correct.mean().item()
+    # The usual standard error would be zero where all answers are correct.
+    half = (mean * (1 - mean) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
+    described = {name: mean, f"{name}_error": half, f"{name}_difference": None, f"{name}_difference_error": None}
     if teacher is not None:
-        difference = right - teacher
+        difference = correct - teacher
         described[f"{name}_difference"] = difference.mean().item()
         if count > 1:
             described[f"{name}_difference_error"] = difference.std().item() / count**0.5
@@ -259,22 +311,25 @@ def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
 
 
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:
-    """Draw the rows of `compare`: scores, the first of `SCORES` that all rows have, with standard errors over speeds
-    in the first precision and the largest batches, a line for each method. `size` is in inches."""
+    """Draw the rows of `compare`, with a line for each method and a point for each row.
+
+    The vertical axis is the first of `SCORES` that all rows have, with its errors. The horizontal axis is the speed in
+    the first precision and the largest batches or, without speeds, the multiply-accumulates. `size` is in inches.
+    """
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))
-    batch_size = list(speeds)[-1]
+    batch_size = list(speeds)[-1] if speeds else None
     factor = 1 if score == "cosine" else 100
     lines = {}
     notes = []
     for index, row in enumerate(rows):
         if row.get(score) is not None:
             label = row["method"] if index else f"teacher, {row['model']}"
+            cost = row["images_per_second"][precision][batch_size] if speeds else row["macs"] / 1e9
             error = factor * (row.get(f"{score}_error") or 0)
-            point = (row["images_per_second"][precision][batch_size], factor * row[score], error)
-            lines.setdefault(label, []).append(point)
+            lines.setdefault(label, []).append((cost, factor * row[score], error))
             if row.get("tokens"):
-                notes.append((str(row["tokens"]), point[:2]))
+                notes.append((str(row["tokens"]), (cost, factor * row[score])))
 
     figure = Figure(figsize=size, dpi=200, layout="constrained")
     axes = figure.subplots()
@@ -291,13 +346,14 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     for number, place in notes:
         axes.annotate(number, place, xytext=(4, 3), textcoords="offset points", fontsize=6)
     axes.set_xscale("log")
-    axes.set_xlabel(f"images/s (batches of {batch_size}, {precision})", fontsize=8)
+    unit = f"images/s (batches of {batch_size}, {precision})" if speeds else "multiply-accumulates for one image, G"
+    axes.set_xlabel(unit, fontsize=8)
     axes.set_title(SCORES[score], loc="left", fontsize=9)
     axes.tick_params(labelsize=7.5, which="both")
     axes.xaxis.set_major_formatter("{x:,.4g}")
     axes.xaxis.set_minor_formatter("{x:,.4g}")
     axes.grid(alpha=0.3)
-    # Names are no formulas.
+    # A name with dollar signs would be drawn as a formula.
     for text in figure.legend(loc="outside lower center", ncols=2, fontsize=7.5, frameon=False).get_texts():
         text.set_parse_math(False)
     return figure

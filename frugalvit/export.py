@@ -1,9 +1,10 @@
-"""`frugalvit export`: write a model for a runtime without PyTorch, once its outputs are those of the original."""
+"""`frugalvit export`: write a model for a runtime without PyTorch, after comparing its outputs with the original's."""
 
-import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .architectures import has_rois, load_saved_model
-from .command_line import CommandParser, add_dataset_arguments, positive
+from .command_line import OutputOptions, SplitOptions, TokenOptions, argument, read_options
 from .configuration.configuration_base import pair
 from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
@@ -26,12 +27,14 @@ from .exported import (
     Part,
     check_format,
     export_parts,
+    num_tokens_of,
     parts_of,
     program_file,
 )
 from .inference import choose_tokens
 from .modeling.hosts import read_anatomy
 from .modeling.image_format import ImageFormat
+from .training.arguments import POSITIVE
 from .training.data import class_names, load_images, sample, split_names
 from .training.files import atomic_directory, check_output_outside_input, write_json
 from .training.loading import load_processor, vision_config_of
@@ -40,91 +43,90 @@ from .training.text import format_table
 from .version import __version__
 
 
-# Least mean cosine with the original's outputs, and share of images with the original's label.
+PROG = "frugalvit export"
+# Least mean cosine with the original's outputs, and least share of images with the original's label.
 LEAST = {"float32": 0.99, "bfloat16": 0.99, "int8": 0.97}
 BATCH_SIZE = 8
-# The format of a student as a model of its teacher's class.
+# Format of a student as a model of its teacher's class.
 PLAIN = "transformers"
 
 
-def make_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="frugalvit export",
-        description="Write a model for another runtime: programs, preprocessing, labels and a card whose lines run "
-        "without PyTorch and frugalvit. Its outputs are compared with the original's first. predict, evaluate and "
-        "demo take such folders. Or write a student with an inherited start as a model of its teacher's class.",
-    )
-    parser.add_argument("--model", required=True, help="model folder or hub id, owner/name@revision too")
-    parser.add_argument("--output", metavar="OUT", required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--format", choices=(*FORMATS, PLAIN), default="onnx", help=f"runtime, or {PLAIN}")
-    parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="onnx has no bfloat16")
-    parser.add_argument(
-        "--num-tokens", type=positive, metavar="COUNT", help="latent tokens (default: the model's own)"
-    )
-    parser.add_argument("--output-rois", action="store_true", help="with RoIs and sampling points of a SparseFormer")
-    parser.add_argument("--page", action="store_true", help="with a page that labels images in the browser; needs npm")
-    images = parser.add_argument_group("images to compare on")
-    add_dataset_arguments(images)
-    images.add_argument("--limit", type=positive, default=300, help="number of images")
-    images.add_argument("--calibration-data", nargs="+", metavar="DATA", help="for int8 (default: --dataset's train)")
-    images.add_argument("--calibration-images", type=positive, default=300, help="number of them")
-    parser.add_argument("--force", action="store_true", help="write it however far it is from the original")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+@dataclass(kw_only=True)
+class ExportOptions(OutputOptions, SplitOptions, TokenOptions):
+    """Write a model for another runtime: programs, preprocessing, labels and a card whose lines run without PyTorch
+    and frugalvit. Its outputs are compared with the original's first. predict, evaluate and demo take such folders. Or
+    write a student with an inherited start as a model of its teacher's class."""
+
+    model: str = argument(help="Model folder or hub id (@revision, too).")
+    format: str = argument("onnx", "Runtime, or transformers.", choices=[*FORMATS, PLAIN])
+    precision: str = argument("float32", "onnx has no bfloat16.", choices=PRECISIONS)
+    output_rois: bool = argument(False, "Keep RoIs and sampling points of a SparseFormer.")
+    page: bool = argument(False, "Add a page that labels images in the browser; needs npm.")
+    limit: int = argument(300, "Number of images to compare on, chosen at random.")
+    calibration_data: list[str] | None = argument(None, "Data set to calibrate int8 on. Default: train of dataset.")
+    calibration_images: int = argument(300, "Number of images to calibrate on.")
+    force: bool = argument(False, "Write the folder even if its outputs differ too much from the original's.")
+    json: bool = argument(False, "Print JSON.")
+
+    expected = {"calibration_images": POSITIVE}
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.format == PLAIN and (self.precision != "float32" or self.page):
+            given = "page" if self.page else "precision"
+            raise ValueError(f"{given} is for {' and '.join(FORMATS)}; leave it out with format {PLAIN}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = make_parser().parse_args(argv)
-    check_output_outside_input(arguments.output, arguments.model)
-    if arguments.format == PLAIN:
-        for name, given in (("--precision", arguments.precision != "float32"), ("--page", arguments.page)):
-            if given:
-                raise ValueError(f"{name} is for {' and '.join(FORMATS)}; leave it out with --format {PLAIN}.")
-        report = export_plain(arguments)
-        print(json.dumps(report, indent=2) if arguments.json else format_table([report]))
+    options = read_options(ExportOptions, PROG, argv)
+    check_output_outside_input(options.output, options.model)
+    if options.format == PLAIN:
+        report = export_plain(options)
+        print(json.dumps(report, indent=2) if options.json else format_table([report]))
         return
-    check_format(arguments.format, arguments.precision)
-    if arguments.page:
-        check_page(arguments.format)
-    report = export_model(arguments)
-    if arguments.json:
+    check_format(options.format, options.precision)
+    if options.page:
+        check_page(options.format)
+    report = export_model(options)
+    if options.json:
         print(json.dumps(report, indent=2))
         return
     print(format_table(rows(report)))
-    print(f"\nWrote {arguments.output}: {report['bytes'] / 1e6:.1f} MB of programs. Its card tells how to run it.")
-    if arguments.page:
-        print(f"To see its page: python -m http.server --directory {arguments.output}, then http://localhost:8000")
+    print(f"\nWrote {options.output}: {report['bytes'] / 1e6:.1f} MB of programs. Its card has lines that run it.")
+    if options.page:
+        print(f"To open its page: python -m http.server --directory {options.output}, then http://localhost:8000")
 
 
 @torch.no_grad()
-def export_model(arguments: argparse.Namespace) -> dict[str, object]:
-    """Export, compare, and write the folder, or none of it. Return the contents of `report.json`."""
-    model = load_saved_model(arguments.model)
-    image_processor = load_processor(arguments.model)
+def export_model(options: ExportOptions) -> dict[str, object]:
+    """Export a model, compare the program with it, and write the folder, or nothing if the comparison fails. Return
+    the contents of `report.json`."""
+    model = load_saved_model(options.model)
+    image_processor = load_processor(options.model)
     image_format = ImageFormat.from_processor(image_processor)
     # DINOv2's configuration has the size of its position embeddings, and its processor makes smaller images.
     vision = vision_config_of(model.config)
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
     name = type(model).__name__
-    if arguments.output_rois and not has_rois(model):
-        raise ValueError(f"--output-rois: {name} has no RoIs, expected a SparseFormer.")
-    if arguments.page and not name.endswith("ForImageClassification"):
-        raise ValueError(f"--page shows labels; got a {name}, expected an image classifier.")
-    choose_tokens(model, arguments.num_tokens, None)
-    images, calibration_images = choose_images(arguments)
-    parts = parts_of(model, arguments.output_rois or (arguments.page and has_rois(model)))
+    if options.output_rois and not has_rois(model):
+        raise ValueError(f"output_rois: {name} has no RoIs, expected a SparseFormer.")
+    if options.page and not name.endswith("ForImageClassification"):
+        raise ValueError(f"page: {name} has no labels to show, expected an image classifier.")
+    choose_tokens(model, options.num_tokens, None)
+    images, calibration_images = choose_images(options)
+    parts = parts_of(model, options.output_rois or (options.page and has_rois(model)))
     tokenizer = None
     if "text_model" in parts:
-        tokenizer = load_tokenizer(arguments.model, model.config.text_config.vocab_size)
+        tokenizer = load_tokenizer(options.model, model.config.text_config.vocab_size)
     report = {
         "frugalvit": __version__,
-        "format": arguments.format,
-        "precision": arguments.precision,
-        # A published folder has no paths of this machine.
-        "model": Path(arguments.model).name if Path(arguments.model).is_dir() else arguments.model,
+        "format": options.format,
+        "precision": options.precision,
+        # The path on this machine is private.
+        "model": Path(options.model).name if Path(options.model).is_dir() else options.model,
         "architecture": type(model).__name__,
+        "num_tokens": num_tokens_of(model),
         "calibration_images": len(calibration_images),
         "parts": {},
     }
@@ -134,50 +136,50 @@ def export_model(arguments: argparse.Namespace) -> dict[str, object]:
         for output, values in outputs.items():
             check_scores(values[-1] if isinstance(values, tuple) else values, output)
         report["parts"][name] = {"outputs": [*outputs]}
-        if arguments.precision == "int8":
+        if options.precision == "int8":
             calibration[name] = list(batches_for(part, image_processor, tokenizer, calibration_images, batch_size=1))
-    with atomic_directory(arguments.output, arguments.overwrite) as folder:
-        print(f"Exporting to {arguments.format}, which takes a minute or more.", file=sys.stderr)
-        export_parts(parts, arguments.format, arguments.precision, folder, calibration)
+    with atomic_directory(options.output, options.overwrite) as folder:
+        print(f"Exporting to {options.format}, which takes a minute or more.", file=sys.stderr)
+        export_parts(parts, options.format, options.precision, folder, calibration)
         report["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.*") if path.suffix != ".json")
         for processor in filter(None, (image_processor, tokenizer)):
             processor.save_pretrained(folder)
-        # `ExportedModule` reads it.
+        # `ExportedModule` reads the report; the comparison is added to it below.
         write_json(folder / REPORT, report)
         print(f"Comparing on {len(images):,} images.", file=sys.stderr)
         for name, part in parts.items():
             batches = batches_for(part, image_processor, tokenizer, images)
             report["parts"][name] |= compare_outputs(part, ExportedModule(folder, name), batches)
         report["shortcomings"] = shortcomings(report)
-        if report["shortcomings"] and not arguments.force:
+        if report["shortcomings"] and not options.force:
             found = "; ".join(report["shortcomings"])
-            raise ValueError(f"The program is not what {arguments.model} is: {found} (--force writes it).")
+            raise ValueError(f"The program differs from {options.model}: {found} (--force writes it nevertheless).")
         write_json(folder / REPORT, report)
-        write_card(folder, model, image_format, report, arguments.model)
-        if arguments.page:
-            write_page(folder, Path(arguments.output).name, program_file("onnx", arguments.precision, "model"))
+        write_card(folder, model, image_format, report, options.model)
+        if options.page:
+            write_page(folder, Path(options.output).name, program_file("onnx", options.precision, "model"))
     return report
 
 
 @torch.no_grad()
-def export_plain(arguments: argparse.Namespace) -> dict[str, object]:
-    """Write a student as a model of its teacher's class, with an image processor of its size. Return what
-    `compare_outputs` finds when each has its own processor."""
-    student = load_saved_model(arguments.model)
+def export_plain(options: ExportOptions) -> dict[str, object]:
+    """Write a student as a model of its teacher's class, with an image processor of its size. Return the comparison of
+    both, each with its own processor, by `compare_outputs`."""
+    student = load_saved_model(options.model)
     if not hasattr(student, "to_plain_vit"):
-        raise ValueError(f"--format {PLAIN} is for students with an inherited start; got a {type(student).__name__}.")
-    choose_tokens(student, arguments.num_tokens, None)
+        raise ValueError(f"format {PLAIN} is for students with an inherited start; got a {type(student).__name__}.")
+    choose_tokens(student, options.num_tokens, None)
     host = student.to_plain_vit()
     size = getattr(vision_config_of(host.config), "image_size", None)
     if size is None:
-        raise ValueError(f"--format {PLAIN} needs images of one size; a {type(host).__name__} takes patches of any.")
-    image_processor = load_processor(arguments.model)
+        raise ValueError(f"format {PLAIN} needs images of one size; a {type(host).__name__} takes patches of any.")
+    image_processor = load_processor(options.model)
     anatomy = read_anatomy(host)
     part = Part(student, "model")
     name = next(iter(part(**part.example(1))))
     call = anatomy.embed if anatomy.classifier is None else anatomy.run_classifier
-    images, _ = choose_images(arguments)
-    with atomic_directory(arguments.output, arguments.overwrite) as folder:
+    images, _ = choose_images(options)
+    with atomic_directory(options.output, options.overwrite) as folder:
         host.save_pretrained(folder)
         write_smaller_processor(folder, ImageFormat.from_processor(image_processor), pair(size))
         processors = (image_processor, load_processor(folder))
@@ -187,31 +189,31 @@ def export_plain(arguments: argparse.Namespace) -> dict[str, object]:
             lambda pixel_values, smaller: {name: call(smaller)},
             ({"pixel_values": own, "smaller": smaller} for (own, _), (smaller, _) in views),
         )
-        write_plain_card(folder, host, pair(size), report, arguments.model)
+        write_plain_card(folder, host, pair(size), report, options.model)
     return report
 
 
-def choose_images(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]:
+def choose_images(options: ExportOptions) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Choose images to compare on and, for int8, others to calibrate with, both at random."""
-    images, split = images_to_evaluate(argparse.Namespace(**vars(arguments) | {"limit": None}))
-    columns = {"image_column": arguments.image_column, "name": arguments.dataset_config}
-    if arguments.precision != "int8":
+    images, split = images_to_evaluate(dataclasses.replace(options, limit=None))
+    columns = {"image_column": options.image_column, "name": options.dataset_config}
+    if options.precision != "int8":
         source = images.select([])
-    elif arguments.calibration_data:
-        source = load_images(arguments.calibration_data, "train", **columns)
-    elif split != "train" and "train" in split_names(arguments.dataset, arguments.dataset_config):
-        source = load_images(arguments.dataset, "train", **columns)
+    elif options.calibration_data:
+        source = load_images(options.calibration_data, "train", **columns)
+    elif split != "train" and "train" in split_names(options.dataset, options.dataset_config):
+        source = load_images(options.dataset, "train", **columns)
     else:
-        parts = images.train_test_split(test_size=min(arguments.limit, len(images) // 2), seed=0)
+        parts = images.train_test_split(test_size=min(options.limit, len(images) // 2), seed=0)
         source = parts["train"]
         images = parts["test"]
-    return sample(images, arguments.limit, seed=0), sample(source, arguments.calibration_images, seed=0)
+    return sample(images, options.limit, seed=0), sample(source, options.calibration_images, seed=0)
 
 
 def batches_for(
     part: Part, image_processor, tokenizer, images: datasets.Dataset, batch_size: int = BATCH_SIZE
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches of a program's inputs. Texts are sentences about the images' classes."""
+    """Yield batches of a program's inputs: images, or sentences about the images' classes for a text encoder."""
     if part.kind != "text_embeds":
         for pixel_values, _ in image_batches(image_processor, images, batch_size, skip_corrupt=True):
             yield {"pixel_values": pixel_values}
@@ -219,7 +221,7 @@ def batches_for(
     texts = [f"a photo of a {name.replace('_', ' ')}." for name in class_names(images) or ["thing"]]
     length = part.model.config.text_config.max_position_embeddings
     inputs = tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    # Some tokenizers mask nothing.
+    # Some tokenizers return no mask.
     inputs = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
     for start in range(0, len(texts), batch_size):
         yield {name: inputs[name][start : start + batch_size] for name in ("input_ids", "attention_mask")}
@@ -228,8 +230,12 @@ def batches_for(
 def compare_outputs(
     part: Callable, exported: Callable, batches: Iterator[dict[str, torch.Tensor]]
 ) -> dict[str, object]:
-    """Run the original and the program on the same inputs. Return cosines of the first outputs (of feature maps, the
-    last map) and the share of images (of a segmenter, pixels) with the same label."""
+    """Run the original and the program on the same inputs.
+
+    Returns:
+        `compared` (number of inputs), `min_cosine` and `mean_cosine` between their first outputs (of feature maps, the
+        last map), and `agreement`, the share of images, or of a segmenter's pixels, with the same label.
+    """
     cosines = []
     agreements = []
     for inputs in batches:
@@ -251,12 +257,12 @@ def compare_outputs(
 
 
 def shortcomings(report: dict) -> list[str]:
-    """Return one line for each cosine or agreement below `LEAST`."""
+    """Return a line for each mean cosine or agreement below `LEAST`."""
     least = LEAST[report["precision"]]
     return [
         f"{measure.replace('_', ' ')} {part[measure]:.4f} of {name} on {part['compared']} inputs, expected {least}"
         for name, part in report["parts"].items()
         for measure in ("mean_cosine", "agreement")
-        # Embeddings have no labels to agree on; NaN is not enough.
+        # The agreement of embeddings is None. A comparison with NaN is false, so that NaN is listed.
         if part[measure] is not None and not part[measure] >= least
     ]

@@ -1,4 +1,4 @@
-"""Cards of exported models: what they are, how near they are to the original, and lines that run them."""
+"""Cards of exported models: lines that run them, and a comparison with the original."""
 
 from pathlib import Path
 
@@ -13,6 +13,14 @@ from .training.files import split_revision
 from .training.text import format_markdown
 
 
+# Notes on concurrency, by format.
+SHARING = {
+    "openvino": "Threads may share `program` if each call makes an infer request of its own, as above: a request "
+    "that two threads use at once raises an error or gives one thread the other's result. A process compiles the "
+    "program itself; a compiled program cannot be pickled.",
+    "onnx": "Threads may share `program`: `run` keeps the inputs and outputs of each call apart. A process opens a "
+    "session of its own; a session cannot be pickled.",
+}
 PIPELINE = """import {{ pipeline }} from "@huggingface/transformers";
 
 const run = await pipeline("{}", "path/or/id");
@@ -20,30 +28,40 @@ console.log(await run("photo.jpg"));"""
 
 
 def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, report: dict, name: str):
-    """Write the card of an exported model, `README.md`, given the original and its image format, the contents of
-    `report.json`, and the original's folder or hub id, whose card names the license."""
+    """Write the card of an exported model.
+
+    Args:
+        folder (`Path`): The exported folder, where `README.md` is written.
+        model (`PreTrainedModel`): The original.
+        image_format (`ImageFormat`): Image format of the original.
+        report (`dict`): Contents of `report.json`.
+        name (`str`): Folder or hub id of the original, whose card names the license.
+    """
     base = split_revision(name)[0]
     hub_id = None if Path(base).is_dir() else base
     outputs = [f"- `{output}`: {OUTPUTS[output]}" for part in report["parts"].values() for output in part["outputs"]]
     is_onnx = report["format"] == "onnx"
     task = TASKS[auto_class(model)]
     if task == "zero-shot-image-classification":
-        # A CLIP's programs give embeddings.
+        # The programs of a CLIP return embeddings.
         task = "image-feature-extraction"
     about = f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. "
+    if report["num_tokens"] is not None:
+        about += f"It computes with {report['num_tokens']} latent tokens. "
     if report["calibration_images"]:
-        about += f"Activations' ranges are those of {report['calibration_images']} images. "
-    warning = f"**It does not reach what it should**: {'; '.join(report['shortcomings'])}."
+        about += f"Ranges of activations were calibrated on {report['calibration_images']} images. "
+    warning = f"**It differs too much from the original**: {'; '.join(report['shortcomings'])}."
     make_card(
         model,
         f"{Path(base).name}, {report['format']}, {report['precision']}",
         f"{about}These lines need neither PyTorch nor frugalvit:",
         f"```python\n{example(image_format, report)}\n```",
+        SHARING[report["format"]],
         f"In node and browsers:\n\n```js\n{PIPELINE.format(task)}\n```" if is_onnx else "",
         "It computes",
         "\n".join(outputs),
         warning if report["shortcomings"] else "",
-        "**Beside the original** in PyTorch, on inputs that calibration did not see:",
+        "**Comparison with the original** in PyTorch, on inputs that were not used for calibration:",
         format_markdown(rows(report)),
         library_name="transformers.js" if is_onnx else report["format"],
         license=license_of(base),
@@ -55,12 +73,14 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
 
 
 def example(image_format: ImageFormat, report: dict) -> str:
-    """Return lines of Python that read an image and print what a program makes of it."""
+    """Return lines of Python that read an image, run the program and print its label or the shapes of its outputs."""
     height, width = image_format.size
     part, about = next(iter(report["parts"].items()))
     program = program_file(report["format"], report["precision"], part)
-    mean, std = (tuple(round(value, 6) for value in each) for each in (image_format.mean, image_format.std))
-    crop = box = ""
+    mean = tuple(round(value, 6) for value in image_format.mean)
+    std = tuple(round(value, 6) for value in image_format.std)
+    crop = ""
+    box = ""
     if image_format.resize:
         crop = f"""across, down = (min(image.size) * side / {image_format.resize} for side in ({width}, {height}))
 left, top = (image.width - across) / 2, (image.height - down) / 2
@@ -70,14 +90,13 @@ left, top = (image.width - across) / 2, (image.height - down) / 2
     if report["format"] == "openvino":
         hint = f'{{"INFERENCE_PRECISION_HINT": "{openvino_precision(report["precision"])}"}}'
         run = f"""program = openvino.Core().compile_model("{program}", "CPU", {hint})
-# An infer request a call: threads may share the program, and no request.
 outputs = program.create_infer_request().infer({inputs}).to_tuple()"""
     else:
         run = f"""program = onnxruntime.InferenceSession("{program}")
 outputs = program.run(None, {inputs})"""
     show = "print(*(output.shape for output in outputs))"
     if about["outputs"][0] == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
-        # The number of a regression, too.
+        # A regression prints its number in the same way.
         show = """labels = json.load(open("config.json"))["id2label"].values()
 print(max(zip(outputs[0][0].tolist(), labels)))"""
     return f"""import json
@@ -96,7 +115,7 @@ pixel_values = pixels.transpose(2, 0, 1)[None]
 
 
 def rows(report: dict) -> list[dict[str, object]]:
-    """Return how near each program is to the original as rows of a table."""
+    """Return the comparison of each program with the original as rows of a table."""
     return [
         {
             "program": program_file(report["format"], report["precision"], part),

@@ -10,7 +10,7 @@ from pathlib import Path
 from .training.files import write_text
 
 
-# The browser's runtime: the package of npm, and the files of it that the page loads.
+# The browser's runtime: a package of npm, and its files that the page loads.
 PACKAGE = "onnxruntime-web@1.30.0"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 
@@ -18,9 +18,9 @@ RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 def check_page(name: str):
     """Raise a ValueError if browsers cannot run a format, or npm is not installed."""
     if name != "onnx":
-        raise ValueError(f"--page runs ONNX in the browser; got --format {name}, expected onnx.")
+        raise ValueError(f"page runs ONNX in the browser; format is {name}, expected onnx.")
     if shutil.which("npm") is None:
-        raise ValueError(f"--page needs {PACKAGE} from npm, and there is no npm here; install it.")
+        raise ValueError(f"page needs {PACKAGE} from npm, and there is no npm here; install it.")
 
 
 def write_page(folder: Path, title: str, program: str):

@@ -1,4 +1,4 @@
-"""What `frugalvit export --format transformers` writes beside a student's weights: an image processor and a card."""
+"""The image processor and the card of a student exported as a plain vision transformer."""
 
 import types
 from pathlib import Path
@@ -14,8 +14,8 @@ from .training.preprocessing import ImageFormat
 
 
 def write_smaller_processor(folder: Path, image_format: ImageFormat, size: tuple[int, int]):
-    """Write the image processor for smaller images of a format. It resizes once, bilinearly, where a student resizes
-    the images of its own processor bilinearly again."""
+    """Write an image processor that makes images of a smaller size in one bilinear step. A student takes two: its own
+    image processor resizes, and the student resizes the result bilinearly."""
     resize = image_format.resize and round(image_format.resize * min(size) / min(image_format.size))
     config = types.SimpleNamespace(
         image_size=size,
@@ -29,8 +29,15 @@ def write_smaller_processor(folder: Path, image_format: ImageFormat, size: tuple
 
 
 def write_plain_card(folder: Path, host: PreTrainedModel, size: tuple[int, int], report: dict, name: str):
-    """Write the card of a plain vision transformer, given what `compare_outputs` found of it, and the student's folder
-    or hub id."""
+    """Write the card of a plain vision transformer.
+
+    Args:
+        folder (`Path`): The exported folder, where `README.md` is written.
+        host (`PreTrainedModel`): The plain vision transformer.
+        size (`tuple[int, int]`): Height and width of its images.
+        report (`dict`): Result of `compare_outputs`.
+        name (`str`): Folder or hub id of the student, whose card names the license.
+    """
     base = split_revision(name)[0]
     loader = type(host).__name__
     classifies = report["agreement"] is not None
@@ -41,7 +48,7 @@ def write_plain_card(folder: Path, host: PreTrainedModel, size: tuple[int, int],
     make_card(
         host,
         f"{Path(base).name}, {size[0]} x {size[1]} pixels",
-        f"A SparseFormer of frugalvit as the {loader} that it computes. It needs neither frugalvit nor its code:",
+        f"A SparseFormer of frugalvit, written as a {loader}. It needs neither frugalvit nor its code:",
         f"""```python
 from transformers import AutoImageProcessor, {loader}
 
@@ -49,8 +56,8 @@ processor = AutoImageProcessor.from_pretrained("path/or/id")
 model = {loader}.from_pretrained("path/or/id")
 outputs = model(**processor(image, return_tensors="pt"))
 ```""",
-        f"{found}. The student resizes what its own image processor has resized; this one's resizes photographs once. "
-        "Given the student's resized pixels, it computes the same.",
+        f"{found}. The difference comes from resizing: the student's images are resized twice, and these once. Given "
+        "the student's resized pixels, both compute the same.",
         license=license_of(base),
         pipeline_tag="image-classification" if classifies else "image-feature-extraction",
         base_model=None if Path(base).is_dir() else base,

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, exporters
 from transformers.utils import ModelOutput
 
-from .configuration.configuration_base import pair
+from .configuration.configuration_base import is_sparseformer, pair
 from .training.files import write_json
 from .training.loading import load_model, load_processor, vision_config_of
 from .training.text import first_line
@@ -30,7 +30,8 @@ REPORT = "report.json"
 
 
 class Format(NamedTuple):
-    # Of Transformers' classes.
+    """A runtime's format: prefix of Transformers' classes for it, packages that it needs, and its precisions."""
+
     prefix: str
     packages: tuple[str, ...]
     precisions: tuple[str, ...]
@@ -43,7 +44,7 @@ FORMATS = {
 }
 PRECISIONS = FORMATS["openvino"].precisions
 
-# Outputs that programs keep, each where the model has it.
+# Outputs that programs keep, where the model has them, and their descriptions.
 OUTPUTS = {
     "logits": "scores of the labels",
     "image_embeds": "the image's embedding, of norm 1",
@@ -57,8 +58,13 @@ OUTPUTS = {
 
 
 class Part(nn.Module):
-    """The part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors; `kind` is
-    "model", "image_embeds" or "text_embeds"."""
+    """A part of a model that becomes one program, from images, or a CLIP's texts, to named tensors.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        kind (`str`): `"model"`, or `"image_embeds"` or `"text_embeds"` for the sides of a CLIP.
+        output_rois (`bool`, *optional*, defaults to `False`): Return RoIs and sampling points, too.
+    """
 
     def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False):
         super().__init__()
@@ -67,7 +73,7 @@ class Part(nn.Module):
         self.output_rois = output_rois
 
     def example(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """Return noise as inputs."""
+        """Return random inputs."""
         generator = torch.Generator().manual_seed(0)
         if self.kind == "text_embeds":
             text = self.model.config.text_config
@@ -93,8 +99,14 @@ class Part(nn.Module):
         return {name: outputs[name] for name in OUTPUTS if outputs.get(name) is not None}
 
 
+def num_tokens_of(model: PreTrainedModel) -> int | None:
+    """Return the number of latent tokens of a SparseFormer or of a CLIP's image side; `None` for other models."""
+    config = vision_config_of(model.config)
+    return config.default_num_tokens if is_sparseformer(config) else None
+
+
 def parts_of(model: PreTrainedModel, output_rois: bool = False) -> dict[str, Part]:
-    """Return the programs that a model becomes, by name."""
+    """Return the parts of a model that become programs, by the names of the programs."""
     if hasattr(model, "get_text_features"):
         return {"vision_model": Part(model, "image_embeds"), "text_model": Part(model, "text_embeds")}
     if hasattr(model, "get_image_features"):
@@ -106,13 +118,13 @@ def check_format(name: str, precision: str):
     """Raise a ValueError if a format does not take a precision, or a package that it needs is not installed."""
     found = FORMATS[name]
     if precision not in found.precisions:
-        raise ValueError(f"--precision {precision} is not for {name}, which takes {', '.join(found.precisions)}.")
+        raise ValueError(f"precision {precision} is not for {name}, which takes {', '.join(found.precisions)}.")
     if missing := [package for package in found.packages if importlib.util.find_spec(package) is None]:
         raise ValueError(f"{name} needs {', '.join(missing)}: pip install 'frugalvit[export]'.")
 
 
 def program_file(name: str, precision: str, part: str) -> str:
-    """Return the file of a program in the folder; those of ONNX are named as transformers.js expects."""
+    """Return the file of a program in the folder. ONNX files have the names that transformers.js expects."""
     if name == "openvino":
         return f"openvino_{part}.xml"
     return f"onnx/{part}_quantized.onnx" if precision == "int8" else f"onnx/{part}.onnx"
@@ -125,7 +137,7 @@ def export_parts(
     folder: Path,
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
 ):
-    """Write parts of a model as programs, and their configuration. For int8, `calibration` has inputs by part."""
+    """Write parts of a model as programs, and their configuration. For int8, `calibration` holds inputs by part."""
     prefix = FORMATS[name].prefix
     components = {}
     with _quiet():
@@ -138,7 +150,7 @@ def export_parts(
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
                 options["quantizer"] = make_quantizer(part, calibration[part_name])
             if precision == "bfloat16":
-                # OpenVINO computes in bfloat16 from weights of either half precision; float16 keeps more digits.
+                # OpenVINO computes in bfloat16 from float16 weights, too, which keep more digits.
                 options["compress_to_fp16"] = True
             with torch.no_grad():
                 exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
@@ -147,7 +159,7 @@ def export_parts(
             if name == "onnx":
                 import onnx_ir
 
-                # One file, as browsers load it, with a batch axis of that name.
+                # Browsers load one file, without external data; transformers.js expects an axis called batch.
                 for value in (*component.program.graph.inputs, *component.program.graph.outputs):
                     value.shape = onnx_ir.Shape(["batch", *value.shape[1:]])
                 (folder / file).parent.mkdir(exist_ok=True)
@@ -160,9 +172,10 @@ def export_parts(
 
 
 def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
-    """Return the contents of a program's `config.json`: labels, the images' size and, for transformers.js, which has a
-    list of model types, the one whose class runs it."""
+    """Return the contents of a program's `config.json`: labels, the images' size, the number of latent tokens and a
+    model type of transformers.js whose class runs the program."""
     config = model.config
+    num_tokens = num_tokens_of(model)
     name = type(model).__name__
     vision = vision_config_of(config)
     segments = name.endswith("SemanticSegmentation")
@@ -174,29 +187,31 @@ def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
         "id2label": config.id2label,
         "label2id": config.label2id,
         "problem_type": config.problem_type,
+        "num_tokens": num_tokens,
         "transformers.js_config": {"dtype": "q8" if precision == "int8" else "fp32"},
     }
 
 
 def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
-    """Return NNCF's quantizer for transformers. The layer that reads the pixels loses most, and stays in float32."""
+    """Return NNCF's quantizer for transformers. The layer that reads the pixels is the most sensitive one and stays in
+    float32."""
     import nncf
 
     config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        # Its sums of 8-bit products saturate unless weights use half of their range.
+        # Sums of 8-bit products saturate on AVX2, unless the weights are restricted to half of their range.
         config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
     if part.kind != "text_embeds":
         layers = (module for name, module in part.model.named_modules() if not name.startswith("text_"))
         first = next(module for module in layers if isinstance(module, nn.Conv2d | nn.Linear))
-        # OpenVINO's converter counts layers by kind, in the order of the program.
+        # OpenVINO's converter numbers the layers of each kind in the order of the program.
         kind = "convolution" if isinstance(first, nn.Conv2d) else "linear"
         config.ignored_scope = nncf.IgnoredScope(patterns=[f"{kind}_0/.*"], validate=False)
     return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)
 
 
 def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
-    """Return ONNX Runtime's quantizer; products of activations (attention, mixing) stay in floating point."""
+    """Return ONNX Runtime's quantizer. Products of two activations (attention, mixing) stay in float32."""
     config = exporters.OnnxRuntimeStaticConfig(
         per_channel=True, op_types_to_quantize=["MatMul", "Gemm", "Conv"], extra_options={"MatMulConstBOnly": True}
     )
@@ -205,7 +220,7 @@ def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence the exporters and the packages that they call; errors pass."""
+    """Silence the exporters and the packages that they call, except for errors."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -217,6 +232,7 @@ def _quiet():
 
 
 def is_exported(folder: str | os.PathLike) -> bool:
+    """Whether `frugalvit export` wrote the folder."""
     return all((Path(folder).expanduser() / name).is_file() for name in (MANIFEST, REPORT))
 
 
@@ -317,9 +333,13 @@ class ExportedModule(nn.Module):
 def load_exported(
     name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str]
 ) -> ExportedModule:
-    """Load the program that sees images of those that `frugalvit export` wrote; it has to compute one of `outputs`."""
+    """Load the program of an exported folder that reads images.
+
+    Raises:
+        ValueError: If the device is no CPU, or the program computes none of `outputs`. `kind` is for the message.
+    """
     if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"--device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
+        raise ValueError(f"device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
     model = ExportedModule(name)
     if not {*outputs} & {*model.outputs}:
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
@@ -329,8 +349,7 @@ def load_exported(
 def load_classifier(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, object]:
-    """Load a classifier and its image processor: a model by `load_model`, or a program that `frugalvit
-    export` wrote."""
+    """Load a classifier, a model or an exported program, and its image processor. Arguments as in `load_model`."""
     if not is_exported(name):
         return load_model(name, "image-classification", device, trust_remote_code)
     kind = "an image classifier"
@@ -338,7 +357,7 @@ def load_classifier(
 
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:
-    """Return a runtime's options: PyTorch's number of threads, and the precision of the export."""
+    """Return options of a runtime: PyTorch's number of threads and, for OpenVINO, the precision of the export."""
     if name == "openvino":
         hint = openvino_precision(precision)
         return {"config": {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": torch.get_num_threads()}}
@@ -346,11 +365,12 @@ def _runner_options(name: str, precision: str) -> dict[str, object]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    # Spinning threads would take the cores from PyTorch's work around each call.
+    # Threads that spin between calls would keep the cores from PyTorch, which works around each call.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return {"session_options": options}
 
 
 def openvino_precision(precision: str) -> str:
-    """Return OpenVINO's precision outside of int8. Its own default differs from machine to machine."""
+    """Return the precision in which OpenVINO computes all layers that are not int8. Its default depends on the
+    machine."""
     return "bf16" if precision == "bfloat16" else "f32"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,60 +10,68 @@ from tqdm import tqdm
 
 from .architectures import COUNTED, architecture_of, image_side, variants
 from .baselines import WithTokens
-from .command_line import CommandParser, add_device_argument, positive
+from .command_line import Options, argument, read_options
 from .configuration.configuration_base import is_sparseformer, pair
 from .macs import count_macs
 from .speed import images_per_second
+from .training.arguments import POSITIVE
 from .training.files import shipped_checkpoints, split_revision
 from .training.loading import check_complete, choose_device, load_processor, loading_errors
 from .training.preprocessing import size_made_by
 from .training.text import format_table
 
 
-def make_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="frugalvit info",
-        description="List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, "
-        "without and with attention's two products; of a CLIP or a LLaVA, those of its image side.",
+PROG = "frugalvit info"
+
+
+@dataclass(kw_only=True)
+class InfoOptions(Options):
+    """List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, without and with
+    attention's two products; for a CLIP or a LLaVA, those of its image side."""
+
+    models: list[str] = argument(
+        [],
+        "Variants of the papers, shipped models, folders or hub ids (@revision, too). Default: all variants and "
+        "shipped models.",
+        positional=True,
     )
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="NAME|FOLDER",
-        help="variants of the papers, shipped models, folders or hub ids, owner/name@revision too "
-        "(default: all variants and shipped models)",
-    )
-    parser.add_argument(
-        "--speed",
-        action="store_true",
-        help="measure images per second, too, with each number of tokens that a model is trained for",
-    )
-    parser.add_argument("--batch-size", type=positive, default=8, help="of --speed: images at a time (default: 8)")
-    add_device_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
-    return parser
+    speed: bool = argument(False, "Measure images per second, too, at each number of tokens that a model has.")
+    batch_size: int = argument(8, "Images of a measured batch.")
+    device: str | None = argument(None, "Device to measure on. Default: an accelerator if there is one.")
+    json: bool = argument(False, "Print a JSON list instead of a table.")
+
+    expected = {"batch_size": POSITIVE}
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.speed and not self.models:
+            raise ValueError("speed needs the names of the models to measure")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.speed and not arguments.models:
-        parser.error("argument --speed: name the models to measure")
-    names = arguments.models or [*variants(), *shipped_checkpoints()]
+    options = read_options(InfoOptions, PROG, argv)
+    names = options.models or [*variants(), *shipped_checkpoints()]
     rows = [describe(name) for name in tqdm(names, desc="counting", leave=False, disable=None)]
-    if arguments.speed:
-        rows = with_speeds(rows, arguments.batch_size, choose_device(arguments.device))
-    print(json.dumps(rows, indent=2) if arguments.json else format_table(rows))
+    if options.speed:
+        rows = with_speeds(rows, options.batch_size, choose_device(options.device))
+    print(json.dumps(rows, indent=2) if options.json else format_table(rows))
 
 
 @torch.no_grad()
 def describe(name: str) -> dict[str, object]:
-    """Count the tokens (with [CLS], `None` for a feature map), parameters and multiply-accumulates (`count_macs`) of a
-    model: one of `variants()`, one that ships, a model folder or a hub id."""
+    """Count the tokens, parameters and multiply-accumulates of a model.
+
+    Args:
+        name (`str`): A variant of the papers, a shipped model, a model folder or a hub id.
+
+    Returns:
+        `name`, `tokens` (with [CLS]; `None` for a model of feature maps), `image_size`, `parameters` and the fields of
+        `count_macs`.
+    """
     architecture, config = architecture_of(name)
     folder = Path(split_revision(name)[0])
     if folder.is_dir():
-        # Only the weights' header is read.
+        # On the meta device, only the header of the weights' file is read.
         options = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
         with loading_errors(name, COUNTED):
             model, report = architecture.from_pretrained(folder, **options)
@@ -73,7 +82,7 @@ def describe(name: str) -> dict[str, object]:
     vision = image_side(model)
     height, width = pair(vision.config.image_size)
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
-        # Its configuration has the size of its positions.
+        # DINOv2's configuration has the size of its position embeddings; its processor makes smaller images.
         height, width = size_made_by(load_processor(folder, COUNTED))
     if is_sparseformer(vision.config):
         tokens = vision.config.default_num_tokens + vision.config.num_prefix_tokens
@@ -91,11 +100,15 @@ def describe(name: str) -> dict[str, object]:
 
 
 def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torch.device) -> list[dict[str, object]]:
-    """Measure the models of rows of `describe`, with random weights, and return a row for each number of tokens that
-    they are trained for, with its costs, `num_tokens` (`None` without a choice) and `images/s`."""
-    found = []
+    """Measure the models of `describe`'s rows, with random weights.
+
+    Returns:
+        A row for each model and number of tokens that it is trained for: the model's row with the costs at that
+        number, `num_tokens` (`None` for models without a choice) and `images/s`.
+    """
+    measured = []
     models = {}
-    images = {}
+    batches = {}
     for row in rows:
         architecture, config = architecture_of(row["name"])
         vision = image_side(architecture._from_config(config)).eval().to(device)
@@ -104,9 +117,9 @@ def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torc
         for count in getattr(config, "trained_token_counts", [None]):
             model = vision if count is None else WithTokens(vision, count)
             tokens = row["tokens"] if count is None else config.num_prefix_tokens + count
-            images[len(found)] = torch.randn(batch_size, config.num_channels, *size).to(device)
-            models[len(found)] = model
             macs = count_macs(model, size, config.num_channels)._asdict()
-            found.append(row | macs | {"tokens": tokens, "num_tokens": count})
-    speeds = images_per_second(models, images, rounds=10)
-    return [row | {"images/s": speeds[number]} for number, row in enumerate(found)]
+            models[len(measured)] = model
+            batches[len(measured)] = torch.randn(batch_size, config.num_channels, *size).to(device)
+            measured.append(row | macs | {"tokens": tokens, "num_tokens": count})
+    speeds = images_per_second(models, batches, rounds=10)
+    return [row | {"images/s": speeds[number]} for number, row in enumerate(measured)]

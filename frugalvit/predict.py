@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, tee
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,131 +16,167 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .architectures import has_rois
-from .command_line import (
-    CommandParser,
-    add_device_argument,
-    add_reading_arguments,
-    add_token_arguments,
-    add_trust_argument,
-    positive,
-)
+from .command_line import DeviceOptions, ReadingOptions, TokenOptions, argument, read_options
 from .exported import load_classifier
-from .inference import Classifier, choose_tokens
+from .inference import choose_tokens
 from .modeling.layers import class_scores
 from .modeling.packing import pack_linear_layers
 from .pictures import check_picture_path, draw_rois, save_figure
+from .reading import read_ahead, stack_pixels
+from .training.arguments import POSITIVE
 from .training.data import METADATA_FILES, NOT_READ, files_within, find_column, kind_of, leave_out
-from .training.decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, CorruptImageError
+from .training.decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, CorruptImageError, open_record, to_rgb
 from .training.preprocessing import prepare_images, restore_images
 from .training.scores import check_scores
-from .training.text import printable
+from .training.text import first_line, printable
 
 
-# Images of a picture.
+PROG = "frugalvit predict"
+# Largest number of images in a picture of RoIs.
 MAX_DRAWN = 8
 
 
-def make_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="frugalvit predict",
-        description="Print the top labels of images; with --rois, draw where the tokens of a SparseFormer look.",
-    )
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="files, folders, 'photos/*.jpg', .parquet files")
-    parser.add_argument("--model", default="cifar10-sparseformer", metavar="FOLDER", help="or hub id, or name")
-    parser.add_argument("--image-column", help="of parquet files, where names and types do not tell")
-    parser.add_argument("--top", type=positive, default=5, help="labels for each image")
-    parser.add_argument("--limit", type=positive, help="take only this many images")
-    parser.add_argument("--rois", metavar="FILE", help=f"draw the tokens' RoIs in {MAX_DRAWN} images (.png, .pdf, …)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_reading_arguments(parser)
-    add_token_arguments(parser)
-    parser.add_argument("--batch-size", type=positive, default=32, help="images at a time")
-    add_device_argument(parser)
-    add_trust_argument(parser)
-    return parser
+@dataclass(kw_only=True)
+class PredictOptions(DeviceOptions, ReadingOptions, TokenOptions):
+    """Print the top labels of images; with rois, draw where the tokens of a SparseFormer look."""
+
+    images: list[str] = argument(help="Files, folders, 'photos/*.jpg', .parquet files.", positional=True)
+    model: str = argument("cifar10-sparseformer", "Folder, hub id or name of a model that ships.")
+    confidence: float | None = argument(None, "Few tokens first, and more for images of a lower score.")
+    top: int = argument(5, "Number of labels for each image.")
+    limit: int | None = argument(None, "Take only the first images.")
+    image_column: str | None = argument(None, "Name of the image column of parquet files, where types do not tell.")
+    rois: str | None = argument(None, f"Picture of the tokens' RoIs in the first {MAX_DRAWN} images (.png, .pdf, …).")
+    batch_size: int = argument(32, "Images of a batch.")
+    json: bool = argument(False, "Print JSON.")
+
+    expected = {
+        "confidence": ("a number from 0 to 1", lambda score: 0 <= score <= 1),
+        "top": POSITIVE,
+        "limit": POSITIVE,
+        "batch_size": POSITIVE,
+    }
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rois and self.confidence is not None:
+            raise ValueError("rois: images of one picture have the same number of tokens; leave confidence out")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.rois and arguments.confidence is not None:
-        parser.error("argument --rois: images of one picture have the same number of tokens; leave --confidence out")
-    paths = find_images(arguments.images)
-    if arguments.rois:
-        check_picture_path(arguments.rois)
-    model, image_processor = load_classifier(arguments.model, arguments.device, arguments.trust_remote_code)
-    if arguments.rois and not has_rois(model):
-        raise ValueError(f"--rois: {type(model).__name__} has no RoIs to draw, expected a SparseFormer as --model.")
-    choose_tokens(model, arguments.num_tokens, arguments.confidence)
+    options = read_options(PredictOptions, PROG, argv)
+    paths = find_images(options.images)
+    if options.rois:
+        check_picture_path(options.rois)
+    model, image_processor = load_classifier(options.model, options.device, options.trust_remote_code)
+    if options.rois and not has_rois(model):
+        raise ValueError(f"rois: {type(model).__name__} has no RoIs to draw, expected a SparseFormer as the model.")
+    choose_tokens(model, options.num_tokens, options.confidence)
     pack_linear_layers(model)
-    predictor = _Predictor(
+    images = find_files(paths, options.image_column)
+    predicted = predict_files(
         model,
         image_processor,
-        confidence=arguments.confidence,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.num_workers,
-        return_errors=True,
+        # The limit counts images that can be read.
+        images if options.skip_corrupt else islice(images, options.limit),
+        batch_size=options.batch_size,
+        num_workers=options.num_workers,
+        top=options.top,
+        confidence=options.confidence,
+        output_rois=bool(options.rois),
     )
-    predictor.options = {"top": arguments.top, "output_rois": bool(arguments.rois)}
-    found = find_files(paths, arguments.image_column)
-    names, files = tee(found if arguments.skip_corrupt else islice(found, arguments.limit))
     drawn = []
     captions = []
     results = []
     count = 0
-    predictions = tqdm(predictor(file for _, file in files), "predict", leave=False, disable=None)
-    for (name, _), prediction in zip(names, predictions, strict=False):
+    for name, prediction in tqdm(predicted, "predict", leave=False, disable=None):
         if isinstance(prediction, CorruptImageError):
-            if not arguments.skip_corrupt:
-                raise ValueError(f"Cannot read {name!r}: {prediction} To go on without such images: --skip-corrupt.")
+            if not options.skip_corrupt:
+                raise ValueError(f"Cannot read {name!r} ({prediction}). To leave such images out: --skip_corrupt.")
             tqdm.write(f"Left out: cannot read {printable(f'{name}: {prediction}')}", file=sys.stderr)
             continue
-        if arguments.json:
+        if options.json:
             labels = [{"label": label, "score": score} for label, score in prediction.labels]
             results.append({"image": name, "labels": labels, "num_tokens": prediction.num_tokens})
         else:
             tqdm.write(format_prediction(name, prediction))
-        if arguments.rois and len(drawn) < MAX_DRAWN:
+        if options.rois and len(drawn) < MAX_DRAWN:
             drawn.append(prediction)
             captions.append(f"{printable(Path(name).name)}: {format_labels(prediction, 3)}")
         count += 1
-        if count == arguments.limit:
+        if count == options.limit:
             break
     if not count:
         raise ValueError("None of the images can be read.")
-    if arguments.json:
+    if options.json:
         print(json.dumps(results, indent=2))
-    if arguments.rois:
-        save_figure(draw_predictions(drawn, captions), Path(arguments.rois))
-        print(f"Drew {len(drawn)} of {count} images: {printable(arguments.rois)}", file=sys.stderr)
+    if options.rois:
+        save_figure(draw_predictions(drawn, captions), Path(options.rois))
+        print(f"Drew {len(drawn)} of {count} images: {printable(options.rois)}", file=sys.stderr)
 
 
 @dataclass
 class Prediction:
-    """A model's labels of an image, the best first, and where its tokens look."""
+    """The labels of an image, the best first, and where the tokens look.
+
+    Args:
+        labels (`list[tuple[str, float]]`): Labels and their scores.
+        num_tokens (`int`, *optional*): Latent tokens, where the confidence chose them.
+        view (`torch.Tensor` of shape `(channels, height, width)`, *optional*): The model's input, 0 to 1.
+        rois (`list[torch.Tensor]`): `(tokens, 4)` after every adjustment.
+        sampling_points (`list[torch.Tensor]`): `(tokens, points, 2)` of every sampling, for the papers' models.
+        is_regression (`bool`): Whether scores are numbers of a regression.
+    """
 
     labels: list[tuple[str, float]]
-    # Latent tokens, where the model's confidence decided.
     num_tokens: int | None = None
-    # The image as the model saw it, (channels, height, width), 0 to 1.
     view: torch.Tensor | None = None
-    # (tokens, 4) after every adjustment, and, of the papers' models, (tokens, points, 2) of every sampling.
     rois: list[torch.Tensor] = field(default_factory=list)
     sampling_points: list[torch.Tensor] = field(default_factory=list)
-    regression: bool = False
+    is_regression: bool = False
 
 
-class _Predictor(Classifier):
-    """A `Classifier` that yields a `Prediction` for each image."""
+def predict_files(
+    model: PreTrainedModel,
+    image_processor,
+    images: Iterable[tuple[str, Path | dict]],
+    *,
+    batch_size: int = 32,
+    num_workers: int = 0,
+    **options,
+) -> Iterator[tuple[str, Prediction | CorruptImageError]]:
+    """Label images in batches, which threads read ahead.
 
-    def _compute(self, pixel_values: torch.Tensor) -> list[Prediction]:
-        return predict_pixels(
-            self.model, self.image_processor, pixel_values, confidence=self.confidence, **self.options
-        )
+    Args:
+        images (iterable of `tuple[str, Path | dict]`): Names and files or records, see `find_files`.
+        num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one a CPU.
+        options: Arguments of `predict_pixels`.
+
+    Yields:
+        The name of each image with its prediction, or with the error of an image that cannot be read.
+    """
+
+    def read(image: tuple[str, Path | dict]) -> torch.Tensor | CorruptImageError:
+        name, source = image
+        try:
+            with open_record(source) as opened:
+                return prepare_images(image_processor, [to_rgb(opened)])[0]
+        # Decoders raise errors of any type for broken files.
+        except Exception as error:
+            return CorruptImageError(first_line(error))
+
+    pending = read_ahead(read, images, 2 * batch_size, num_workers)
+    while batch := list(islice(pending, batch_size)):
+        found = [(name, future.result()) for (name, _), future in batch]
+        pixels = [each for _, each in found if isinstance(each, torch.Tensor)]
+        predictions = predict_pixels(model, image_processor, stack_pixels(pixels), **options) if pixels else []
+        remaining = iter(predictions)
+        for name, each in found:
+            yield name, each if isinstance(each, CorruptImageError) else next(remaining)
 
 
 def predict(model: PreTrainedModel, image_processor, images: Sequence[Image.Image], **options) -> list[Prediction]:
-    """Label RGB images in one batch; options as in `predict_pixels`."""
+    """Label RGB images in one batch; `options` are arguments of `predict_pixels`."""
     return predict_pixels(model, image_processor, prepare_images(image_processor, images), **options)
 
 
@@ -150,24 +186,40 @@ def predict_pixels(
     image_processor,
     pixel_values: torch.Tensor,
     top: int = 5,
-    output_rois: bool = False,
+    num_tokens: int | None = None,
     confidence: float | None = None,
+    output_rois: bool = False,
 ) -> list[Prediction]:
-    """Label a batch of prepared images, `(batch, channels, height, width)`."""
+    """Label a batch of prepared images.
+
+    Args:
+        pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Images.
+        top (`int`, *optional*, defaults to 5): Number of labels for each image.
+        num_tokens (`int`, *optional*): Latent tokens of this call; the model's own by default.
+        confidence (`float`, *optional*): Few tokens first, and more for images of a lower score.
+        output_rois (`bool`, *optional*, defaults to `False`): Return views, RoIs and sampling points, too.
+    """
     config = model.config
     if confidence is None:
-        outputs = model(pixel_values.to(model.device), **({"output_rois": True} if output_rois else {}))
+        arguments = {}
+        if num_tokens is not None:
+            arguments["num_tokens"] = num_tokens
+        if output_rois:
+            arguments["output_rois"] = True
+        outputs = model(pixel_values.to(model.device), **arguments)
     else:
         outputs = model.classify_adaptively(pixel_values.to(model.device), confidence)
     check_scores(outputs.logits)
-    classes = outputs.logits.shape[-1]
-    if classes != len(config.id2label):
-        raise ValueError(f"The model has {classes} scores, and its config.json names {len(config.id2label)} classes.")
-    scores, indices = class_scores(config, outputs.logits).topk(min(top, classes))
+    num_classes = outputs.logits.shape[-1]
+    if num_classes != len(config.id2label):
+        raise ValueError(
+            f"The model has {num_classes} scores, and its config.json names {len(config.id2label)} classes."
+        )
+    scores, indices = class_scores(config, outputs.logits).topk(min(top, num_classes))
     predictions = [
         Prediction(
             [(config.id2label[index], score) for index, score in zip(*row, strict=True)],
-            regression=config.problem_type == "regression",
+            is_regression=config.problem_type == "regression",
         )
         for row in zip(indices.tolist(), scores.tolist(), strict=True)
     ]
@@ -184,7 +236,7 @@ def predict_pixels(
 def draw_predictions(
     predictions: Sequence[Prediction], captions: Sequence[str] | None = None, all_steps: bool = False
 ):
-    """`draw_rois` for what `predict(…, output_rois=True)` returned; a `matplotlib.figure.Figure`."""
+    """Draw the RoIs of predictions with `output_rois=True`; other arguments and return value as in `draw_rois`."""
     rois = [torch.stack(step) for step in zip(*(prediction.rois for prediction in predictions), strict=True)]
     points = [torch.stack(step) for step in zip(*(each.sampling_points[-1:] for each in predictions), strict=True)]
     views = [prediction.view for prediction in predictions]
@@ -192,34 +244,34 @@ def draw_predictions(
 
 
 def format_labels(prediction: Prediction, count: int | None = None) -> str:
-    number = ".5g" if prediction.regression else ".1%"
+    number = ".5g" if prediction.is_regression else ".1%"
     return ", ".join(f"{printable(label)} {score:{number}}" for label, score in prediction.labels[:count])
 
 
 def format_prediction(name: str, prediction: Prediction) -> str:
     tokens = "" if prediction.num_tokens is None else f" ({prediction.num_tokens} tokens)"
-    number = "8.5g" if prediction.regression else "8.1%"
+    number = "8.5g" if prediction.is_regression else "8.1%"
     lines = [f"{score:{number}}  {printable(label)}" for label, score in prediction.labels]
     return "\n".join([f"{printable(name)}{tokens}", *lines])
 
 
-def find_images(arguments: Sequence[str]) -> list[Path]:
-    """Find the image and parquet files that arguments name: files, folders with all files in them, or patterns."""
+def find_images(names: Sequence[str]) -> list[Path]:
+    """Find image and parquet files, given files, folders, which are searched at any depth, or patterns."""
     found = []
-    for argument in arguments:
-        path = Path(argument).expanduser()
+    for name in names:
+        path = Path(name).expanduser()
         if path.is_dir():
             files = sorted(files_within(path, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet"}))
             if unread := [file for file in files if file.suffix.lower() in UNREAD_ENDINGS]:
                 leave_out(unread, NOT_READ)
             files = [file for file in files if file not in unread and file.name not in METADATA_FILES]
         else:
-            # Unlike `glob`, it follows no links at **, which may lead in circles.
-            names = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            # A pipe would be waited for; hidden files are those that are named.
-            files = [name for name in names if name.is_file() and _hidden(name) <= _hidden(path)]
+            # `Path.glob` does not follow links at **, which may lead in circles.
+            matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            # Reading a pipe would wait for its writer. Hidden files are read only if their names are given.
+            files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
-            raise FileNotFoundError(f"There are no images at {argument!r}; give image files, folders or patterns.")
+            raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")
         found += files
     return found
 
@@ -229,7 +281,7 @@ def _hidden(path: Path) -> set[str]:
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield names of image files, and of the images in parquet files, each with the argument of `open_record`."""
+    """Yield the name of each image file, and of each image in a parquet file, with its path or record."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):
@@ -239,7 +291,7 @@ def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterat
 
 
 def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
-    """Yield undecoded images of a parquet file, of the column that training takes, too."""
+    """Yield the undecoded images of a parquet file, from the column that a training would read."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:

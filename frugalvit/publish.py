@@ -1,6 +1,5 @@
 """`frugalvit publish`: upload a model to the hub, in half the bytes, after trying it where frugalvit is missing."""
 
-import argparse
 import functools
 import json
 import os
@@ -9,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_saved_model
-from .command_line import CommandParser
+from .command_line import Options, argument, read_options
 from .modeling.hub import HubModel
 from .modeling.model_card import auto_class, model_card
 from .modeling.notebook import write_notebook
@@ -39,58 +39,62 @@ from .training.loading import load_processor
 from .without_package import outputs_of
 
 
-# The name in cards of a model without a name on the hub.
+PROG = "frugalvit publish"
+# Name of the model in cards before it has a hub id.
 UNNAMED = "path/or/id"
+# The hub refuses cards with other licenses than its identifiers, which are written so.
+LICENSE_ID = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
 ACCESS_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
-def make_parser() -> CommandParser:
-    parser = CommandParser(prog="frugalvit publish", description="Upload a model to the hub, in half the bytes.")
-    parser.add_argument("model", metavar="FOLDER", help="a model, for example the output folder of a training")
-    parser.add_argument("repo_id", metavar="REPO_ID", nargs="?", help="hub repository to upload to, in one commit")
-    parser.add_argument("--output", metavar="OUT", help="also keep what is uploaded in this folder")
-    parser.add_argument("--dry-run", action="store_true", help="try everything, upload nothing")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
-    parser.add_argument("--license", help="of the model, for its card, for example apache-2.0")
-    parser.add_argument("--no-code", action="store_true", help="write OUT without code: it needs frugalvit")
-    parser.add_argument("--private", action="store_true", help="make a new hub repository private")
-    return parser
+@dataclass(kw_only=True)
+class PublishOptions(Options):
+    """Upload a model to the hub, in half the bytes."""
+
+    model: str = argument(help="Model folder, for example the output folder of a training.", positional=True)
+    repo_id: str | None = argument(None, "Hub repository to upload to, in one commit.", positional=True)
+    output: str | None = argument(None, "Also keep the uploaded files in this folder.", metavar="FOLDER")
+    overwrite: bool = argument(False, "Replace the output folder if it is a model folder.")
+    dry_run: bool = argument(False, "Try everything and upload nothing.")
+    license: str | None = argument(None, "License of the model, for its card, for example apache-2.0.")
+    no_code: bool = argument(False, "Write the output folder without code, for use with frugalvit installed.")
+    private: bool = argument(False, "Make a new hub repository private.")
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = make_parser().parse_args(argv)
-    arguments.model = split_revision(arguments.model)[0]
-    if arguments.output:
-        check_output_outside_input(arguments.output, arguments.model)
-    if arguments.repo_id:
-        validate_repo_id(arguments.repo_id)
-        if arguments.no_code:
-            raise ValueError("--no-code is for folders: a hub repository loads where frugalvit is not installed.")
-    model = load_saved_model(arguments.model)
+    options = read_options(PublishOptions, PROG, argv)
+    source = Path(split_revision(options.model)[0])
+    if options.output:
+        check_output_outside_input(options.output, source)
+    if options.repo_id:
+        validate_repo_id(options.repo_id)
+        if options.no_code:
+            raise ValueError("no_code is for folders: a hub repository loads where frugalvit is not installed.")
+    model = load_saved_model(source)
     with (
         tempfile.TemporaryDirectory() as aside,
-        atomic_directory(arguments.output or Path(aside) / "model", arguments.overwrite) as folder,
+        atomic_directory(options.output or Path(aside) / "model", options.overwrite) as folder,
     ):
         save_compact(model, folder)
-        copy_companions(Path(arguments.model), folder)
-        write_card(arguments, model, folder)
+        copy_companions(source, folder)
+        write_card(model, folder, options.license, options.repo_id)
         check_texts(folder)
         check_outputs(folder)
-        if arguments.no_code:
+        if options.no_code:
             for path in folder.glob("*.py"):
                 path.unlink()
             strip_auto_map(folder)
         else:
-            write_notebook(model, folder, arguments.repo_id or ".")
+            write_notebook(model, folder, options.repo_id or ".")
         for path in sorted(folder.iterdir()):
             print(f"{path.stat().st_size:>12,}  {path.name}")
-        if arguments.repo_id and not arguments.dry_run:
-            upload(folder, arguments.repo_id, arguments.private)
-            print(f"Uploaded to {arguments.repo_id}.")
+        if options.repo_id and not options.dry_run:
+            upload(folder, options.repo_id, options.private)
+            print(f"Uploaded to {options.repo_id}.")
         else:
             print("Nothing was uploaded.")
-    if arguments.output:
-        print(f"Wrote {arguments.output}.")
+    if options.output:
+        print(f"Wrote {options.output}.")
 
 
 def upload(folder: Path, repo_id: str, private: bool = False):
@@ -99,14 +103,15 @@ def upload(folder: Path, repo_id: str, private: bool = False):
     try:
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
         if private and not api.repo_info(repo_id).private:
-            raise ValueError(f"--private: {repo_id} exists and is public; change that on the hub or use another name.")
+            raise ValueError(f"private: {repo_id} exists and is public; change that on the hub or use another name.")
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload model")
     except (HTTPError, OfflineModeIsEnabled) as error:
         raise OSError(f"Cannot upload to {repo_id}: {error or type(error).__name__}") from error
 
 
 def save_compact(model: PreTrainedModel, folder: Path):
-    """Save a float32 model with half-precision tensors that load as float32, but those that it keeps in float32."""
+    """Save a float32 model in half precision, to be loaded as float32 again; weights that the model keeps in float32
+    are saved so."""
     strict = tuple(model._keep_in_fp32_modules_strict or ())
     weights = {
         name: tensor.to(torch.float16) if tensor.is_floating_point() and not name.endswith(strict) else tensor
@@ -114,13 +119,13 @@ def save_compact(model: PreTrainedModel, folder: Path):
     }
     if wrong := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise ValueError(f"The weights {wrong[0]} have values that are not finite in half precision.")
-    # The parts of a model note the folders that they were loaded from.
+    # The sub-configurations name the folders on this machine that they were loaded from.
     for name in getattr(model.config, "sub_configs", ()):
         getattr(model.config, name)._name_or_path = ""
-    # The configuration's dtype is that of the model, which stays float32.
+    # The model itself stays float32, and so does the dtype in its configuration.
     model.save_pretrained(folder, state_dict=weights)
     if not isinstance(model, HubModel):
-        # It would name code of others, which `check_outputs` would run.
+        # A foreign auto_map names foreign code, which `check_outputs` would run.
         strip_auto_map(folder)
 
 
@@ -130,14 +135,14 @@ def copy_companions(source: Path, folder: Path):
     text = read_text(card) if card.is_file() else ""
     for path in sorted(source.glob("*")):
         if is_picture_of(text, path) or any(fnmatch(path.name, pattern) for pattern in COMPANIONS):
-            # It may lead to a private file.
+            # A link may lead to a private file.
             if path.is_symlink():
                 raise ValueError(f"{str(path)!r} is a link; put the file itself there, or remove it.")
             shutil.copyfile(path, folder / path.name)
 
 
-def write_card(arguments: argparse.Namespace, model: PreTrainedModel, folder: Path):
-    """Complete the card of the folder to upload."""
+def write_card(model: PreTrainedModel, folder: Path, license: str | None = None, repo_id: str | None = None):
+    """Complete the card of the folder to upload: a short card if there is none, the license and the hub id."""
     file = folder / "README.md"
     if not file.is_file():
         model_card(model).save(file)
@@ -145,14 +150,16 @@ def write_card(arguments: argparse.Namespace, model: PreTrainedModel, folder: Pa
         card = ModelCard.load(file)
     except yaml.YAMLError as error:
         raise ValueError(f"README.md has no metadata that can be read: {error}") from error
-    if arguments.license:
-        card.data.license = arguments.license
+    if license:
+        card.data.license = license
         card.save(file)
     if not card.data.license:
-        raise ValueError("README.md names no license; give one by --license, for example apache-2.0.")
-    if arguments.repo_id:
+        raise ValueError("README.md names no license; give it by --license, for example apache-2.0.")
+    if not LICENSE_ID.fullmatch(str(card.data.license)):
+        raise ValueError(f"The license is {card.data.license!r}, expected the hub's name of one, such as apache-2.0.")
+    if repo_id:
         text = file.read_text(encoding="utf-8")
-        file.write_text(text.replace(UNNAMED, arguments.repo_id), encoding="utf-8")
+        file.write_text(text.replace(UNNAMED, repo_id), encoding="utf-8")
 
 
 def check_texts(folder: Path):
@@ -168,7 +175,7 @@ def check_texts(folder: Path):
 def check_code(path: Path, part: dict) -> dict:
     """Return a part of a JSON file; raise a ValueError if its `auto_map` names code that is not beside the file."""
     for names in dict(part.get("auto_map") or {}).values():
-        # A tokenizer has two classes, either of which may be None.
+        # A tokenizer's entry is a list of a slow and a fast class, either of which may be None.
         for name in filter(None, [names] if isinstance(names, str) else names):
             if f"{name.partition('.')[0]}.py" not in os.listdir(path.parent):
                 raise ValueError(f"The auto_map of {path.name} names code that is not published, {name!r}; remove it.")
@@ -191,7 +198,7 @@ def check_outputs(folder: Path):
         files = [f"{home}/inputs", f"{home}/outputs"]
         save_file(inputs, files[0])
         command = [sys.executable, "-c", source, str(folder.absolute()), loader, *files]
-        # Transformers keeps code of models in HF_HOME.
+        # Transformers caches the code of models in HF_HOME, which has to be empty.
         environment = os.environ | {"HF_HOME": home, "HF_HUB_OFFLINE": "1"}
         process = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
         if process.returncode:
@@ -199,7 +206,7 @@ def check_outputs(folder: Path):
             raise ValueError(f"The model does not load without frugalvit: {last}")
         computed = load_file(files[1])
     for number, values in outputs_of(model, inputs).items():
-        # The last digit depends on threads and on where tensors lie in memory.
+        # Results vary in the last digit with the number of threads and the alignment of memory.
         if not torch.allclose(computed[number], values, rtol=1e-4, atol=1e-5):
             difference = (computed[number] - values).abs().max().item()
             raise ValueError(f"Without frugalvit the model computes something else, by up to {difference:.2g}.")

@@ -1,84 +1,89 @@
 """`frugalvit swap`: a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer as its vision tower."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import datasets
 import torch
 
-from .command_line import CommandParser, add_device_map_argument, add_skip_argument, positive
+from .command_line import OutputOptions, argument, read_options
 from .configuration.configuration_sparseformer_vlm import image_grid
 from .evaluation.images import image_batches
 from .modeling.vision_tower import input_device, match_channels_, matching_processor, swap_vision_tower
-from .training.choices import DTYPES, QUANTIZATIONS
+from .training.arguments import POSITIVE
+from .training.choices import DEVICE_MAPS, DTYPES, QUANTIZATIONS
 from .training.data import load_images, sample
 from .training.files import atomic_directory, check_output_outside_input
 from .training.loading import GRID_VLMS, SEQUENCE_VLMS, load_model
 
 
-def make_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="frugalvit swap",
-        description="Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer in the place of "
-        "the vision tower that it was bootstrapped from, and its processor. The language model stays as it is.",
+PROG = "frugalvit swap"
+
+
+@dataclass(kw_only=True)
+class SwapOptions(OutputOptions):
+    """Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer in the place of the vision tower
+    that it was bootstrapped from, and its processor. The language model stays unchanged."""
+
+    model: str = argument(help="The vision-language model: folder or hub id (@revision, too).")
+    vision_model: str = argument(help="The SparseFormer: a folder that `frugalvit bootstrap` wrote.")
+    num_tokens: int | None = argument(None, "Latent tokens. Default: the SparseFormer's.")
+    image_grid: int | None = argument(None, "Rows of the grid that a Gemma 3 or a LLaVA-OneVision reads.")
+    dtype: str = argument("float32", "Data type of the written weights.", choices=DTYPES)
+    quantize: str | None = argument(
+        None, "Quantize the language model (needs frugalvit[quantize]).", choices=QUANTIZATIONS
     )
-    parser.add_argument("--model", required=True, metavar="LLAVA", help="folder or hub id (@revision, too)")
-    parser.add_argument("--vision-model", required=True, metavar="FOLDER", help="what `frugalvit bootstrap` wrote")
-    parser.add_argument("--output", required=True, metavar="OUT", help="folder to write")
-    parser.add_argument("--num-tokens", type=int, metavar="COUNT", help="latent tokens (default: the tower's own)")
-    parser.add_argument("--image-grid", type=positive, metavar="ROWS", help="of a Gemma 3 or a LLaVA-OneVision")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are written")
-    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="the language model (needs frugalvit[quantize])")
-    parser.add_argument("--dataset", nargs="+", metavar="DATA", help="images to match the tower's channels on")
-    parser.add_argument("--images", type=positive, default=1000, help="how many of --dataset (default: %(default)s)")
-    add_skip_argument(parser)
-    add_device_map_argument(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a model folder")
-    return parser
+    device_map: str | None = argument(None, "Distribute the weights, as Accelerate does.", choices=DEVICE_MAPS)
+    dataset: list[str] | None = argument(None, "Images to match the vision tower's channels on.")
+    images: int = argument(1000, "Number of these images.")
+    skip_corrupt: bool = argument(False, "Leave out images that cannot be read, and print their names.")
+
+    expected = {"image_grid": POSITIVE, "images": POSITIVE, "num_tokens": POSITIVE}
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = make_parser().parse_args(argv)
-    check_output_outside_input(arguments.output, arguments.model, arguments.vision_model)
-    dtype = getattr(torch, arguments.dtype)
-    with atomic_directory(arguments.output, arguments.overwrite) as folder:
-        tower, _ = load_model(arguments.vision_model, "image-feature-extraction", "cpu")
-        llava, old_processor = load_model(
-            arguments.model,
+    options = read_options(SwapOptions, PROG, argv)
+    check_output_outside_input(options.output, options.model, options.vision_model)
+    dtype = getattr(torch, options.dtype)
+    with atomic_directory(options.output, options.overwrite) as folder:
+        tower, _ = load_model(options.vision_model, "image-feature-extraction", "cpu")
+        vlm, old_processor = load_model(
+            options.model,
             "image-text-to-text",
             "cpu",
             model_types=(*SEQUENCE_VLMS, *GRID_VLMS),
             dtype=dtype,
-            quantize=arguments.quantize,
-            device_map=arguments.device_map,
+            quantize=options.quantize,
+            device_map=options.device_map,
         )
-        model = swap_vision_tower(llava, tower, arguments.image_grid)
-        if arguments.num_tokens is not None:
-            model.set_num_tokens(arguments.num_tokens)
+        model = swap_vision_tower(vlm, tower, options.image_grid)
+        if options.num_tokens is not None:
+            model.set_num_tokens(options.num_tokens)
         processor = matching_processor(old_processor, model)
-        patches = image_grid(llava.config) ** 2
-        about = f", in {arguments.dtype}"
-        if arguments.quantize:
-            # Written, and loaded, as it is held.
-            model.hf_quantizer = llava.hf_quantizer
-            model.config.quantization_config = llava.config.quantization_config
-            about += f", its language model in {arguments.quantize}"
-        if arguments.dataset:
-            images = sample(load_images(arguments.dataset, "train"), arguments.images, seed=0)
-            pairs = pixel_pairs(processor, old_processor, images, arguments.skip_corrupt)
-            place = input_device(llava), dtype
-            match_channels_(model, llava, ([pixel_values.to(*place) for pixel_values in pair] for pair in pairs))
+        num_patches = image_grid(vlm.config) ** 2
+        about = f", in {options.dtype}"
+        if options.quantize:
+            # The weights are written as they are stored, and loaded by the same quantizer.
+            model.hf_quantizer = vlm.hf_quantizer
+            model.config.quantization_config = vlm.config.quantization_config
+            about += f", its language model in {options.quantize}"
+        if options.dataset:
+            images = sample(load_images(options.dataset, "train"), options.images, seed=0)
+            device = input_device(vlm)
+            pairs = pixel_pairs(processor, old_processor, images, options.skip_corrupt)
+            match_channels_(model, vlm, ([pixel_values.to(device, dtype) for pixel_values in pair] for pair in pairs))
             about += f", its channels matched on {len(images):,} images"
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
     vision = model.config.vision_config
     if vision.model_type == "sparseformer_grid":
-        tokens = vision.tower_config.default_num_tokens
-        grid = image_grid(model.config)
-        tokens = f"{tokens} tokens instead of {patches} patches make a grid of {grid} x {grid}"
+        count = vision.tower_config.default_num_tokens
+        rows = image_grid(model.config)
+        tokens = f"{count} tokens in the place of {num_patches} patches, placed on a grid of {rows} x {rows}"
     else:
-        tokens = f"{model.config.image_seq_length} tokens an image instead of {patches} patches"
-        about += ". `frugalvit align-llava` lets the projector learn to read them"
-    print(f"Wrote {arguments.output}: {tokens}{about}.")
+        tokens = f"{model.config.image_seq_length} tokens an image in the place of {num_patches} patches"
+        about += ". `frugalvit align-llava` trains the projector to read them"
+    print(f"Wrote {options.output}: {tokens}{about}.")
 
 
 def pixel_pairs(
@@ -89,5 +94,5 @@ def pixel_pairs(
         image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)
     ]
-    for (ours, _), (theirs, _) in zip(*both, strict=True):
-        yield ours, theirs
+    for (new_pixels, _), (old_pixels, _) in zip(*both, strict=True):
+        yield new_pixels, old_pixels

@@ -2,7 +2,7 @@
 
 Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
 from Vision Foundation Models* (CVPR 2024). Tokens sample the image in the focusing stage (`focusing.py`); a plain
-transformer encoder follows. `frugalvit convert showlab` loads the authors' checkpoints.
+transformer encoder follows. `python -m frugalvit.convert` loads the authors' checkpoints.
 """
 
 from collections.abc import Sequence

@@ -83,9 +83,7 @@ def test_options_have_one_spelling_and_others_are_refused(command, capsys):
         cli.main([*command, "--help"])
     help = capsys.readouterr().out
     assert stop.value.code == 0 and help.startswith(f"usage: frugalvit {' '.join(command)} ")
-    # Trainings have Transformers' arguments, in both spellings.
-    if not cli.COMMANDS[command[0]][0].startswith("frugalvit.training."):
-        assert not [option for option in re.findall(r"(?<![\w-])--[\w-]+", help) if "_" in option]
+    assert not [option for option in re.findall(r"(?<![\w-])--[\w-]+", help) if "-" in option[2:]]
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, "--no-such-option"])
     error = capsys.readouterr().err

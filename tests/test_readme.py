@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModel, AutoProcessor
 
 import frugalvit
 from frugalvit.cli import COMMANDS
-from frugalvit.command_line import CommandParser
 from frugalvit.training.arguments import OptionParser
 from frugalvit.training.files import shipped_checkpoints
 
@@ -72,7 +71,6 @@ def stop_after_parsing(monkeypatch):
 
         return read_and_stop
 
-    monkeypatch.setattr(CommandParser, "parse_args", stopping(CommandParser.parse_args))
     monkeypatch.setattr(OptionParser, "parse", stopping(OptionParser.parse))
 
 

@@ -41,10 +41,12 @@ def format_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows as a table of Markdown, with the columns and numbers of `format_table`."""
+    """Format rows as a table of Markdown, with the columns and numbers of `format_table`."""
     columns, lines = _columns_and_lines(rows)
     rule = [":---" if is_text else "---:" for is_text in columns.values()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rule, *lines))
+    # A cell ends at a pipe.
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in (columns, rule, *lines))
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def _columns_and_lines(rows: Sequence[Mapping[str, object]]) -> tuple[dict[str, bool], list[list[str]]]:
