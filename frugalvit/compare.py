@@ -133,7 +133,13 @@ def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str]:
     Without a split for evaluation, they are those that trainings on the same data set hold back."""
     images, split = images_to_evaluate(dataclasses.replace(options, limit=None))
     if options.split is None and split == "train":
-        _, images = hold_back(images)
+        try:
+            _, images = hold_back(images)
+        except ValueError as error:
+            raise ValueError(
+                f"{' '.join(options.dataset)} has {len(images)} images, too few to hold some back; to compare on all of "
+                "them, give split train."
+            ) from error
         split = "train, held back"
         print(f"Comparing on {len(images):,} images of train, which trainings hold back.", file=sys.stderr)
     if "label" in images.features:

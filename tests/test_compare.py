@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from frugalvit.cli import main
 from frugalvit.compare import describe_score, draw_comparison, embed_all
 from frugalvit.modeling.hosts.running import make_example
 from frugalvit.modeling.hosts.transformers import resize_positions_
+from frugalvit.training.data import load_images
+from frugalvit.training.splits import hold_back
+from frugalvit.training.text import format_markdown
 
 
 VIT, STUDENT = (str(checkpoint_path(name)) for name in ("cifar10-vit", "cifar10-sparseformer"))
@@ -136,9 +140,28 @@ def test_errors_are_paired():
     assert found["accuracy_difference_error"] == pytest.approx((right - teacher).numpy().std(ddof=1) / 8**0.5)
 
 
+def test_images_that_trainings_hold_back(tmp_path):
+    """Of a data set without a split for evaluation; without speeds, the picture shows multiply-accumulates."""
+    draw_classes(tmp_path / "images", 20, ("cat", "dog"))
+    _, held_back = hold_back(load_images(str(tmp_path / "images"), "train"))
+    Path(held_back[0]["image"]["path"]).write_bytes(b"no image")
+    out = tmp_path / "out"
+    assert run(VIT, "--dataset", tmp_path / "images", "--skip_corrupt", "--no_speed", "--output", out) == 0
+    content = json.loads((out / "compare.json").read_text())
+    settings = content["settings"]
+    assert (settings["split"], settings["images"], settings["left_out"]) == ("train, held back", 3, 1)
+    assert {row["images"] for row in content["rows"]} == {3}
+    assert "images/s" not in (out / "compare.md").read_text() and (out / "compare.png").is_file()
+    assert draw_comparison(content["rows"]).axes[0].get_xlabel().startswith("multiply-accumulates")
+
+
+def test_a_pipe_does_not_end_a_cell():
+    assert format_markdown([{"model": "a|b", "MACs": 1}]).splitlines()[-1] == "| a\\|b | 1 |"
+
+
 def test_bad_input(tmp_path, capsys):
     """One line, and nothing is written."""
-    draw_classes(tmp_path / "animals", 1, ("owl", "fox"))
+    draw_classes(tmp_path / "animals", 3, ("owl", "fox"))
     assert run(VIT, "--output", tmp_path / "out", "--dataset", tmp_path / "animals") == 1
     assert "The model does not know the classes" in capsys.readouterr().err.splitlines()[-1]
     assert os.listdir(tmp_path) == ["animals"]
