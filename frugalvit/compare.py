@@ -25,11 +25,11 @@ from .macs import count_macs
 from .pictures import save_figure
 from .speed import images_per_second
 from .training.arguments import POSITIVE
-from .training.data import class_names, label_numbers, sample
+from .training.data import class_names, label_numbers, readable_images, sample
 from .training.files import atomic_file, write_json, write_text
 from .training.loading import choose_device
 from .training.precision import choose_mixed_precision
-from .training.splits import check_labels, hold_back, match_labels
+from .training.splits import check_classes, check_labels, match_labels
 from .training.text import format_markdown, format_table
 from .versions import origin, versions
 
@@ -80,11 +80,11 @@ def main(argv: list[str] | None = None) -> None:
     if output.exists() and not unfinished.is_dir() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"The output folder {str(output)!r} exists and is not empty; choose another one.")
     device = choose_device(options.device)
+    test, split, num_left_out = choose_images(options)
     loading = {"device": device, "trust_remote_code": options.trust_remote_code}
     baselines = load_teachers(options.teacher, **loading)
     for folder in options.students:
         baselines += load_students(folder, **loading)
-    test, split = choose_images(options)
     settings = {
         "dataset": " ".join(options.dataset),
         "split": split,
@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
         "device": str(device),
         "threads": torch.get_num_threads(),
     }
+    if num_left_out:
+        settings["left_out"] = num_left_out
     if options.speed:
         settings |= {"rounds": options.rounds, "batch_sizes": BATCH_SIZES}
     command = shlex.join(["frugalvit", "compare", *(sys.argv[2:] if argv is None else argv)])
@@ -99,16 +101,11 @@ def main(argv: list[str] | None = None) -> None:
     def legend(rows: list[dict[str, object]]) -> str:
         errors = ERRORS if "accuracy" in rows[0] else ""
         speeds = "images/s by batch size. " if any(rows[0]["images_per_second"].values()) else ""
-        about = ", ".join(f"{name}: {value}" for name, value in measured_settings(rows).items())
+        about = ", ".join(f"{name}: {value}" for name, value in settings.items())
         return f"{errors}{speeds}{about}."
 
-    def measured_settings(rows: list[dict[str, object]]) -> dict[str, object]:
-        left_out = len(test) - rows[0]["images"]
-        return settings | {"images": rows[0]["images"]} | ({"left_out": left_out} if left_out else {})
-
     def write(rows: list[dict[str, object]]):
-        content = {"command": command, "settings": measured_settings(rows), **origin(), "rows": rows}
-        write_json(output / "compare.json", content)
+        write_json(output / "compare.json", {"command": command, "settings": settings, **origin(), "rows": rows})
         write_text(output / "compare.md", f"{format_markdown(table_rows(rows))}\n\n{legend(rows)}\n")
 
     rows = compare(
@@ -128,23 +125,17 @@ def main(argv: list[str] | None = None) -> None:
     print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
 
 
-def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str]:
-    """Load the images to compare on, `options.limit` of them at random, and return them with the name of their split.
-    Without a split for evaluation, they are those that trainings on the same data set hold back."""
-    images, split = images_to_evaluate(dataclasses.replace(options, limit=None))
-    if options.split is None and split == "train":
-        try:
-            _, images = hold_back(images)
-        except ValueError as error:
-            raise ValueError(
-                f"{' '.join(options.dataset)} has {len(images)} images, too few to hold some back; to compare on all of "
-                "them, give split train."
-            ) from error
-        split = "train, held back"
-        print(f"Comparing on {len(images):,} images of train, which trainings hold back.", file=sys.stderr)
+def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str, int]:
+    """Load the images to compare on, `options.limit` of them at random. Return those that can be read, the name of
+    their split and the number of images that were left out."""
+    images, split = images_to_evaluate(dataclasses.replace(options, limit=None), held_back=True)
     if "label" in images.features:
+        check_classes(class_names(images))
         check_labels(images, split)
-    return sample(images, options.limit, seed=0), split
+    chosen = sample(images, options.limit, seed=0)
+    readable = readable_images(chosen, options.skip_corrupt, split)
+    print(f"Comparing on {len(readable):,} images of {split}.", file=sys.stderr)
+    return readable, split, len(chosen) - len(readable)
 
 
 def compare(
@@ -170,9 +161,9 @@ def compare(
         reading: Arguments of `image_batches`.
 
     Returns:
-        A row for each baseline: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, `images`
-        (the number that could be read), the fields of `describe_score` for the accuracy, `cosine` (mean with the
-        teacher's embedding) and `images_per_second` by precision and batch size.
+        A row for each baseline: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, the
+        fields of `describe_score` for the accuracy, `cosine` (mean with the teacher's embedding) and
+        `images_per_second` by precision and batch size.
     """
     # Classes are matched by name before anything is computed.
     class_indices = [
@@ -195,7 +186,6 @@ def compare(
                 "tokens": baseline.tokens,
                 "parameters": baseline.parameters,
                 "macs": count_macs(baseline.model, baseline.image_size).macs_with_attention,
-                "images": len(indices),
             }
             if (numbers := class_indices[len(rows)]) is not None:
                 correct = is_correct(baseline, embedded, numbers[label_numbers(test)[indices]])
