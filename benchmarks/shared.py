@@ -46,8 +46,21 @@ VITS = {
 MOST_ROUNDS = 10
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+class BenchmarkParser(argparse.ArgumentParser):
+    """A parser whose options have hyphens. Underscores, as in the names of Python, are accepted, too."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            name, equals, value = word.partition("=")
+            words.append(
+                f"{name.replace('_', '-')}{equals}{value}" if re.fullmatch(r"--[A-Za-z][\w-]*", name) else word
+            )
+        return super().parse_known_args(words, namespace)
+
+
+def make_parser(description: str) -> BenchmarkParser:
+    return BenchmarkParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):

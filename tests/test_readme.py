@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def stop_after_parsing(monkeypatch):
         return read_and_stop
 
     monkeypatch.setattr(OptionParser, "parse", stopping(OptionParser.parse))
+    # Benchmarks have options of argparse.
+    monkeypatch.setattr(ArgumentParser, "parse_args", stopping(ArgumentParser.parse_args))
 
 
 @pytest.mark.parametrize(("where", "line"), COMMAND_LINES, ids=[" ".join(line)[:60] for line in COMMAND_LINES])
