@@ -53,9 +53,8 @@ class BenchmarkParser(argparse.ArgumentParser):
         words = []
         for word in sys.argv[1:] if args is None else args:
             name, equals, value = word.partition("=")
-            words.append(
-                f"{name.replace('_', '-')}{equals}{value}" if re.fullmatch(r"--[A-Za-z][\w-]*", name) else word
-            )
+            is_option = re.fullmatch(r"--[A-Za-z][\w-]*", name)
+            words.append(f"{name.replace('_', '-')}{equals}{value}" if is_option else word)
         return super().parse_known_args(words, namespace)
 
 
