@@ -1,7 +1,8 @@
-"""A PatchSparseFormer as the plain vision transformer of Transformers that it computes.
+"""`to_plain_vit`: a PatchSparseFormer as the plain vision transformer of Transformers that computes the same.
 
-With the cells of a grid for tokens, a student computes what its teacher computes on a smaller image. Its weights fit
-the teacher's own class: a host is built for images of that size, read into an `Anatomy`, and written to.
+A student whose tokens are the cells of a grid computes what its teacher computes on a smaller image, so its weights
+fit the teacher's own class. A model of that class, the host, is built for images of that size, and the weights are
+copied into the modules that `read_anatomy` finds in it.
 """
 
 import copy
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from ..configuration.configuration_base import pair
+from ..configuration.configuration_patch_sparseformer import nearest_grid
 from .hosts import Anatomy, read_anatomy
 from .hosts.anatomy import GridPositions, Projection
 from .hosts.running import evaluation_mode, make_example, relative_difference
@@ -30,72 +32,107 @@ from .inheritance import TOLERANCE, load_block, load_pooling, load_weights
 from .layers import check_num_tokens
 
 
-# Fields of hosts, of which families have different ones. A student has these, too, and all biases.
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_channels", "num_hidden_layers")
-SHARED = ("hidden_act", "layer_norm_eps", *SIZES)
+# Configuration fields of hosts that a student's configuration has as well.
+SHARED_FIELDS = (
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_norm_eps",
+    "num_attention_heads",
+    "num_channels",
+    "num_hidden_layers",
+)
+# Fields of hosts that switch on a bias; a student has all biases.
 BIASES = ("attention_bias", "key_bias", "mlp_bias", "proj_bias", "qkv_bias", "query_bias", "value_bias")
+# Model types of hosts that take images of any shape; the code of all others is for squares.
+TAKES_RECTANGLES = ("deit", "dinov3_vit", "ijepa", "vit", "vit_mae", "vit_msn")
 
 
 @torch.no_grad()
 def to_plain_vit(
     student: PreTrainedModel, num_tokens: int | None, like: PreTrainedConfig | str | os.PathLike | None
 ) -> PreTrainedModel:
-    """`to_plain_vit` of a PatchSparseFormer's class, which documents it."""
+    """Return a student as a model of its teacher's class: the work of `PatchSparseFormerModel.to_plain_vit`, which
+    documents the arguments."""
     config = student.config
     if config.placement == "content":
-        raise ValueError("The student's tokens are cells of several sizes, which no plain ViT has; expected a grid.")
+        raise ValueError(
+            "`placement` is 'content', which makes tokens of cells of several sizes; no plain ViT has those. Expected "
+            "'grid'."
+        )
     if not type(student).__name__.endswith(("ForImageClassification", "Model", "WithProjection")):
         raise ValueError(f"Got a {type(student).__name__}, expected a classifier or a vision model.")
     count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
-    grid = config.grid_of(count)
     if like is None and config.teacher_config is None:
-        raise ValueError("The student does not know its teacher's configuration in Transformers; give `like`.")
+        raise ValueError(
+            "The student's configuration has no `teacher_config`, as its teacher was no model of Transformers; give "
+            "`like`, the configuration of a model of Transformers with the teacher's architecture."
+        )
     if like is None:
         like = AutoConfig.for_model(**config.teacher_config)
     elif not isinstance(like, PreTrainedConfig):
         like = AutoConfig.from_pretrained(like)
-    template = copy.deepcopy(getattr(like, "vision_config", like))
+    host_config = copy.deepcopy(getattr(like, "vision_config", like))
+    model_type = host_config.model_type
+    grid = config.grid_of(count)
+    check_grid(config, grid, model_type)
+    set_fields(host_config, student, grid)
     try:
-        host = build_host(student, resized_config(student, template, grid)).to(student.device, student.dtype).eval()
+        host = build_host(student, host_config).to(student.device, student.dtype).eval()
         anatomy = read_anatomy(host)
         copy_weights(student, anatomy, grid)
         if student.dtype == torch.float32:
             check_host(student, anatomy, count)
-    # Of fields for squares alone, and of weights of other shapes.
+    # A host of another architecture lacks a module, or has weights of another shape.
     except (AttributeError, RuntimeError, StrictDataclassError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{count} tokens of the student do not fit a {template.model_type}: {reason}.") from error
+        raise ValueError(
+            f"The student's weights do not fit a {model_type}: {reason}. Expected its teacher's architecture."
+        ) from error
     return host
 
 
-def resized_config(student: PreTrainedModel, config: PreTrainedConfig, grid: tuple[int, int]) -> PreTrainedConfig:
-    """Change a configuration, in place, to one whose images have the patches of a grid."""
-    own = student.config
-    sizes = {"patch_size": pair(own.patch_size)}
-    sizes["image_size"] = tuple(count * pixels for count, pixels in zip(grid, sizes["patch_size"], strict=True))
-    fields = {
-        **{name: getattr(own, name) for name in SHARED},
-        **dict.fromkeys(BIASES, True),
-        **dict.fromkeys(("use_head", "vision_use_head"), student.base_model.pooling_head is not None),
-        # SigLIP 2 NaFlex, C-RADIO, whose normalization is in the student's weights, AIMv2 and ViTMAE.
-        "num_patches": math.prod(grid),
-        "max_img_size": max(sizes["image_size"]),
-        "norm_mean": [0.0] * own.num_channels,
-        "norm_std": [1.0] * own.num_channels,
-        "is_native": False,
-        "mask_ratio": 0.0,
-    }
-    for name, (height, width) in sizes.items():
-        is_pair = isinstance(getattr(config, name, None), list | tuple)
-        fields[name] = [height, width] if is_pair or height != width else height
+def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str):
+    """Raise a ValueError if a grid is no square and hosts of this type take squares alone."""
+    rows, columns = grid
+    if rows == columns or model_type in TAKES_RECTANGLES:
+        return
+    sides = range(1, math.isqrt(config.num_latent_tokens) + 1)
+    squares = [side * side for side in sides if nearest_grid(side * side, pair(config.image_size))[1] == (side, side)]
+    raise ValueError(
+        f"`num_tokens` is {rows * columns}, a grid of {rows} x {columns}, but a {model_type} takes square grids "
+        f"alone; expected one of {', '.join(map(str, squares))}."
+    )
+
+
+def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tuple[int, int]):
+    """Set the fields of a host's configuration, in place, to the student's sizes and images with the patches of a
+    grid."""
+    config = student.config
+    patch_size = pair(config.patch_size)
+    image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
+    has_head = student.base_model.pooling_head is not None
+    fields = {name: getattr(config, name) for name in SHARED_FIELDS}
+    fields |= dict.fromkeys(BIASES, True)
+    # AIMv2 and SigLIP.
+    fields |= {"use_head": has_head, "vision_use_head": has_head, "is_native": False}
+    # SigLIP 2 NaFlex.
+    fields["num_patches"] = math.prod(grid)
+    # C-RADIO, whose normalization is folded into the student's weights.
+    fields |= {"max_img_size": max(image_size)}
+    fields |= {"norm_mean": [0.0] * config.num_channels, "norm_std": [1.0] * config.num_channels}
+    # ViTMAE.
+    fields["mask_ratio"] = 0.0
+    for name, size in (("patch_size", patch_size), ("image_size", image_size)):
+        keeps_pair = isinstance(getattr(host_config, name, None), list | tuple) or size[0] != size[1]
+        fields[name] = list(size) if keeps_pair else size[0]
     for name, value in fields.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
-    return config
+        if hasattr(host_config, name):
+            setattr(host_config, name, value)
 
 
 def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the host that goes with the student's classifier, projection, or neither."""
+    """Build the host class that has the student's classifier, its projection, or neither."""
     if hasattr(student, "visual_projection"):
         if config.model_type != "clip_vision_model":
             raise ValueError(f"Transformers has no {config.model_type} with a projection; expected clip_vision_model.")
@@ -103,8 +140,9 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
         return CLIPVisionModelWithProjection(config)
     if not hasattr(student, "classifier"):
         host_class = MODEL_MAPPING[type(config)]
-        pooler = "add_pooling_layer" in inspect.signature(host_class).parameters
-        return host_class(config, **({"add_pooling_layer": False} if pooler else {}))
+        if "add_pooling_layer" in inspect.signature(host_class).parameters:
+            return host_class(config, add_pooling_layer=False)
+        return host_class(config)
     family = config.model_type.removesuffix("_vision_model")
     if family != config.model_type:
         config = AutoConfig.for_model(family, vision_config=config.to_dict())
@@ -113,13 +151,21 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
     for name in ("id2label", "label2id", "problem_type"):
         setattr(config, name, getattr(student.config, name))
     host_class = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
-    return (host_class[0] if isinstance(host_class, tuple) else host_class)(config)
+    # The mapping has several classes for some models; the first has one classifier.
+    if isinstance(host_class, tuple):
+        host_class = host_class[0]
+    return host_class(config)
 
 
 def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, int]):
     """Copy a student's weights into the modules of a host that was built for images of this grid."""
     base = student.base_model
     embeddings = base.embeddings
+    if anatomy.num_prefix_tokens != student.config.num_prefix_tokens:
+        raise ValueError(
+            f"The student has {student.config.num_prefix_tokens} class tokens and registers, a {anatomy.name} has "
+            f"{anatomy.num_prefix_tokens}; expected its teacher's architecture."
+        )
     projection = embeddings.projection
     patches = anatomy.patches.projection
     load_weights(patches, Projection(projection.weight.view(patches.weight.shape), projection.bias))

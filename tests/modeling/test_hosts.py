@@ -214,20 +214,38 @@ class TestPlainViTs:
 
     def test_a_teacher_of_another_library_needs_an_architecture(self):
         student = changed(inherit(read_anatomy(make("timm-vit"))))
-        with pytest.raises(ValueError, match="does not know its teacher.*give `like`"):
+        with pytest.raises(ValueError, match="no `teacher_config`.*give `like`"):
             student.to_plain_vit(16)
         host = student.to_plain_vit(16, like=transformers.ViTConfig())
         assert type(host) is transformers.ViTForImageClassification and host.config.num_labels == 5
         with pytest.raises(ValueError, match="A CLIPVisionModel with the student's weights differs"):
             student.to_plain_vit(16, like=transformers.CLIPConfig())
 
+    @pytest.mark.parametrize("name", [name for name in OF_TRANSFORMERS if name in FEW or name.startswith("vit")])
+    @torch.no_grad()
+    def test_grids_that_are_not_square(self, name):
+        """20 tokens make a grid of 5 x 4, which some classes of Transformers do not take."""
+        student = inherit(read_anatomy(make(name)))
+        if name.startswith("vit"):
+            host = student.to_plain_vit(20)
+            images = torch.randn(2, 3, *host.config.image_size)
+            anatomy = read_anatomy(host)
+            assert difference_from(anatomy, student(images, num_tokens=20), images) < 1e-4
+            return
+        for each in (student, student.bfloat16()):
+            message = "`num_tokens` is 20, a grid of 5 x 4, but .* square grids alone; expected one of 1, 4, 9, .* 64"
+            with pytest.raises(ValueError, match=message):
+                each.to_plain_vit(20)
+
     def test_what_no_class_computes_is_refused(self):
         with pytest.raises(ValueError, match="cells of several sizes"):
             inherit(read_anatomy(make("dinov2")), placement="content").to_plain_vit()
         with pytest.raises(ValueError, match="no aimv2_vision_model with a projection"):
             inherit(read_anatomy(make("aimv2-with-projection"))).to_plain_vit(16)
-        with pytest.raises(ValueError, match="20 tokens of the student do not fit a dinov2"):
-            inherit(read_anatomy(make("dinov2"))).to_plain_vit(20)
+        with pytest.raises(ValueError, match="has 0 class tokens and registers, a CLIPVisionModel has 1; expected"):
+            inherit(read_anatomy(make("siglip-vision"))).to_plain_vit(16, like=transformers.CLIPConfig())
+        with pytest.raises(ValueError, match="do not fit a dinov2: .*. Expected its teacher's architecture"):
+            inherit(read_anatomy(make("dinov2-swiglu"))).to_plain_vit(16, like=transformers.Dinov2Config())
         student = inherit(read_anatomy(make("dinov3")))
         torch.nn.init.normal_(student.embeddings.position_embeddings)
         with pytest.raises(ValueError, match="differs from the student .* no place for all"):
