@@ -1,1 +1,1 @@
-"""Configurations, one file a family."""
+"""Configurations, one file for each model family."""

@@ -1,4 +1,4 @@
-"""Base classes of all configurations, and the checks of their fields."""
+"""Base classes of all configurations, and validators of their fields."""
 
 import difflib
 import math
@@ -15,13 +15,13 @@ Size = int | list[int] | tuple[int, int]
 Floats = list[float | int] | tuple[float | int, ...]
 Ints = list[int] | tuple[int, ...]
 
-# Validated fields: `drop_path_rate: float | int = rate(default=0.0)`.
+# Factories of validated fields, for example `drop_path_rate: float | int = rate(default=0.0)`.
 rate = interval(min=0.0, max=1.0, exclude_max=True)
 positive = interval(min=0.0, exclude_min=True)
 
 
 def at_least(low: int):
-    """Validated field of a number, or of a size that may be a height and a width, from `low` on, or `None`."""
+    """Return a factory of fields whose value is `None`, a number or a pair of numbers, none of them below `low`."""
 
     @as_validated_field
     def check(value):
@@ -34,62 +34,66 @@ def at_least(low: int):
 
 
 def pair(size) -> tuple[int, ...]:
-    """Height and width of a size, which may be one number for both."""
+    """Return height and width of a size, which may be one number for both."""
     return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
 
 
 def is_sparseformer(config) -> bool:
-    """Whether a configuration is a SparseFormer's. Told by `model_type`: remote code has classes of its own."""
+    """Return whether a configuration is a SparseFormer's."""
+    # By `model_type`, because remote code has classes of its own.
     return getattr(config, "model_type", "").removesuffix("_projection") in ("sparseformer", "patch_sparseformer")
 
 
 def set_image_size(config, image_size: int | list[int]):
-    """Change the size of a model's images, in pixels; a center crop shows as much of them as it did."""
+    """Change the size of a model's images in pixels; a center crop keeps its share of the image."""
     if getattr(config, "resize_size", None) is not None:
         config.resize_size = round(config.resize_size * min(pair(image_size)) / min(pair(config.image_size)))
     config.image_size = image_size
 
 
 class HubMixin:
-    """Mixin of `HubModel`, which saves its source files, and of its configurations and processors."""
+    """Mixin of `HubModel` and its configurations and processors."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class=None):
-        """Does nothing."""
+        """Do nothing: `HubModel.save_pretrained` saves the source files."""
 
 
 @strict
 class FrugalViTConfig(HubMixin, PreTrainedConfig):
-    """Base configuration: a misspelled field is an error, and papers' models have names.
+    """Base configuration: misspelled fields raise an error, and models of the papers have names.
 
-    Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would silently build the
-    default model. Here a name that is close to that of a field raises a `StrictDataclassError`, as wrong values do.
+    Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would build the default
+    model without a warning. Here, an unknown name similar to a field's raises a `StrictDataclassError`.
     """
 
-    # Fields of the papers' models by name.
+    # Fields of the papers' models by model name.
     _variants = {}
 
     @classmethod
     def variants(cls) -> list[str]:
-        """Names of the papers' models, for `from_variant`."""
+        """Return the names of the papers' models, for `from_variant`."""
         return list(cls._variants)
 
     @classmethod
     def from_variant(cls, name: str, **overrides):
-        """Return the configuration of one of the papers' models, by its name among `variants()`, with other fields
-        set differently, for example `num_labels=10`.
+        """Return the configuration of a model of the papers.
+
+        Args:
+            name (`str`): One of `variants()`.
+            overrides: Fields to change, for example `num_labels=10`.
 
         Raises:
-            ValueError: if there is no variant of that name; the message lists the names.
+            ValueError: if there is no variant of that name; the message lists similar names.
         """
         if name not in cls._variants:
             close = ", ".join(difflib.get_close_matches(name, cls._variants, n=4, cutoff=0.5) or cls._variants)
             family = cls.__name__.removesuffix("Config")
             raise ValueError(f"There is no {family} variant {name!r}. Did you mean: {close}?")
-        return cls(**{**cls._variants[name], **overrides})
+        return cls(**cls._variants[name] | overrides)
 
     def validate_names(self):
-        """No attribute looks like a misspelled field."""
+        """Check that no attribute is similar to the name of a field."""
         names = {field.name for field in fields(self)}
         for key in vars(self):
             if key in names or key.startswith("_") or hasattr(type(self), key):
@@ -101,11 +105,12 @@ class FrugalViTConfig(HubMixin, PreTrainedConfig):
 
 @strict
 class VisionConfig(FrugalViTConfig):
-    """Base configuration of models of images: what an image processor does before them.
+    """Base configuration of image models, with the preprocessing of their image processor.
 
     Args:
         image_mean, image_std (`float` or sequence of `float`, *optional*):
-            Normalization, by one number or one for each channel; `None` where the model has no image processor.
+            Mean and standard deviation of normalization, one number or one for each channel; `None` if the model has
+            no image processor.
         resize_size (`int`, *optional*):
             Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
         resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
@@ -117,9 +122,11 @@ class VisionConfig(FrugalViTConfig):
     resample: int = 2
 
     def validate_preprocessing(self):
-        """There is one mean and standard deviation, or one for each channel, or none of both."""
+        """Check that mean and standard deviation are both given or both `None`, and that their lengths fit."""
         if (self.image_mean is None) != (self.image_std is None):
-            raise ValueError("One of `image_mean` and `image_std` is None; give both or none.")
+            raise ValueError(
+                f"`image_mean` is {self.image_mean} and `image_std` is {self.image_std}; give both or neither."
+            )
         for name in ("image_mean", "image_std"):
             value = getattr(self, name)
             if isinstance(value, (list, tuple)) and len(value) != self.num_channels:
@@ -131,62 +138,68 @@ class VisionConfig(FrugalViTConfig):
 @strict
 class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     r"""
-    Base configuration of both SparseFormers: counts of tokens, the transformer encoder, whose blocks may be those of
-    any plain vision transformer, pooling and feature maps. Fields of the image processor are `VisionConfig`'s; those
-    that are not listed here are as in Transformers' `ViTConfig`.
+    Base configuration of both SparseFormers: numbers of tokens, the transformer encoder, pooling and feature maps. The
+    encoder can have the blocks of any plain vision transformer. Fields of the image processor are documented in
+    `VisionConfig`, further fields in Transformers' `ViTConfig`.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
-            Pixels, or height and width, for preprocessing. The model itself takes any size.
-        num_latent_tokens (`int`, *optional*, defaults to 48): Latent tokens, without [CLS] (the papers count it: 49).
+            Size of preprocessed images in pixels, one number or height and width. The model itself takes any size.
+        num_latent_tokens (`int`, *optional*, defaults to 48):
+            Number of latent tokens, without [CLS]. The papers count [CLS]: 48 is their 49.
         elastic_token_counts (sequence of `int`, *optional*):
-            Counts of latent tokens that a call may choose, increasing, with `num_latent_tokens` as the last.
-        num_tokens (`int`, *optional*): Latent tokens of a call that chooses none; all of them by default.
-        num_hidden_layers (`int`, *optional*, defaults to 8): Blocks of the encoder that exist, after truncation.
+            Increasing numbers of latent tokens that the model is trained with; the last is `num_latent_tokens`.
+        num_tokens (`int`, *optional*):
+            Number of latent tokens of calls that do not choose one; `num_latent_tokens` by default.
+        num_hidden_layers (`int`, *optional*, defaults to 8): Number of encoder blocks, after truncation.
         num_attention_heads, intermediate_size (`int`, *optional*):
-            Heads of attention, by default one per 64 channels, and MLP width, by default 4 times `hidden_size`.
+            Attention heads, by default one for 64 channels, and MLP width, by default 4 times `hidden_size`.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of MLPs ("quick_gelu" for CLIP).
-        gated_mlp (`bool`, *optional*, defaults to `False`): Gated MLPs (SwiGLU with "silu").
-        layer_scale (`bool`, *optional*, defaults to `False`): Learned factors of the branches' channels (DINOv2).
-        norm_type (`str`, *optional*, defaults to `"layer_norm"`): Norms of the encoder, or `"rms_norm"`.
+        gated_mlp (`bool`, *optional*, defaults to `False`): Use gated MLPs (SwiGLU with "silu").
+        layer_scale (`bool`, *optional*, defaults to `False`): Use layer scale (DINOv2).
+        norm_type (`str`, *optional*, defaults to `"layer_norm"`): `"layer_norm"` or `"rms_norm"`, in the encoder.
         extra_norms (sequence of `str`, *optional*, defaults to `()`):
-            Norms besides those of a plain transformer: `"query_key"`, of each head's queries and keys; `"attention"`,
-            before attention's output projection; `"mlp"`, before the second layer of MLPs (EVA-02).
+            Norms that a plain transformer does not have: `"query_key"` for queries and keys of each head,
+            `"attention"` before the output projection of attention, `"mlp"` before the second layer of MLPs (EVA-02).
         final_norm (`str`, *optional*, defaults to `"before_pooling"`):
-            The norm behind the encoder, or `"after_pooling"`, of the pooled token (v1), or `None`.
+            Place of the final norm: `"before_pooling"`, `"after_pooling"` (v1), or `None` for no final norm.
         rope_theta (`float`, *optional*):
-            Base of the frequencies by which queries and keys of latent tokens are rotated, each by the center of its
-            RoI (`rotary_table`). `None` rotates none.
+            Base of the frequencies of rotary position embeddings, which rotate queries and keys of latent tokens by
+            the centers of their RoIs (`rotary_table`). `None` for no rotation.
         rope_coordinates (sequence of `float`, *optional*):
-            Coordinates of the image's top, left, bottom and right edges. By default DINOv3's.
-        num_class_tokens (`int`, *optional*, defaults to 1): [CLS] tokens, which join before the encoder; 0 for none.
-        num_register_tokens (`int`, *optional*, defaults to 0): Registers, which join behind the [CLS] tokens.
+            Coordinates of the image's top, left, bottom and right edges; DINOv3's by default.
+        num_class_tokens (`int`, *optional*, defaults to 1):
+            Number of [CLS] tokens, which are concatenated before the encoder; 0 for none.
+        num_register_tokens (`int`, *optional*, defaults to 0): Number of registers, which follow the [CLS] tokens.
         pooling (`str`, *optional*, defaults to `"cls"`):
-            `"cls"`, class tokens, side by side if there are several; `"class_mean"`, their mean; `"mean"`, that of all
-            tokens, or `"latent_mean"`, of all but those in front; `"cls_and_latent_mean"`, both side by side (DINOv2's
-            classifiers); `"attention"` to all tokens or `"latent_attention"`, by a learned query (SigLIP, AIMv2).
+            The pooled embedding: `"cls"`, the concatenated class tokens; `"class_mean"`, the mean of class tokens;
+            `"mean"`, the mean of all tokens; `"latent_mean"`, the mean of latent tokens; `"cls_and_latent_mean"`,
+            [CLS] and the mean of latent tokens concatenated (DINOv2's classifiers); `"attention"` or
+            `"latent_attention"`, attention of a learned query to all or to latent tokens (SigLIP, AIMv2).
         pooled_class_tokens (sequence of `int`, *optional*):
-            Indices of the class tokens that `"cls"` takes (RADIO); all by default.
+            Indices of the class tokens that `"cls"` and `"class_mean"` read (RADIO); all by default.
         pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the encoder's by default.
-        pooling_intermediate_size (`int`, *optional*): MLP width of attention pooling; the encoder's by default, 0 for
-            no MLP (AIMv2).
+        pooling_intermediate_size (`int`, *optional*):
+            MLP width of attention pooling; the encoder's by default, 0 for no MLP (AIMv2).
         out_features, out_indices (`list`, *optional*):
-            Layers whose feature maps a backbone returns, as in Transformers: "stem", "stage1", and so on. The last by
-            default; with several `feature_scales`, as many, evenly spaced.
+            Layers whose feature maps a backbone returns, as in Transformers: "stem", "stage1", and so on. By default
+            the last; with `feature_scales`, evenly spaced layers, one for each scale.
         reshape_hidden_states (`bool`, *optional*, defaults to `True`):
-            Whether feature maps have rows and columns, or their cells follow [CLS] (or the mean token), for DPT.
+            Return feature maps with rows and columns. With `False`, cells are a sequence after [CLS] or, without
+            [CLS], the mean token, as DPT reads them.
         feature_scales (sequence of `float`, *optional*):
-            Factors for the rows and columns of each map, as `[4, 2, 1, 0.5]` of ViTDet's pyramid; 1 by default.
+            Factors of rows and columns for each feature map, for example `[4, 2, 1, 0.5]` for ViTDet's pyramid; 1 by
+            default.
         upsampler_hidden_size (`int`, *optional*):
-            Width of the convolutions that see the image and refine feature maps; `None` for no such convolutions.
-        drop_path_rate (`float`, *optional*, defaults to 0.0): Largest stochastic depth rate; rises linearly.
+            Width of the convolutions that refine feature maps by the image (`MapUpsampler`); `None` for none.
+        drop_path_rate (`float`, *optional*, defaults to 0.0): Largest stochastic depth rate; it rises linearly.
     """
 
-    # Of a CLIP or a LLaVA with a SparseFormer, the configuration of that.
+    # The sub-configuration to load from a CLIP or LLaVA that has a SparseFormer.
     base_config_key = "vision_config"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
     keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states", "stem_features", "token_maps"]
-    # Values of `extra_norms`.
+    # Values that `extra_norms` may have.
     known_norms = {"query_key", "attention", "mlp"}
 
     image_size: Size = at_least(4)(default=224)
@@ -237,12 +250,12 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
 
     @property
     def stage_names(self) -> list[str]:
-        """Layers that have feature maps."""
+        """Names of layers that have feature maps."""
         return ["stem", *(f"stage{number}" for number in range(1, self.num_hidden_layers + 1))]
 
     @property
     def default_num_tokens(self) -> int:
-        """Latent tokens of a call without `num_tokens`."""
+        """Number of latent tokens of calls without `num_tokens`."""
         # Read once, as another thread may call `set_num_tokens`.
         num_tokens = self.num_tokens
         return self.num_latent_tokens if num_tokens is None else num_tokens
@@ -257,12 +270,12 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
 
     @property
     def trained_token_counts(self) -> tuple[int, ...]:
-        """Counts of latent tokens that the model is trained for."""
+        """Numbers of latent tokens that the model is trained with."""
         return tuple(self.elastic_token_counts or [self.num_latent_tokens])
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Number of class and register tokens, in front of the latent ones."""
+        """Number of class and register tokens, which precede latent tokens."""
         return self.num_class_tokens + self.num_register_tokens
 
     @property
@@ -273,7 +286,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         return 2 * self.hidden_size if self.pooling == "cls_and_latent_mean" else self.hidden_size
 
     def validate_encoder(self):
-        """Counts of tokens increase, heads divide the width, norms are known, and what is pooled or scaled exists."""
+        """Check numbers of tokens, heads, norms, pooling and scales of feature maps."""
         most = self.num_latent_tokens
         counts = list(self.elastic_token_counts or [most])
         if counts != sorted({*counts}) or counts[0] < 1 or counts[-1] != most:
@@ -292,7 +305,9 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         if not {*self.extra_norms} <= self.known_norms:
             raise ValueError(f"`extra_norms` is {self.extra_norms}, expected some of {sorted(self.known_norms)}.")
         if self.pooling in ("cls", "class_mean", "cls_and_latent_mean") and not self.num_class_tokens:
-            raise ValueError(f"`pooling={self.pooling!r}` needs `num_class_tokens`; without, choose 'mean'.")
+            raise ValueError(
+                f"`pooling` is {self.pooling!r} and `num_class_tokens` is 0; add a class token or choose 'mean'."
+            )
         scales = self.feature_scales
         if scales is not None and (len(scales) != len(self.out_features) or any(scale <= 0 for scale in scales)):
             raise ValueError(

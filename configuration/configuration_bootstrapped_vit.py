@@ -1,4 +1,4 @@
-"""Configuration of a vision transformer and the agent CNN that it learns from."""
+"""Configuration of a vision transformer that is trained with an agent CNN."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from .configuration_base import Ints, at_least, pair, positive, rate
 from .configuration_vit import AttentionStartConfig, Initialization
 
 
-# Weights of the terms of the loss, of the reference implementation: classification, divergence, hints.
+# Loss weights of the reference implementation by `sharing`: classification, divergence, hints.
 WEIGHTS = {"none": (1.0, 1.0, 10.0), "weights": (0.5, 0.5, 5.0)}
 
 VIT_SMALL = {
@@ -37,13 +37,14 @@ VIT_BASE = {
     "attention_probs_dropout_prob": 0.0,
     "layer_norm_eps": 1e-6,
 }
-# Names say how the two are trained, their size, and the agent's stem if it is res-like.
+# Names have the kind of training, the size, and "res" for agents with a ResNet stem.
 VARIANTS = {
     f"{name}-{size}{'-res' if res else ''}": {
         "vit_config": vit,
-        # An agent that shares the transformer's MLPs has their dropout.
+        # In the reference implementation, an agent that shares weights has the transformer's dropout in its MLPs and
+        # at the end of both branches.
         "agent_config": AGENTS[f"agent-{size}{'-res' if res else ''}"]
-        | ({"dropout": vit["hidden_dropout_prob"]} if sharing == "weights" else {}),
+        | (dict.fromkeys(("dropout", "branch_dropout"), vit["hidden_dropout_prob"]) if sharing == "weights" else {}),
         "sharing": sharing,
         "embedding_dropout": 0.0,
         "mlp_dropout": vit["hidden_dropout_prob"],
@@ -58,31 +59,32 @@ VARIANTS = {
 @strict
 class BootstrappedViTConfig(AttentionStartConfig):
     r"""
-    Configuration of a vision transformer that is trained together with an agent CNN (Zhang et al., *Bootstrapping
-    ViTs*, arXiv 2112.03552), by `frugalvit joint`. The defaults are ViT-S with Agent-S; `from_variant` has the rest.
-    Fields of the image processor are `VisionConfig`'s.
+    Configuration of a vision transformer that `frugalvit joint` trains together with an agent CNN (Zhang et al.,
+    *Bootstrapping ViTs*, arXiv 2112.03552). The defaults are ViT-S with Agent-S; `from_variant` makes other models.
+    Fields of the image processor are documented in `VisionConfig`.
 
     Args:
-        vit_config (`ViTConfig` or `dict`, *optional*): The transformer, Transformers' own.
-        agent_config (`AgentCNNConfig` or `dict`, *optional*): The agent, with as many blocks of the same width.
+        vit_config (`ViTConfig` or `dict`, *optional*): Configuration of the transformer, a ViT of Transformers.
+        agent_config (`AgentCNNConfig` or `dict`, *optional*):
+            Configuration of the agent, with the transformer's number of blocks and width.
         sharing (`str`, *optional*, defaults to `"none"`):
-            `"none"`, each has its own weights (the paper's Joint), or `"weights"` (Shared): position i of the agent's
-            convolutions goes through the value and output matrices of head i, and MLPs are the transformer's.
+            `"none"`, separate weights (Joint in the paper), or `"weights"` (Shared): position i of the agent's
+            convolutions has the value and output matrices of head i, and MLPs are the transformer's.
         classification_weight, divergence_weight, hint_weight (`float`, *optional*):
-            Weights of the terms of the loss; the reference implementation's for `sharing` if not given: 1, 1 and 10,
-            or, shared, 0.5, 0.5 and 5.
+            Loss weights. By default the reference implementation's: 1, 1 and 10 for `"none"`, 0.5, 0.5 and 5 for
+            `"weights"`.
         temperature (`float`, *optional*, defaults to 4.0): Temperature of the distributions in the divergences.
-        hint_layers (sequence of `int`, *optional*): Blocks, from 0, whose tokens get hints; all if not given.
+        hint_layers (sequence of `int`, *optional*): Indices of the blocks whose tokens get hints; all by default.
         embedding_dropout (`float`, *optional*):
-            Dropout of the transformer's embeddings; its `hidden_dropout_prob` if not given. 0 in the variants, as in
-            the reference implementation.
+            Dropout of the transformer's embeddings; its `hidden_dropout_prob` by default. Variants have 0, as the
+            reference implementation.
         mlp_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout after the activation of the transformer's MLPs, which Transformers' own does not have and the
-            reference implementation does.
+            Dropout after the activation of the transformer's MLPs, which the reference implementation has and
+            Transformers does not.
         initialization (`str`, *optional*, defaults to `"default"`):
-            How fresh weights of both are drawn: `"default"`, Transformers' and PyTorch's way; `"reference"`, the
-            reference implementation's, which the variants have; or another start of the transformer's attention, see
-            `AttentionStartConfig`, also for `initialization_options`.
+            Initialization of new weights: `"default"`, as Transformers and PyTorch do it; `"reference"`, as the
+            reference implementation and all variants do it; or an initialization of the transformer's attention, see
+            `AttentionStartConfig`, which documents `initialization_options`, too.
     """
 
     model_type = "bootstrapped_vit"
@@ -118,7 +120,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
         self.agree()
 
     def agree(self):
-        """Copy the labels to both configurations, and the preprocessing and the start to the agent's."""
+        """Copy labels to both configurations, and preprocessing and initialization to the agent's."""
         for config in (self.vit_config, self.agent_config):
             config.id2label = self.id2label
             config.label2id = self.label2id
@@ -128,7 +130,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
 
     @property
     def image_size(self) -> int | list[int] | tuple[int, int]:
-        """Size of the transformer's images in pixels, one number or height and width."""
+        """Size of images in pixels, one number or height and width."""
         return self.vit_config.image_size
 
     @property
@@ -137,12 +139,12 @@ class BootstrappedViTConfig(AttentionStartConfig):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Rows and columns of the transformer's patches."""
+        """Rows and columns of patches."""
         sizes = zip(pair(self.vit_config.image_size), pair(self.vit_config.patch_size), strict=True)
         return tuple(image // patch for image, patch in sizes)
 
     def validate_twins(self):
-        """The agent's blocks have the number and the sizes of the transformer's."""
+        """Check that both models have the same number of blocks with the same sizes."""
         vit = self.vit_config
         agent = self.agent_config
         same = {"num_hidden_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_channels": "num_channels"}

@@ -1,4 +1,4 @@
-"""ConvMixer configuration: patches, depthwise and pointwise convolutions, with filters that may stay as they start."""
+"""Configuration of ConvMixers, whose spatial filters may be trained or fixed."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import Size, VisionConfig, at_least, positive
 
 
-# Names read width and kernel size.
+# Names have width and kernel size.
 VARIANTS = {
     f"convmixer-{width}-k{kernel_size}": {"hidden_size": width, "kernel_size": kernel_size, "num_labels": 10}
     for width in (256, 512)
@@ -18,16 +18,16 @@ VARIANTS = {
 @strict
 class ConvMixerConfig(VisionConfig):
     r"""
-    Configuration of a ConvMixer (Trockman & Kolter, *Patches Are All You Need?*) as Zheng et al. (arXiv 2404.01139,
-    table 4) use it to show that spatial filters need no training. The defaults are theirs. Images of any size
-    are taken. Fields of the image processor are `VisionConfig`'s, those that are not listed as in `ViTConfig`.
+    Configuration of a ConvMixer (Trockman & Kolter, *Patches Are All You Need?*), with which Zheng et al. (arXiv
+    2404.01139, table 4) show that spatial filters need no training. The defaults are those of Zheng et al. Models take
+    images of any size. Fields of the image processor are documented in `VisionConfig`, further fields in `ViTConfig`.
 
     Args:
         kernel_size (`int`, *optional*, defaults to 3): Size of the depthwise convolutions' filters, odd or even.
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
-            `"trained"`, or filters that keep their first values, as their biases do: `"random"`, uniform; `"impulse"`,
-            a one at a random position; or `"box"`, all ones. Each is scaled to the norm of random filters.
-            `"signed_impulse"`, of which half are negative, is ours.
+            `"trained"`, or fixed filters and biases: `"random"`, uniform; `"impulse"`, a one at a random position;
+            `"box"`, all ones; or `"signed_impulse"`, impulses of random sign, which the paper does not have. Filters
+            are scaled to the mean norm of random filters.
     """
 
     model_type = "convmixer"

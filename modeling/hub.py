@@ -21,8 +21,8 @@ _CONFIGURATION_IMPORT = re.compile(r"^(from )\.\.configuration\.", re.MULTILINE)
 
 
 def source_files(module_name: str) -> dict[str, str]:
-    """File names and sources of a module and of all that it imports relatively, changed to lie side by side. Works on
-    an installed package and on remote code alike."""
+    """Return names and contents of the source files of a module and its relative imports, with imports rewritten so
+    that all files lie in one folder. The module may be part of the installed package or remote code."""
     sources = {}
     pending = [module_name]
     while pending:
@@ -37,29 +37,34 @@ def source_files(module_name: str) -> dict[str, str]:
 
 
 def image_processor_config(config) -> dict:
-    """Return the content of `preprocessor_config.json` for a model: with `config.resize_size`, the shorter side is
-    resized and the center cropped (CLIPImageProcessor), else images are resized to `image_size`."""
+    """Return the content of `preprocessor_config.json` for a model: a CLIPImageProcessor, which crops the center,
+    where the configuration has `resize_size`, and otherwise a ViTImageProcessor."""
+    # Imported here, because loading a model needs no image processor. These classes do not need torchvision.
+    from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
+
     height, width = pair(config.image_size)
-    square = {"height": height, "width": width}
-    fields = dict.fromkeys(("do_normalize", "do_rescale", "do_resize"), True) | {
+    size = {"height": height, "width": width}
+    fields = {
         "do_convert_rgb": config.num_channels == 3,
         "image_mean": config.image_mean,
         "image_std": config.image_std,
         "resample": config.resample,
-        "rescale_factor": 1 / 255,
     }
     if config.resize_size is None:
-        return fields | {"image_processor_type": "ViTImageProcessor", "size": square}
-    crop = {"do_center_crop": True, "crop_size": square, "size": {"shortest_edge": config.resize_size}}
-    return fields | crop | {"image_processor_type": "CLIPImageProcessor"}
+        return ViTImageProcessorPil(size=size, **fields).to_dict()
+    return CLIPImageProcessorPil(size={"shortest_edge": config.resize_size}, crop_size=size, **fields).to_dict()
 
 
 class HubModel(HubMixin, PreTrainedModel):
-    """A `PreTrainedModel` whose `save_pretrained` (and so `Trainer` and `push_to_hub`) writes a folder that loads with
+    """Base class of all models. `save_pretrained`, and so `Trainer` and `push_to_hub`, writes a folder that loads with
     `trust_remote_code=True` where frugalvit is not installed.
 
-    Families set `auto_classes`, for `auto_map`, and `embeds`, for sentence-transformers: by kind of input, a method
-    of what `AutoModel` reads from the folder, which may be given `embedding_arguments`, and one of its outputs.
+    Class attributes:
+        auto_classes (`dict[str, str]`): Names of the family's classes by Auto class, for `auto_map`.
+        embeds (`dict[str, tuple[str, str]]`):
+            For sentence-transformers, by kind of input ("image", "text"): a method of the model that `AutoModel` loads
+            and the name of the output that holds the embedding.
+        embedding_arguments (`tuple[str, ...]`): Keyword arguments of these methods that a caller may set.
     """
 
     auto_classes: dict[str, str] = {}
@@ -67,14 +72,17 @@ class HubModel(HubMixin, PreTrainedModel):
     embedding_arguments: tuple[str, ...] = ()
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        # In custom code Transformers passes over modules whose own parameters are all loaded, and that is every module
-        # without parameters of its own. `transformers.initialization` looks at each parameter, so none needs it.
+        # For custom code, Transformers skips modules without parameters of their own, which `_init_weights` of our
+        # families may initialize. Loaded parameters need no such guard: `transformers.initialization` leaves them.
         super()._initialize_weights(module)
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
-        """As in Transformers; besides weights and configuration it writes the family's source files and, where they do
-        not exist yet, the image processor's configuration, what sentence-transformers embeds with and, where frugalvit
-        is installed, a model card. If the model has adapters, only these are saved."""
+        """Save weights and configuration as `PreTrainedModel.save_pretrained` does, and the family's source files.
+
+        Where they do not exist yet, it also writes the image processor's configuration, the files that
+        sentence-transformers needs and, if frugalvit is installed, a model card. Of a model with adapters, only the
+        adapters are saved.
+        """
         folder = Path(save_directory)
         names = ("commit_message", "commit_description", "private", "revision", "create_pr")
         upload = {name: kwargs.pop(name) for name in names if name in kwargs}
@@ -83,12 +91,12 @@ class HubModel(HubMixin, PreTrainedModel):
             super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            # The module of the family is shipped, also for classes derived elsewhere.
+            # A class derived outside of frugalvit is saved as its family's class.
             family = next(base for base in type(self).__mro__ if "auto_classes" in vars(base))
             module = family.__module__.rpartition(".")[2]
             for name, source in source_files(family.__module__).items():
                 (folder / name).write_text(source, encoding="utf-8", newline="\n")
-            # A configuration class imported through the modeling file is the one that the model itself uses.
+            # Through the modeling file, so that `AutoConfig` and the model use the same configuration class.
             classes = {"AutoConfig": family.config_class.__name__, **self.auto_classes}
             self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
             super().save_pretrained(folder, **kwargs)
@@ -108,17 +116,19 @@ class HubModel(HubMixin, PreTrainedModel):
             self.push_to_hub(repo_id or folder.name, token=kwargs.get("token"), **upload)
 
     def image_processor_config(self) -> dict | None:
-        """The content of `preprocessor_config.json`, or `None` where the configuration has no image format."""
+        """Return the content of `preprocessor_config.json`, or `None` if the configuration has no image format."""
         config = getattr(self.config, "vision_config", self.config)
         if config.image_mean is not None:
             return image_processor_config(config)
         logger.warning_once(
-            "No image processor is saved: give the teacher's to `from_teacher(…, image_processor=…)` or save it here."
+            "No image processor is saved, because the configuration has no `image_mean`. Pass the teacher's to "
+            "`from_teacher(…, image_processor=…)`, or save an image processor to the same folder."
         )
         return None
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """The files by which `SentenceTransformer` gives the model's embeddings; without, it averages all tokens."""
+        """Return the files that make `SentenceTransformer` use the model's embeddings; without them, it averages all
+        tokens."""
         if not self.embeds:
             return {}
         inputs = {
@@ -132,8 +142,15 @@ class HubModel(HubMixin, PreTrainedModel):
         }
 
     def push_to_hub(self, repo_id: str, *, private=None, token=None, revision=None, **commit):
-        """Save the repository, with a notebook where frugalvit is installed, and upload it by one
-        `HfApi.upload_folder`; card and notebook that are there stay."""
+        """Upload what `save_pretrained` writes and, if frugalvit is installed, a notebook. A model card and notebook
+        on the hub are kept.
+
+        Args:
+            repo_id (`str`): Repository to upload to; it is created if it does not exist.
+            private, token, revision: As in Transformers' `push_to_hub`.
+            commit: Further arguments of `HfApi.upload_folder`, for example `commit_message`.
+        """
+        # Transformers' own method would replace our model card by its template.
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):

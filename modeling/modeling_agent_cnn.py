@@ -1,7 +1,8 @@
 """AgentCNN: a vision transformer's blocks with a generalized convolution in the place of attention.
 
 Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
-2112.03552), appendix E. A ViT learns beside it what convolutions know, see `modeling_bootstrapped_vit.py`.
+2112.03552), appendix E. A ViT that is trained beside it learns the biases of convolutions
+(`modeling_bootstrapped_vit.py`).
 """
 
 import torch
@@ -26,7 +27,7 @@ from .reference_initialization import REFERENCE, init_patches_, init_xavier_
 
 
 class AgentCNNEmbeddings(nn.Module):
-    """Pixels to a feature map: patches, or the beginning of a ResNet."""
+    """Patch embedding or ResNet stem, from pixels to a feature map."""
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
@@ -52,7 +53,7 @@ class AgentCNNEmbeddings(nn.Module):
 
 
 class AgentCNNMLP(nn.Module):
-    """Two 1 x 1 convolutions with an activation between: a transformer's MLP on a map."""
+    """A transformer's MLP on a feature map: two 1 x 1 convolutions with an activation between."""
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
@@ -60,15 +61,13 @@ class AgentCNNMLP(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
         self.fc2 = nn.Conv2d(config.intermediate_size, config.hidden_size, kernel_size=1)
         self.dropout = nn.Dropout(config.dropout)
-        self.branch_dropout = nn.Dropout(config.branch_dropout)
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
-        hidden_states = self.dropout(self.activation(self.fc1(feature_map)))
-        return self.branch_dropout(self.fc2(hidden_states))
+        return self.fc2(self.dropout(self.activation(self.fc1(feature_map))))
 
 
 class AgentCNNLayer(nn.Module):
-    """A block that mixes positions, then channels, each beside a residual connection."""
+    """Residual block of a generalized convolution and an MLP."""
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
@@ -77,13 +76,14 @@ class AgentCNNLayer(nn.Module):
         self.convolution = GeneralizedConv2d(config.hidden_size, config.hidden_size, config.num_positions)
         self.norm2 = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
         self.mlp = AgentCNNMLP(config)
+        self.dropout = nn.Dropout(config.branch_dropout)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.norm_first:
-            hidden_states = hidden_states + self.convolution(self.norm1(hidden_states))
-            return hidden_states + self.mlp(self.norm2(hidden_states))
-        hidden_states = hidden_states + self.norm1(self.convolution(hidden_states))
-        return hidden_states + self.norm2(self.mlp(hidden_states))
+            hidden_states = hidden_states + self.dropout(self.convolution(self.norm1(hidden_states)))
+            return hidden_states + self.dropout(self.mlp(self.norm2(hidden_states)))
+        hidden_states = hidden_states + self.dropout(self.norm1(self.convolution(hidden_states)))
+        return hidden_states + self.dropout(self.norm2(self.mlp(hidden_states)))
 
 
 class AgentCNNPreTrainedModel(HubModel):
@@ -108,7 +108,7 @@ class AgentCNNPreTrainedModel(HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            # PyTorch's default.
+            # The bound of PyTorch's default initialization.
             bound = module.weight[0].numel() ** -0.5
             for parameter in module.parameters():
                 init.uniform_(parameter, -bound, bound)
@@ -120,8 +120,8 @@ class AgentCNNPreTrainedModel(HubModel):
             self._init_as_reference(module)
 
     def _init_as_reference(self, module: nn.Module):
-        """Draw a module's weights as the reference implementation does. A module comes after those within it, whose
-        weights it draws once more; classifiers have PyTorch's."""
+        """Initialize as the reference implementation does; classifiers keep PyTorch's initialization. Submodules come
+        first, so that this overwrites their weights."""
         if isinstance(module, GeneralizedConv2d):
             init_xavier_(module)
         elif isinstance(module, AgentCNNMLP):
@@ -154,17 +154,18 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images of any size that leaves a position of the last map.
+                Normalized images, at least as large as the stride of the last map.
 
         Returns:
             `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`,
             `pooler_output`, its mean, `(batch, hidden_size)`, and optionally `hidden_states`: the embeddings and each
-            block's output, before the map is halved.
+            block's output before pooling.
         """
         hidden_states = self.embeddings(pixel_values)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states)
-            # Not in the layer, as hints are taken before it, as in the reference implementation.
+            # Pooling is no part of the layer, because hints compare maps before pooling, as in the reference
+            # implementation.
             if index in self.config.downsample_after:
                 hidden_states = F.avg_pool2d(hidden_states, kernel_size=2)
         hidden_states = self.activation(self.norm(hidden_states))
@@ -194,11 +195,12 @@ class AgentCNNForImageClassification(AgentCNNPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutputWithNoAttention:
-        """Pixels to logits, and with labels the loss, see `image_classification_loss`."""
+        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`)."""
         outputs = self.agent(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
+            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 

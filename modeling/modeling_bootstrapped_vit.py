@@ -82,13 +82,12 @@ class SharedMLP(nn.Module):
         self.mlp = [mlp]
         self.activation = agent_mlp.activation
         self.dropout = agent_mlp.dropout
-        self.branch_dropout = agent_mlp.branch_dropout
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
         [mlp] = self.mlp
-        hidden = F.conv2d(feature_map, mlp.fc1.weight[:, :, None, None], mlp.fc1.bias)
-        hidden = self.dropout(self.activation(hidden))
-        return self.branch_dropout(F.conv2d(hidden, mlp.fc2.weight[:, :, None, None], mlp.fc2.bias))
+        hidden_states = F.conv2d(feature_map, mlp.fc1.weight[:, :, None, None], mlp.fc1.bias)
+        hidden_states = self.dropout(self.activation(hidden_states))
+        return F.conv2d(hidden_states, mlp.fc2.weight[:, :, None, None], mlp.fc2.bias)
 
 
 def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:

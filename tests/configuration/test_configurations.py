@@ -56,7 +56,7 @@ BAD_FIELDS = {
     "convmixer": [({"spatial_filters": "gabor"}, r"'spatial_filters' expected one of \('trained', .* got gabor")],
     "agent_cnn": [
         ({"downsample_after": [6]}, r"`downsample_after` is \[6\], expected blocks from 0 to 5"),
-        ({"image_size": 16, "stem": "res", "downsample_after": [0, 1]}, "stride of 32"),
+        ({"image_size": 16, "stem": "res", "downsample_after": [0, 1]}, "expected at least 32, the stride"),
     ],
     "bootstrapped_vit": [
         ({"vit": {"num_hidden_layers": 2}}, "`num_hidden_layers`=2, `agent_config` `num_hidden_layers`=3"),

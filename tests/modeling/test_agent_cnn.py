@@ -81,13 +81,24 @@ class TestAgentCNN:
         assert model.layers[0].convolution.weight.shape == (width, width, positions)
         assert config.intermediate_size == 4 * width
 
+    @pytest.mark.parametrize("branch_dropout", [0.0, 0.5])
     @pytest.mark.parametrize("norm_position", ["before", "after"])
-    def test_block_by_hand(self, norm_position):
+    def test_block_by_hand(self, norm_position, branch_dropout):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_positions": 6, "patch_size": 4, "image_size": 16}
-        layer = AgentCNNModel(AgentCNNConfig(**sizes, norm_position=norm_position)).eval().layers[0]
+        config = AgentCNNConfig(
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_positions=6,
+            patch_size=4,
+            image_size=16,
+            norm_position=norm_position,
+            branch_dropout=branch_dropout,
+        )
+        layer = AgentCNNModel(config).eval().layers[0]
+        layer.dropout.train()
         for norm in (layer.norm1, layer.norm2):
-            nn.init.normal_(norm.weight), nn.init.normal_(norm.running_mean)
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.running_mean)
         x = torch.randn(2, 8, 4, 4)
 
         def mlp(states):
@@ -95,10 +106,16 @@ class TestAgentCNN:
             hidden = nn.functional.gelu(tokens @ layer.mlp.fc1.weight[:, :, 0, 0].T + layer.mlp.fc1.bias)
             return (hidden @ layer.mlp.fc2.weight[:, :, 0, 0].T + layer.mlp.fc2.bias).movedim(-1, 1)
 
+        def drop(branch):
+            # The mask is drawn in the order of memory.
+            return nn.functional.dropout(branch.contiguous(), branch_dropout)
+
+        torch.manual_seed(1)
         if norm_position == "before":
-            expected = x + layer.convolution(layer.norm1(x))
-            expected = expected + mlp(layer.norm2(expected))
+            expected = x + drop(layer.convolution(layer.norm1(x)))
+            expected = expected + drop(mlp(layer.norm2(expected)))
         else:
-            expected = x + layer.norm1(layer.convolution(x))
-            expected = expected + layer.norm2(mlp(expected))
+            expected = x + drop(layer.norm1(layer.convolution(x)))
+            expected = expected + drop(layer.norm2(mlp(expected)))
+        torch.manual_seed(1)
         torch.testing.assert_close(layer(x), expected)

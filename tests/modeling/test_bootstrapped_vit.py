@@ -132,6 +132,21 @@ class TestLoss:
 
 
 class TestSharing:
+    @pytest.mark.parametrize(
+        ("variant", "dropout", "branch_dropout"),
+        [
+            ("joint-small", 0.1, 0.0),
+            ("joint-base", 0.1, 0.0),
+            ("shared-small", 0.1, 0.1),
+            ("shared-small-res", 0.1, 0.1),
+            ("shared-base", 0.0, 0.0),
+        ],
+    )
+    def test_dropout_of_the_reference(self, variant, dropout, branch_dropout):
+        """The reference passes the transformer's dropout to the branches of an agent that shares its weights."""
+        agent = BootstrappedViTConfig.from_variant(variant).agent_config
+        assert (agent.dropout, agent.branch_dropout) == (dropout, branch_dropout)
+
     def test_positions_are_heads(self, make_model):
         attention = make_model("weights").vit.base_model.layers[1].attention
         products = head_products(attention, 6)
