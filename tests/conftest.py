@@ -1,4 +1,4 @@
-"""The order of tests, and the hub's side of an upload, on this machine."""
+"""Fixtures of all tests, and their order."""
 
 import base64
 import gc
@@ -9,8 +9,8 @@ import sys
 import types
 
 
-# Tests run side by side, and what they start computes little: threads would wait for each other. Besides, what is
-# computed is then what a process of one thread computes, bit by bit. PyTorch reads it when it is imported.
+# Tests run side by side and compute little, so several threads would wait for each other. One thread also makes
+# results equal bit by bit to those of other processes with one thread. PyTorch reads this when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import httpx2
@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from huggingface_hub.utils._http import default_client_factory
 
 
-# Few tests that take long, many of them processes to wait for.
+# Modules with few, long tests; many of these wait for processes.
 LONG_MODULES = (
     "export",
     "ecosystem",
@@ -37,28 +37,28 @@ LONG_MODULES = (
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
-    """A test may have left one of another precision in this process."""
+    """Reset Accelerate's state, because an earlier test may have set another precision."""
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def signals_as_at_a_terminal():
-    """A test run in the background is told to ignore some."""
-    for name, usual in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+def default_signals():
+    """Restore signals that a shell ignores for processes in the background."""
+    for name, default in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
-            signal.signal(getattr(signal, name), usual)
+            signal.signal(getattr(signal, name), default)
 
 
 def pytest_configure():
-    """Keep OpenVINO from sending usage data, for which it forks the process: without this package it sends none."""
+    """Block the package by which OpenVINO sends usage data, because it forks the process."""
     sys.modules["openvino_telemetry"] = None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Keep the garbage collector from what is imported, while that happens and ever after."""
+    """Disable the garbage collector during imports, and exclude imported objects from later collections."""
     gc.disable()
     try:
         return (yield)
@@ -69,28 +69,28 @@ def pytest_collection():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_stays_is_no_garbage():
-    """Let the garbage collector look once at what earlier modules imported and compiled: `Trainer` collects garbage
-    whenever it trains."""
+def freeze_imported_objects():
+    """Exclude objects of earlier modules from later garbage collections, because `Trainer` collects at each
+    training."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """Side by side, long modules run first: at the end, no process is left alone with much to do."""
+    """With several processes, run long modules first, so that no process is left with one at the end."""
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}": index for index, name in enumerate(LONG_MODULES)}
         items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 class Hub:
-    """Answers what creating a repository and committing files to it asks, and notes it.
+    """Fake hub that answers the requests of an upload and records them.
 
     Attributes:
-        files (`list[str]`): Names that the repository has already.
-        created (`list[dict]`): What each creation asked for.
-        branches (`list[str]`): Those that were made.
-        commits (`list[tuple[str, dict, dict]]`): Path, header and files of each.
+        files (`list[str]`): Names of the files that the repository has at first.
+        created (`list[dict]`): Requests to create a repository.
+        branches (`list[str]`): Names of created branches.
+        commits (`list[tuple[str, dict, dict]]`): Path, header and files of each commit.
     """
 
     url = "https://huggingface.co"
@@ -127,7 +127,7 @@ class Hub:
 
 @pytest.fixture
 def hub(monkeypatch):
-    """The hub, which no request leaves this process for."""
+    """Fake hub; no request leaves this process."""
     hub = Hub()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
@@ -138,7 +138,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def imported_once(monkeypatch):
-    """Whether a repository loads without frugalvit is asked in a fork of a process that has imported Transformers."""
+    """Check repositories without frugalvit in forks of a process that has imported Transformers."""
     from processes import run_in_server
 
     monkeypatch.setattr("frugalvit.publish.subprocess", types.SimpleNamespace(run=run_in_server))
@@ -146,7 +146,7 @@ def imported_once(monkeypatch):
 
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory) -> str:
-    """A file of 12 images with masks."""
+    """Path of a parquet file of 12 images with masks."""
     from drawn import write_scenes
 
     return write_scenes(tmp_path_factory.mktemp("scenes") / "scenes.parquet")
@@ -154,8 +154,7 @@ def scenes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def write_parquet(tmp_path):
-    """Writes images whose color tells their index; `corrupt` lists those whose bytes are cut off."""
-
+    """Function that writes images whose color is their index. `corrupt` lists images with truncated bytes."""
     import datasets
     import numpy as np
 
@@ -176,7 +175,7 @@ def write_parquet(tmp_path):
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """The hub's cache, with a model whose branch main has 3 classes and whose tag v1 has 2."""
+    """Cache of the hub with a model. Its branch main has 3 classes, its tag v1 has 2."""
     from transformers import ViTImageProcessor
 
     from tiny import make_vit

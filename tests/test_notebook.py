@@ -1,4 +1,4 @@
-"""Notebooks run from the first cell to the last: that of a published folder, and that of docs/."""
+"""Run the notebooks of published folders and of docs/ from the first cell to the last."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ SIZES = {
 
 
 def execute(file: Path, replaced: dict[str, str], folder: Path) -> list[str]:
-    """Run a notebook in a folder with other texts in its cells; return what each cell shows, and the kinds of it."""
+    """Run a notebook in a folder after replacing texts in its cells; return the outputs of each cell."""
     notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:

@@ -1,4 +1,4 @@
-"""Fine-tuning of a teacher and of its student, on a few images."""
+"""Tests of benchmarks/fine_tuning.py on few images."""
 
 import json
 

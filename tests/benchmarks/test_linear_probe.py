@@ -1,4 +1,4 @@
-"""benchmarks/linear_probe.py: the minimum of its loss, and the choice of its penalty."""
+"""Tests of benchmarks/linear_probe.py."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ import linear_probe
 
 
 def test_linear_probe_is_the_minimum():
-    """The gradient of the penalized mean cross-entropy is zero there, and features' scales do not matter."""
+    """The gradient of the loss is zero at the fitted weights, and the scale of features does not matter."""
     generator, penalty = torch.Generator().manual_seed(0), 0.01
     labels = torch.randint(3, (60,), generator=generator)
     features = torch.randn(60, 8, generator=generator) + torch.eye(3, 8)[labels]

@@ -1,4 +1,4 @@
-"""What is measured on a GPU, here of small models on a CPU."""
+"""Tests of benchmarks/on_gpu.py with small models on a CPU."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import ViTConfig
 
 
 def test_a_run_that_is_cut_off_goes_on(tmp_path, monkeypatch):
-    """Rows are written one by one and measured once, those that failed again."""
+    """Rows are written one by one. Each is measured once, unless it failed."""
     calls = []
 
     def measure(value, fails=False):
@@ -47,6 +47,6 @@ def test_every_section_is_measured(tmp_path, monkeypatch):
     on_gpu.main()
     rows = json.loads((tmp_path / "on_gpu.json").read_text())["rows"]
     assert {row["section"] for row in rows} == set(on_gpu.SECONDS)
-    # Packages and kernels of GPUs alone.
+    # FlashAttention has kernels for GPUs only.
     failed = {row["row"] for row in rows if "error" in row and "flash_attention_2" not in row["row"]}
     assert not failed and len(rows) > 20

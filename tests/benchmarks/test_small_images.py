@@ -1,4 +1,4 @@
-"""A teacher fine-tuned for smaller images beside a student for all of them."""
+"""Tests of benchmarks/small_images.py."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The code that the rows of peers stand on, without their own code."""
+"""Code around the peers ToMe, DiffRate, Adaptive Patch Transformer and NaFlexViT, tested without their checkouts."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from frugalvit.modeling.hosts.running import make_example
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """Stands in for ToMe: the call by which it patches a model."""
+    """Folder with a package `tome` whose patch changes nothing."""
     package = tmp_path / "checkout" / "tome"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("class patch:\n    timm = staticmethod(lambda vit, trace_source: vit)\n")
@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "i
 
 
 def tiny_dinov2(model_class=Dinov2ForImageClassification):
-    """A DINOv2 with layer scale that is not 1, for larger images than it will see."""
+    """Build a DINOv2 with random layer scale, for images that are larger than those of the tests."""
     torch.manual_seed(0)
     model = model_class(Dinov2Config(**SIZES, image_size=56, patch_size=14, num_labels=5)).eval()
     for name, parameter in model.named_parameters():
@@ -38,7 +38,7 @@ def tiny_dinov2(model_class=Dinov2ForImageClassification):
 
 @pytest.mark.parametrize("size", [(28, 28), (42, 70), (56, 56)])
 def test_timm_copy_of_dinov2_gives_its_logits(size, checkout):
-    """Layer scale, interpolated positions, [CLS] and the mean patch token side by side."""
+    """The copy has layer scale, interpolated positions, and pools [CLS] and the mean patch token."""
     teacher, pixel_values = tiny_dinov2(), torch.randn(2, 3, *size)
     anatomy = read_anatomy(teacher, size)
     model = token_merging.tome(anatomy, checkout, 8)
@@ -57,15 +57,15 @@ def test_rivals_of_placement_see_a_whole_grid_alike():
     chosen["resized_patches_14"] = images.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
     chosen |= {f"pos_embed_mask_{side}": torch.full((2, (56 // side) ** 2), side == 14) for side in (14, 28, 56)}
     with torch.inference_mode():
-        tokens = content_placement.embed_apt(embeddings, images, chosen, 56)[0]
-        torch.testing.assert_close(tokens, embeddings(images, None)[0])
+        tokens = content_placement.embed_apt(embeddings, images, chosen, 56).tokens
+        torch.testing.assert_close(tokens, embeddings(images, num_tokens=16).tokens)
         flexible, vit = content_placement.as_naflex(student)
         logits = vit.forward_head(flexible.forward_features(images)).logits
         torch.testing.assert_close(logits, student(images).logits, rtol=0, atol=1e-4)
 
 
 def test_random_patches():
-    """All patches, in any order, give the teacher's embedding. A few give another one each time."""
+    """All patches in any order give the teacher's embedding. Each call with few patches gives another one."""
     anatomy = read_anatomy(KINDS["vit"].make())
     images = make_example(anatomy)
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""A training under DeepSpeed in processes of a CPU, which Accelerate does not start: it takes DeepSpeed for a GPU's.
+"""Run a training under DeepSpeed on CPUs, which Accelerate does not support.
 
     torchrun --nproc-per-node 2 deepspeed_on_cpus.py MODULE ARGUMENTS
 
-The module is one of frugalvit's recipes.
+MODULE is one of frugalvit.training.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Images, and images with masks, as files or not."""
+"""Images and images with masks, in memory and as files."""
 
 import io
 from pathlib import Path
@@ -15,13 +15,13 @@ def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
 
 
 def noise(size: tuple[int, int] = (48, 40), seed: int = 0) -> Image.Image:
-    """Of that width and height; the same each time."""
+    """Return a random image of a width and height, equal for equal seeds."""
     pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:
-    """An image of rectangles and their classes, of which there are four; the image is 60 times the class."""
+    """Return an image of rectangles and its mask with four classes. Pixels are 60 times the class."""
     generator = np.random.default_rng(seed)
     mask = np.zeros((height, width), np.uint8)
     for label in (1, 2, 3):
@@ -31,7 +31,7 @@ def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.
 
 
 def write_scenes(path: Path, count: int = 12, change=None) -> str:
-    """Write scenes to a parquet file and return its name; `change` may alter the columns."""
+    """Write scenes to a parquet file and return its name. `change` modifies the columns in place."""
     scenes = [scene(seed) for seed in range(count)]
     columns = {
         "image": [{"bytes": encode(image), "path": None} for image, _ in scenes],
@@ -47,7 +47,7 @@ def write_scenes(path: Path, count: int = 12, change=None) -> str:
 
 
 def draw(folder: Path, count: int, start: int = 0, name: str = "{}.png"):
-    """Images whose color tells their number."""
+    """Write images whose red channel is their index."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(start, start + count):
         Image.new("RGB", (32, 32), (index, 0, 0)).save(folder / name.format(index))

@@ -1,4 +1,4 @@
-"""The model families, and the generations of one, with configurations that make them tiny."""
+"""Model families and generations of SparseFormer, with tiny configurations."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,24 @@ import frugalvit
 
 @dataclass(frozen=True)
 class Kind:
-    """A family, or a generation of one: its configuration, a variant of the papers and what makes it small, and its
-    models: the base model, the classifier, others."""
+    """A family, or a generation of one.
+
+    Attributes:
+        config_class (`type`): Its configuration.
+        variant (`str`, *optional*): A variant of the papers that tiny models are based on.
+        fields (`dict`): Fields that make the variant small.
+        classes (`tuple`): Its models: the base model, the classifier, others.
+        any_size (`bool`): Whether one exported program takes images of any size.
+    """
 
     config_class: type[PreTrainedConfig]
     variant: str | None
     fields: dict
     classes: tuple[type[PreTrainedModel], ...]
-    # Whether one exported program takes images of any size.
     any_size: bool = True
 
     def config(self, model_class: type[PreTrainedModel] | None = None, **fields) -> PreTrainedConfig:
-        """A tiny configuration, of a model class or the base model's, with these fields instead."""
+        """Return a tiny configuration for a model class, by default the base model, with some fields replaced."""
         config_class = (model_class or self.base).config_class
         fields = self.fields | fields
         if config_class.model_type.endswith("_projection"):
@@ -65,7 +71,7 @@ KINDS = {
     "bootstrapped": Kind(
         frugalvit.SparseFormerConfig,
         "augreg-base-49-224",
-        # Heads of 16 channels in the focusing layer, the fewest that flex attention takes.
+        # Flex attention needs heads of at least 16 channels in the focusing layer.
         {**SPARSEFORMER, "mixing_hidden_size": 16},
         SPARSEFORMERS,
     ),
@@ -101,7 +107,7 @@ KINDS = {
         frugalvit.AgentCNNConfig,
         "agent-base",
         {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3, "dropout": 0.0}
-        # Drawn at 0.02, as losses of fresh models expect it.
+        # The default start has the small weights that tests of losses expect.
         | {"initialization": "default"},
         (frugalvit.AgentCNNModel, frugalvit.AgentCNNForImageClassification),
     ),

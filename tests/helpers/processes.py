@@ -20,13 +20,13 @@ SCRIPT = Path(__file__).with_name("without_frugalvit.py")
 
 
 def run_without_frugalvit(directory: Path, *arguments):
-    """Run without_frugalvit.py in a directory, without a network."""
+    """Run without_frugalvit.py in a directory, offline."""
     error = ask_server(directory, [str(argument) for argument in arguments])
     assert error is None, error[-4000:]
 
 
 def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
-    """Logits of a saved model, loaded, and saved and loaded again; it ships the same code each time."""
+    """Return logits of a saved model after loading, and after saving and loading again. Check that its code stays."""
     save_file(inputs, directory / "inputs")
     run_without_frugalvit(directory, "compute", folder, loader, directory / "inputs", directory / "outputs")
     if isinstance(folder, Path):
@@ -39,7 +39,7 @@ def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, 
 
 
 def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
-    """Let the server do something in a process of its own; returns what it said if it failed."""
+    """Run a request in a fork of the server; return its output if it failed."""
     server = serving()
     server.stdin.write(json.dumps({"directory": str(directory), "arguments": arguments}) + "\n")
     server.stdin.flush()
@@ -48,7 +48,7 @@ def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
 
 
 def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProcess:
-    """`subprocess.run` of `python -c SOURCE …`, without the seconds that importing Transformers takes."""
+    """Replace `subprocess.run` of `python -c SOURCE …` by a fork that has imported Transformers."""
     executable, option, *source = command
     assert (executable, option) == (sys.executable, "-c")
     error = ask_server(cwd, ["run_source", *source])
@@ -57,16 +57,17 @@ def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProc
 
 @contextmanager
 def web_server(command: list[str], home: Path, environment: dict[str, str]):
-    """Start a server in `home`, and give the address that it prints when it answers; it ends with the block."""
+    """Start a server in `home`, yield the address that it prints, and end it with the block."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = environment | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, **streams, cwd=home, env=environment) as process:
         try:
-            said, address = [], None
+            output = []
+            address = None
             while not address and (line := process.stdout.readline()):
-                said.append(line)
+                output.append(line)
                 address = re.search(r"(?:[Rr]unning|Serving HTTP) on .*?(http://[^\s)]+)", line)
-            assert address, "".join(said)
+            assert address, "".join(output)
             yield address[1]
         finally:
             process.terminate()
@@ -74,7 +75,7 @@ def web_server(command: list[str], home: Path, environment: dict[str, str]):
 
 @functools.cache
 def serving() -> subprocess.Popen:
-    """The server of this process' tests; it ends with them."""
+    """Start the server of this test process, or return it. It ends with the process."""
     home = tempfile.mkdtemp(prefix="without-frugalvit-")
     server = subprocess.Popen(
         [sys.executable, str(SCRIPT), "serve"],
@@ -97,18 +98,18 @@ def serving() -> subprocess.Popen:
 
 
 def environment(home: str | Path) -> dict[str, str]:
-    """The environment of a process that has the hub's caches in `home`."""
+    """Return the environment of an offline process with the hub's caches in `home`."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
     return others | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
 def first_answers(application, images: list) -> list:
-    """Answers of a `Classifier` or an `Embedder`, for a process that gets it by pickle."""
+    """Run a `Classifier` or an `Embedder`; a process that got it by pickle can call this function."""
     return list(application(images))
 
 
 def answers_of_threads(applications: list, images: list, calls: int = 160) -> list[tuple[int, int, object]]:
-    """Let eight threads ask about one image after the other; each call's application, image and answer."""
+    """Call applications from eight threads, one image a call; return indices of application and image, and answers."""
 
     def ask(number: int) -> tuple[int, int, object]:
         which, index = number % len(applications), number % len(images)

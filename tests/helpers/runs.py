@@ -1,4 +1,4 @@
-"""Questions of tests to every training: a run that is interrupted, and what is said of a wrong argument."""
+"""Checks for every training: interrupted runs and wrong arguments."""
 
 import importlib
 
@@ -10,22 +10,23 @@ from frugalvit.cli import main
 from frugalvit.training.trainer import ImageTrainer
 
 
-# Numbers in a log that no other run has: times, and those that `Trainer` counts from where a run goes on.
+# Ends of names in a log that differ between equal runs: times, and sums that `Trainer` starts anew when it resumes.
 MEASURED = ("_per_second", "runtime", "total_flos", "train_loss")
 
 
 def make(command: str, output_dir, **options):
-    """The trainer of a training of this name."""
+    """Make the trainer of a training."""
     module = importlib.import_module(f"frugalvit.training.{command}")
     words = command_words(**SHORT | {"output_dir": output_dir} | options)
     return module.make_trainer(*module.make_parser().parse(words))
 
 
 class Interrupt(TrainerCallback):
-    """Ctrl-C while a step is under way, the first of which is 0."""
+    """Callback that simulates Ctrl-C during a step, counted from 0."""
 
     def __init__(self, trainer, step: int):
-        self.trainer, self.step = trainer, step
+        self.trainer = trainer
+        self.step = step
 
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.step:
@@ -33,14 +34,14 @@ class Interrupt(TrainerCallback):
 
 
 def records(trainer) -> list[dict]:
-    """A trainer's log without times."""
+    """Return a trainer's log without times."""
     history = trainer.state.log_history
     return [{name: value for name, value in each.items() if not name.endswith(MEASURED)} for each in history]
 
 
 def check_resumes(command: str, folder, step: int, **options):
-    """A run that Ctrl-C ends in this step, in the middle of an epoch, and that begins again, ends as one that runs
-    through, bit by bit."""
+    """Interrupt a run in the middle of an epoch and resume it; check that it ends bit by bit as an uninterrupted
+    run."""
     whole = run_command(command, folder / "whole", **options)
     stopped = make(command, folder / "again", **options)
     assert step % (stopped.num_examples(stopped.get_train_dataloader()) // stopped.args.train_batch_size)
@@ -48,7 +49,8 @@ def check_resumes(command: str, folder, step: int, **options):
     with pytest.raises(KeyboardInterrupt):
         stopped.run()
     assert (folder / "again" / f"checkpoint-{step + 1}").is_dir()
-    steps, training_step = [], ImageTrainer.training_step
+    steps = []
+    training_step = ImageTrainer.training_step
 
     def note(self, *arguments, **others):
         steps.append(self.state.global_step)
@@ -66,16 +68,17 @@ def check_resumes(command: str, folder, step: int, **options):
 
 
 def error_of(command: str, output_dir, capsys, **options) -> str:
-    """Return what `frugalvit` says of a wrong call, in one line; no model is left behind."""
-    words, command = command_words(**SHORT | {"output_dir": output_dir} | options), command.replace("_", "-")
+    """Run a command with wrong arguments; return its one-line error, and check that it left no model."""
+    words = command_words(**SHORT | {"output_dir": output_dir} | options)
+    command = command.replace("_", "-")
     try:
         code = main([command, *words])
     except SystemExit as end:
         code = end.code
-    before, start, said = capsys.readouterr().err.rpartition(f"frugalvit {command}: error: ")
+    before, start, message = capsys.readouterr().err.rpartition(f"frugalvit {command}: error: ")
     assert code in (1, 2) and start and "Traceback" not in before
-    # On a line of its own, behind the bar of a training.
+    # The error is on a line of its own after a progress bar.
     assert not before or before.endswith("\n")
-    said = said.splitlines()[0]
+    message = message.splitlines()[0]
     assert not (output_dir / "model.safetensors").exists()
-    return said
+    return message

@@ -1,9 +1,8 @@
-"""Run by tests as a program: `several_processes.py JOBS` runs trainings in forked processes, as torchrun starts them,
-but imports once for all of them.
+"""Run trainings in several processes: `python several_processes.py JOBS`.
 
-JOBS is a JSON file with a list of jobs: a `module`, its `words`, and how many `processes` run it. `environment` is
-theirs; with FSDP in it, the model is sharded. What process RANK writes to standard error is added to the file
-`log`.RANK.
+It starts forked processes as torchrun does, but imports once for all of them. JOBS is a JSON file with a list of jobs.
+A job has a `module`, its `words`, the number of `processes`, and their `environment`; with FSDP in the environment,
+the model is sharded. Standard error of process RANK is appended to the file `log`.RANK.
 """
 
 import gc
@@ -13,17 +12,17 @@ import os
 import socket
 import sys
 
-import peft  # noqa: F401 (by Accelerate, when it unwraps a model; once, rather than in every process)
-import torch._dynamo  # noqa: F401 (likewise, in the first step)
+import peft  # noqa: F401 (imported before the forks, because Accelerate imports it to unwrap a model)
+import torch._dynamo  # noqa: F401 (imported before the forks, because the first step imports it)
 from accelerate import state
 from accelerate.utils import DistributedType
 
-from frugalvit.training import bootstrap  # noqa: F401 (likewise)
+from frugalvit.training import bootstrap  # noqa: F401 (imported before the forks)
 from frugalvit.training.arguments import run_as_program
 
 
 def allow_fsdp_on_cpu():
-    """Accelerate 1.15 takes DDP on CPUs whatever is asked for; PyTorch's FSDP2 works there."""
+    """Let Accelerate use FSDP2 on CPUs, where version 1.15 always chooses DDP."""
     start = state.AcceleratorState.__init__
 
     def start_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
@@ -37,8 +36,9 @@ def allow_fsdp_on_cpu():
 
 
 def run(job: dict, rank: int, port: int):
-    """Ends the process."""
-    processes, program = str(job["processes"]), importlib.import_module(f"frugalvit.training.{job['module']}")
+    """Run a job as process `rank`, and end the process."""
+    processes = str(job["processes"])
+    program = importlib.import_module(f"frugalvit.training.{job['module']}")
     if job["processes"] > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes}
         os.environ |= {"LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    # What is imported is no garbage, and looking at it would copy it into every process.
+    # A garbage collection would copy imported objects into every process.
     gc.freeze()
     for job in json.load(open(sys.argv[1])):  # noqa: SIM115
         port, children = free_port(), []

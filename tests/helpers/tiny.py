@@ -27,12 +27,12 @@ from transformers import (
 from frugalvit import SparseFormerVisionModel
 
 
-# Of a SparseFormer.
+# Fields of a small SparseFormer.
 SMALL = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
 
 
 def randomize(model: nn.Module, scale: float = 0.1) -> nn.Module:
-    """Move every weight off its initial value, so that nothing is equal by being zero or one."""
+    """Add noise to every weight, so that no part is neutral by weights of zero or one."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,7 +41,7 @@ def randomize(model: nn.Module, scale: float = 0.1) -> nn.Module:
 
 
 def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
-    """Ids are places among `words`; texts stand between [BOS] and [EOS] where these are among them."""
+    """Return a tokenizer whose ids are indices into `words`. It adds [BOS] and [EOS] if `words` has them."""
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if "[BOS]" in words:
@@ -51,24 +51,24 @@ def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", **options)
 
 
-# Of a ViT.
+# Fields of a small ViT.
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def make_vit(**fields) -> ViTForImageClassification:
-    """The weights are the same each time."""
+    """Build a ViT with equal weights at each call."""
     torch.manual_seed(0)
     return ViTForImageClassification(ViTConfig(**VIT | {"intermediate_size": 64} | fields)).eval()
 
 
 def save_vit(folder: Path, **fields) -> Path:
-    """Write a ViT and its image processor."""
+    """Save a ViT and its image processor."""
     make_vit(**fields).save_pretrained(folder)
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
     return folder
 
 
-# Of a LLaVA.
+# Vocabulary and vision tower of a small LLaVA.
 WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "and", "?", "cat", "dog", "ship", "<image>"]
 IMAGE = WORDS.index("<image>")
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -104,7 +104,7 @@ def make_processor(llava) -> LlavaProcessor:
     )
 
 
-# Of a PaliGemma, whose processor adds tokens of places and of segments.
+# Vocabulary size of a PaliGemma, whose processor adds location and segmentation tokens.
 PALIGEMMA_TOKENS = 1300
 
 
@@ -139,8 +139,7 @@ def make_paligemma_processor() -> PaliGemmaProcessor:
 
 
 def save_to_swap(folder: Path, model, **fields) -> list[str]:
-    """Write a LLaVA or PaliGemma under its type's name with its processor, and a tower for it; returns the arguments
-    of commands that name the two."""
+    """Save a LLaVA or a PaliGemma with its processor, and a tower for it; return the options of commands for both."""
     processor = make_processor(model) if model.config.model_type == "llava" else make_paligemma_processor()
     for part in (model, processor):
         part.save_pretrained(folder / model.config.model_type)

@@ -1,10 +1,11 @@
-"""A process in which frugalvit cannot be imported.
+"""Run actions in a process in which frugalvit cannot be imported.
 
-`load JOBS RESULTS` loads models and computes outputs; `fine_tune OUT START…` fine-tunes models with `Trainer` and
-saves them; `compute FOLDER LOADER INPUTS OUTPUTS` loads one model, computes what it gives for a file of inputs, saves
-it beside and computes again with what it saved; `process FOLDER OUTPUTS` prepares a prompt with an image: by the
-processor's own class, its call choosing 4 tokens, and by `LlavaProcessor`. `serve` does what is asked for on standard
-input, each request in a fork, as imports take longer than most of what they are for.
+- `load JOBS RESULTS` loads models and computes outputs.
+- `fine_tune OUT START…` fine-tunes models with `Trainer` and saves them.
+- `compute FOLDER LOADER INPUTS OUTPUTS` loads a model and computes outputs, then saves, loads and computes again.
+- `process FOLDER OUTPUTS` prepares a prompt with an image by the processor's own class with 4 tokens, and by
+  `LlavaProcessor`.
+- `serve` reads requests from standard input and runs each in a fork, because imports take long.
 """
 
 import gc
@@ -44,7 +45,7 @@ warnings.simplefilter("error")
 
 
 def keep_imports_from_the_collector():
-    """`Trainer` collects garbage whenever it trains, and what is imported is none."""
+    """Exclude imported objects from the garbage collections of `Trainer`."""
     gc.collect()
     gc.freeze()
 
@@ -71,7 +72,7 @@ def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline_computes_the_same(source: str, model, processor) -> bool:
-    """Whether a pipeline on a classifier's folder gives what the model gives."""
+    """Return whether a pipeline on a classifier's folder gives the label and score of the model."""
     image = Image.effect_noise((48, 40), 90).convert("RGB")
     pipeline = transformers.pipeline("image-classification", source, trust_remote_code=True, device="cpu")
     best = main_output(model, processor(image, return_tensors="pt")["pixel_values"]).softmax(-1).max(-1)
@@ -103,7 +104,7 @@ def load(jobs_file: str, results: str):
 
 
 def fine_tune(out: str, *starts: str):
-    """Fine-tune each model by `Trainer` into a folder of its name in `out`; then go on from a checkpoint."""
+    """Fine-tune each model with `Trainer` in a folder of its name; then resume from a checkpoint."""
     examples = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(8)]
     pixel_values = torch.stack([example["pixel_values"] for example in examples[:2]])
     for start in starts:
@@ -152,16 +153,16 @@ def process(folder: str, outputs: str):
 
 
 def run_source(source: str, *arguments: str):
-    """A program as `python -c` runs it, but for what is imported already."""
+    """Run a program as `python -c` does."""
     warnings.simplefilter("default")
     sys.argv = ["-c", *arguments]
     exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def serve():
-    """A request is a line of JSON, `directory` and `arguments`; so is the reply, the path of a file with what went
-    wrong, or null."""
-    from transformers import LlavaProcessor, Trainer, pipeline  # noqa: F401 (once, rather than in every fork)
+    """Answer requests. A request is a line of JSON with `directory` and `arguments`. The reply is a line of JSON: the
+    path of a file with the error output, or null."""
+    from transformers import LlavaProcessor, Trainer, pipeline  # noqa: F401 (imported before the forks)
 
     keep_imports_from_the_collector()
     for number, line in enumerate(sys.stdin):
