@@ -37,6 +37,13 @@ from .versions import origin, versions
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 ERRORS = "accuracy ± half of a 68 % Wilson interval, differences ± standard error; "
+# Nearest images of the teacher that other models should find, and queries that are compared with all images at once.
+NEIGHBORS = 10
+QUERIES = 1024
+FOUND = (
+    f"neighbors: of the {NEIGHBORS} images that the teacher finds nearest, the share that a model finds among its own "
+)
+FOUND += f"{NEIGHBORS}, both in the teacher's embeddings of these images, ± standard error; "
 # Scores that the picture may show, in the order of preference, and their titles.
 SCORES = {
     "accuracy": "accuracy, %",
@@ -100,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def legend(rows: list[dict[str, object]]) -> str:
         errors = ERRORS if "accuracy" in rows[0] else ""
+        errors += FOUND if rows[0]["neighbors"] is not None else ""
         speeds = "images/s by batch size. " if any(rows[0]["images_per_second"].values()) else ""
         about = ", ".join(f"{name}: {value}" for name, value in settings.items())
         return f"{errors}{speeds}{about}."
@@ -162,8 +170,8 @@ def compare(
 
     Returns:
         A row for each baseline: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, the
-        fields of `describe_score` for the accuracy, `cosine` (mean with the teacher's embedding) and
-        `images_per_second` by precision and batch size.
+        fields of `describe_score` for the accuracy, `cosine` (mean with the teacher's embedding),
+        `neighbors` and `neighbors_error` (see `neighbors_found`) and `images_per_second` by precision and batch size.
     """
     # Classes are matched by name before anything is computed.
     class_indices = [
@@ -194,9 +202,13 @@ def compare(
                     teacher_correct = correct
             if teacher_embeddings is None:
                 teacher_embeddings = embedded.mean(0)
-            row["cosine"] = None
+            row |= {"cosine": None, "neighbors": None, "neighbors_error": None}
             if embedded.shape[-1] == teacher_embeddings.shape[-1]:
                 row["cosine"] = F.cosine_similarity(embedded, teacher_embeddings, dim=-1).mean().item()
+                if len(indices) > NEIGHBORS:
+                    found = neighbors_found(embedded.mean(0), teacher_embeddings)
+                    row["neighbors"] = found.mean().item()
+                    row["neighbors_error"] = found.std().item() / len(found) ** 0.5
             row["images_per_second"] = {precision: {} for precision in precisions}
             rows.append(row)
         report(rows)
@@ -263,6 +275,30 @@ def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tenso
     return (best == labels).double().mean(0)
 
 
+def neighbors_found(embeddings: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Search an index of the teacher's embeddings by a model's embeddings of its images; no image finds itself.
+
+    Args:
+        embeddings (`torch.Tensor` of shape `(images, embedding_size)`): The model's; `teacher` has the same shape.
+
+    Returns:
+        The share of each image's `NEIGHBORS` nearest images by the teacher that are among those by the model,
+        `(images,)` float64.
+    """
+    teacher = F.normalize(teacher, dim=-1)
+    embeddings = F.normalize(embeddings, dim=-1)
+    shares = []
+    for places in torch.arange(len(teacher)).split(QUERIES):
+        nearest = []
+        for queries in (teacher, embeddings):
+            similarity = queries[places] @ teacher.T
+            similarity[torch.arange(len(places)), places] = -torch.inf
+            nearest.append(similarity.topk(NEIGHBORS).indices)
+        same = nearest[0][:, :, None] == nearest[1][:, None, :]
+        shares.append(same.any(1).double().mean(1))
+    return torch.cat(shares)
+
+
 def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
     """Describe a score of a model and its difference from the teacher's.
 
@@ -293,7 +329,11 @@ def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     table = []
     for row in rows:
         cells = {"model": row["model"], "method": row["method"]}
-        scores = (("accuracy, %", "accuracy", ""), ("accuracy - teacher's", "accuracy_difference", "+"))
+        scores = (
+            ("accuracy, %", "accuracy", ""),
+            ("accuracy - teacher's", "accuracy_difference", "+"),
+            ("neighbors, %", "neighbors", ""),
+        )
         for title, name, sign in scores:
             if row.get(name) is not None:
                 error = row[f"{name}_error"]

@@ -62,6 +62,8 @@ def test_rows_files_and_picture(outcome):
     ]
     assert rows[0]["cosine"] == pytest.approx(1) and rows[-1]["cosine"] is None
     assert all(0.5 < row["cosine"] < 0.99 for row in rows[1:-1])
+    assert rows[0]["neighbors"] == 1 and rows[-1]["neighbors"] is None
+    assert all(0.3 < row["neighbors"] < 1 and 0 < row["neighbors_error"] < 0.1 for row in rows[1:-1])
     assert all([*row["images_per_second"]["float32"]] == ["1", "32"] for row in rows)
     vit = ViTForImageClassification.from_pretrained(VIT)
     assert rows[0]["parameters"] == rows[1]["parameters"] == vit.num_parameters()
