@@ -1,5 +1,5 @@
-"""Views of images: uint8 until a batch is normalized. The view of an image in training is a function of (seed, epoch,
-image index) alone, so that a run resumes exactly. A view has `formats`, by which its tensors are normalized."""
+"""Views of images, as uint8 tensors until a batch is normalized by the view's `formats`. The view of an image in
+training depends on (seed, epoch, image index) alone, so that a run resumes exactly."""
 
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from ..modeling.image_format import ImageFormat
 from .preprocessing import middle_of
 
 
-# Purposes of random numbers: uses that share (seed, epoch, index) must not share numbers.
+# Keys that separate random numbers for different purposes with the same (seed, epoch, index).
 VIEW = 0
 MIX = 1
 CAPTION = 4
@@ -20,8 +20,8 @@ CAPTION = 4
 
 @contextmanager
 def seeded(*keys: int):
-    """Seed torch's CPU random numbers from `keys`, mixed by the finalizer of SplitMix64, inside the block, and restore
-    their state after it."""
+    """Seed torch's CPU random numbers within the block from `keys`, which the finalizer of SplitMix64 mixes, and
+    restore their state after it."""
     mask = (1 << 64) - 1
     seed = 0
     for key in keys:
@@ -30,7 +30,7 @@ def seeded(*keys: int):
         seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB & mask
         seed ^= seed >> 31
     state = torch.get_rng_state()
-    # Not torch.manual_seed: it also seeds every accelerator and is a hundred times slower.
+    # torch.manual_seed would also seed every accelerator and is a hundred times slower.
     torch.default_generator.manual_seed(seed >> 32)
     try:
         yield
@@ -39,8 +39,8 @@ def seeded(*keys: int):
 
 
 class EvalView:
-    """Resize and center crop an image as the image processor does, to `pixel_values` and, for a teacher that takes
-    other images, `teacher_pixel_values`."""
+    """Resize and center crop an image as the image processor does, to `pixel_values` and, for a teacher with another
+    image format, `teacher_pixel_values`."""
 
     def __init__(self, image_format: ImageFormat, teacher: ImageFormat | None = None):
         self.formats = {"pixel_values": image_format}
@@ -54,7 +54,7 @@ class EvalView:
             size = [image_format.resize] if image_format.resize else [height, width]
             pixels = v2.functional.pil_to_tensor(middle_of(image) if image_format.resize else image)
             pixels = v2.functional.resize(pixels, size, image_format.interpolation, antialias=True)
-            # Transformers rounds down; timm, as torchvision's own center crop, to even.
+            # Transformers rounds down. timm rounds to even, as torchvision's own center crop does.
             to_int = round if image_format.rounds_center else int
             top = to_int((pixels.shape[-2] - height) / 2)
             left = to_int((pixels.shape[-1] - width) / 2)
@@ -63,15 +63,17 @@ class EvalView:
 
 
 class BootstrapView:
-    """Views for bootstrapping (Gao et al. 2024): a random part of the image, flipped or not, for student and teacher,
-    each at its own size. The teacher's `teacher_pixel_values` are left out where both models take the same.
+    """Views for bootstrapping (Gao et al. 2024): the same random crop and flip for student and teacher, each at its
+    own size. `teacher_pixel_values` are left out if both models have the same image format.
 
     Args:
-        student, teacher (`ImageFormat`): The images that the models take.
-        scale, ratio (`tuple[float, float]`): Lowest and highest share of the area, and aspect ratio, of the part.
+        student (`ImageFormat`): The student's image format.
+        teacher (`ImageFormat`, *optional*): The teacher's image format.
+        scale (`tuple[float, float]`): Lowest and highest share of the image's area in a crop.
+        ratio (`tuple[float, float]`): Lowest and highest aspect ratio of a crop.
         flip (`float`): Probability of a horizontal flip.
-        zoom_out (`float`): Largest ratio of the sides of a canvas to the image's. Half of the images are put on such a
-            canvas first, at a random place; 1 puts none.
+        zoom_out (`float`): Half of the images are first placed at random on a canvas whose sides are up to this many
+            times the image's; 1 turns it off.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class BootstrapView:
     ):
         self.formats = {"pixel_values": student}
         self.flip = flip
-        # Their center crops, for evaluation, may differ.
+        # Center crops, which may differ, are used in evaluation alone.
         any_crop = {"resize": None, "rounds_center": False}
         if teacher is not None and replace(teacher, **any_crop) != replace(student, **any_crop):
             self.formats["teacher_pixel_values"] = teacher

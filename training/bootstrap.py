@@ -36,7 +36,7 @@ from .augmentation import BootstrapView, EvalView
 from .cards import strip_directory
 from .data import class_names
 from .loading import load_model
-from .losses import AlignmentLoss, attended_cells
+from .losses import AlignmentLoss, teacher_attention
 from .precision import hold_teacher
 from .splits import check_classes, check_single_label, load_splits, match_classes
 from .students import (
@@ -292,17 +292,17 @@ class BootstrapTrainer(ImageTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The mean loss over the counts of tokens that this step trains."""
         align = self.align
-        reads_states = align.align_tokens or align.align_maps or align.forecasts
+        reads_states = align.align_tokens or align.align_maps or align.predicts_attention
         recorder = record_hidden_states(self.anatomy) if reads_states else nullcontext()
         with torch.no_grad(), self.accelerator.autocast(), recorder as states:
             embedding = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"]))
             targets = {"embedding": embedding.float()}
-            if align.forecasts:
-                targets["attention"] = attended_cells(self.anatomy, states)
+            if align.predicts_attention:
+                targets["attention"] = teacher_attention(self.anatomy, states)
             if align.align_tokens:
                 targets["tokens"] = list(states)
             if align.align_maps:
-                targets["maps"] = [each.float() for each in align.align_maps.of_teacher(states)]
+                targets["maps"] = [each.float() for each in align.align_maps.teacher_maps(states)]
         losses = []
         # The same in all processes, and when a run goes on.
         for count in token_counts_to_train(self.student.config, f"{self.args.seed}-{self.state.global_step}"):

@@ -1,7 +1,7 @@
-"""Images in the forms in which people have them, and their views as data sets of PyTorch.
+"""Images from various sources, and their views as PyTorch data sets.
 
-The view of an image is a function of (seed, epoch, index) alone: it depends neither on workers and processes nor on
-the batch, and a run that goes on from a checkpoint sees what it would have seen.
+The view of an image is a function of (seed, epoch, index) alone. It does not depend on workers, processes or batches,
+so that a resumed run sees the views that the run would have seen without the interruption.
 """
 
 import signal
@@ -25,15 +25,17 @@ from .splits import check_classes, check_same_classes, hold_back
 from .text import first_line
 
 
-# Images among which a stream is shuffled, besides its files.
+# Number of images among which a stream is shuffled; the order of its files is shuffled, too.
 SHUFFLE_BUFFER = 1_000
 
 
 class PlainImages:
     """A PyTorch dataset or a list of PIL images with the interface of a `datasets.Dataset`.
 
-    Items of `source` are images, pairs of image and label, or dictionaries with `image` and perhaps `label`. Its
-    attribute `classes`, as torchvision's data sets have it, names the labels.
+    Args:
+        source: Its items are images, pairs of image and label, or dictionaries with `image` and optionally `label`.
+            Its attribute `classes`, if there is one as in torchvision's data sets, names the labels.
+        features (`datasets.Features`, *optional*): Types of the columns. Default: by `source.classes`.
     """
 
     def __init__(self, source, features: datasets.Features | None = None):
@@ -63,9 +65,12 @@ class PlainImages:
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
-    """Return images as a data set with the columns `image`, not decoded, and perhaps `label`. They are a
-    `datasets.Dataset` or `IterableDataset` with a column of images, a dataset of PyTorch or a list of PIL images, see
-    `PlainImages`, a list of paths, or the name of a folder or a data set."""
+    """Return images as a data set with the columns `image`, which is not decoded, and optionally `label`.
+
+    Args:
+        images: A `datasets.Dataset` or `IterableDataset` with a column of images, a PyTorch dataset or a list of PIL
+            images (see `PlainImages`), a list of paths, or the name of a folder or data set.
+    """
     if isinstance(images, PlainImages):
         return images
     if isinstance(images, datasets.Dataset | datasets.IterableDataset):
@@ -108,7 +113,7 @@ def reset_format(images: datasets.Dataset | datasets.IterableDataset) -> dataset
 
 
 def split_off(images):
-    """Split off a tenth of the images to evaluate on, see `hold_back`."""
+    """Return the images to train on and a tenth to evaluate on, see `hold_back`."""
     if isinstance(images, PlainImages):
         train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(images))}))
         return images.select(train["place"]), images.select(evaluation["place"])
@@ -116,7 +121,8 @@ def split_off(images):
 
 
 def labeled_images(train, evaluation=None) -> tuple:
-    """Return both by `as_images`; raise a ValueError unless they have the same classes."""
+    """Return the images to train and to evaluate on as data sets. Raise a ValueError unless they have labels of the
+    same classes, at least two."""
     parts = [None if images is None else as_images(images) for images in (train, evaluation)]
     if any(images is not None and class_names(images) is None for images in parts):
         raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
@@ -126,14 +132,15 @@ def labeled_images(train, evaluation=None) -> tuple:
 
 
 class Views(Dataset):
-    """Views of images: `pixel_values` and the like as uint8 tensors, with `labels` where there are any.
+    """Views of images: `pixel_values` as uint8 tensors, and `labels` if the data set has labels.
 
     Args:
-        images: Images of `as_images`, or with a column `mask`.
-        view (`Callable`): Makes a view of an image, see `EvalView`, and of its mask where there is one.
-        seed (`int`, *optional*): Seed of views that are drawn, which have their `epoch`, too; None in evaluation.
+        images: A data set with the columns `image` and optionally `label` or `mask`, for example from `as_images`.
+        view (`Callable`): Makes a view of an image, see `EvalView`, or of an image and its mask.
+        seed (`int`, *optional*): Seed of random views, which also contain their `epoch`. None in evaluation.
         skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
-        classes (sequence of `int`, *optional*): The model's number of each class of the data set.
+        classes (sequence of `int`, *optional*): The model's index of each class of the data set. Default: labels are
+            the model's indices.
     """
 
     def __init__(self, images, view, seed: int | None = None, skip_corrupt: bool = False, classes=None):
@@ -142,7 +149,7 @@ class Views(Dataset):
         self.seed = seed
         self.skip_corrupt = skip_corrupt
         self.classes = classes
-        # Workers that stay for several epochs read it, too.
+        # Shared memory, because persistent workers read it in later epochs.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
@@ -155,9 +162,9 @@ class Views(Dataset):
         raise ValueError(f"None of the {len(self)} images of the data set can be read.")
 
     def sample(self, index: int, record: dict) -> dict | None:
-        """Return the view of a record, or None if it is skipped."""
+        """Return the view of a record, or None if its image cannot be read and `skip_corrupt` is set."""
         if get_worker_info():
-            # Ctrl-C reaches workers, too, and the main process still needs their images.
+            # Ctrl-C is also sent to workers, whose images the main process needs to finish the step.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             parts = [decode_image(record["image"], index)]
@@ -179,7 +186,7 @@ class Views(Dataset):
 
 
 class StreamedViews(IterableDataset, Views):
-    """Views of a shuffled stream, whose index is an image's position among those that a worker reads."""
+    """Views of a shuffled stream. The index of an image is unique among workers, which number the images they read."""
 
     def __init__(self, images: datasets.IterableDataset, view, seed: int, *args):
         super().__init__(images.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), view, seed, *args)
@@ -188,7 +195,7 @@ class StreamedViews(IterableDataset, Views):
         raise TypeError("a stream has no length")
 
     def __iter__(self) -> Iterator[dict]:
-        # Its images have another order.
+        # The order of the images depends on the epoch.
         self.images.set_epoch(int(self.epoch))
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -198,7 +205,8 @@ class StreamedViews(IterableDataset, Views):
 
 @dataclass
 class SetEpoch(TrainerCallback):
-    """Sets the views' epoch, also where a run goes on in the middle of one."""
+    """Set the epoch of the views, also when a run is resumed within an epoch, where accelerate's `skip_first_batches`
+    hides the data set's own `set_epoch`."""
 
     views: Views
 
@@ -209,8 +217,15 @@ class SetEpoch(TrainerCallback):
 def collate(
     samples: list[dict], formats: dict[str, ImageFormat], mix: Callable | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Make a batch of views: pixels normalized by `formats`, masks as they are, numbers as int64. `mix` mixes images
-    and labels of a training batch; what it draws is a function of (seed, epoch, first index)."""
+    """Return a batch of views, with normalized pixels, masks, and numbers as int64.
+
+    Args:
+        samples (`list[dict]`): Views.
+        formats (`dict[str, ImageFormat]`): Normalization of the pixels, by name.
+        mix (`Callable`, *optional*): Mixes the images and labels of a training batch. Its random numbers depend on
+            (seed, epoch, index of the first image).
+        seed (`int`): Seed for `mix`.
+    """
     batch = {}
     for name, first in samples[0].items():
         values = [sample[name] for sample in samples]
@@ -224,7 +239,8 @@ def collate(
 
 
 def mixing(num_labels: int, mixup: float, cutmix: float):
-    """Return torchvision's `MixUp` and `CutMix`, each for half of the batches, or the one whose parameter is not 0."""
+    """Return a transform of a batch: torchvision's `MixUp` or `CutMix` at random, or only the one whose parameter is
+    not 0. Return None if both parameters are 0."""
     kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
     return v2.RandomChoice(mixes) if mixes else None

@@ -54,7 +54,7 @@ def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement,
         for count, layers in ((16, [-1, -2]), (4, [-1, -2]), (4, [-1])):
             align = MapAlignment(student, patches, layers)
             outputs = student(images, num_tokens=count, **TokenAlignment.arguments)
-            found.append(align(outputs, align.of_teacher(states)).item())
+            found.append(align(outputs, align.teacher_maps(states)).item())
     assert found[0] < 1e-6 < 0.01 < found[1] and found[1] != found[2]
     for layers in ([0], [-5]):
         with pytest.raises(ValueError, match=f"dense_layers has {layers[0]}, expected -1, the last, to -4"):
@@ -86,7 +86,7 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
     # Tokens that tell their position: rows and columns of the centers of 4 x 6 patches.
     y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
     rois = torch.tensor([[[0.25, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5], [-5.0, -5.0, -4.0, -4.0], [0.0, 0.0, 1, 1]]])
-    read = alignment.shares_of_patches(rois) @ torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
+    read = alignment.patch_weights(rois) @ torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
     torch.testing.assert_close(read, torch.tensor([[[0.375, 0.5], [0.5, 0.5], [0.125, 1 / 12], [0.5, 0.5]]]))
     images = maps(2, 3, 32, 48)
     outputs, held = student.base_model(images, **alignment.arguments), compute_hidden_states(anatomy, images)
@@ -95,9 +95,9 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
     loss.backward()
     assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
     # Tokens that hold exactly what is asked for, at another scale, have no distance left.
-    shares = alignment.shares_of_patches(outputs.rois[-1])
+    shares = alignment.patch_weights(outputs.rois[-1])
     outputs.hidden_states = [
-        torch.cat([states[:, : alignment.skipped], 3 * shares @ expected[:, -shares.shape[-1] :] + 1], dim=1)
+        torch.cat([states[:, : alignment.num_prefix_tokens], 3 * shares @ expected[:, -shares.shape[-1] :] + 1], dim=1)
         for states, expected in zip(outputs.hidden_states, held[truncate:], strict=True)
     ]
     assert alignment(outputs, held).item() == pytest.approx(0, abs=1e-4)
@@ -108,9 +108,9 @@ def test_a_layer_as_it_is():
     (student, anatomy), images = make_pair(transformers_vit), maps(2, 3, 32, 48)
     alignment = TokenAlignment(student, anatomy, layers=[-2], distance="raw")
     outputs, held = student.base_model(images, **alignment.arguments), compute_hidden_states(anatomy, images)
-    shares, states = alignment.shares_of_patches(outputs.rois[-1]), outputs.hidden_states[-2]
+    shares, states = alignment.patch_weights(outputs.rois[-1]), outputs.hidden_states[-2]
     patches = held[-2][:, -shares.shape[-1] :]
-    expected = (states[:, alignment.skipped :] - shares @ patches).square().mean() / patches.var((0, 1)).mean()
+    expected = (states[:, alignment.num_prefix_tokens :] - shares @ patches).square().mean() / patches.var((0, 1)).mean()
     torch.testing.assert_close(alignment(outputs, held), expected)
     for scale, shift, far in ((1, 0, False), (3, 0, True), (1, 1, True)):
         tokens = scale * shares @ patches + shift
@@ -139,9 +139,9 @@ def test_attention_to_patches_is_what_the_model_computes(name):
 def test_a_forecast_is_compared_with_attention_by_area():
     attention, logits = torch.tensor([[[0.5, 0.1], [0.25, 0.15]]]), maps(1, 2, 2)
     expected = (attention * (attention.log() - logits.flatten(1).log_softmax(1).view(1, 2, 2))).sum()
-    torch.testing.assert_close(losses.forecast_loss(logits, attention), expected)
+    torch.testing.assert_close(losses.attention_loss(logits, attention), expected)
     spread = attention.repeat_interleave(2, 1).repeat_interleave(2, 2) / 4
-    torch.testing.assert_close(losses.forecast_loss(logits, spread), expected)
+    torch.testing.assert_close(losses.attention_loss(logits, spread), expected)
 
 
 def test_embeddings_and_labels_are_compared():
