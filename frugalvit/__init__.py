@@ -1,7 +1,7 @@
 """Vision transformers that need less: fewer tokens, less data, no extra parameters.
 
-Importing this package registers its models with Transformers' Auto classes. Trainings and what else reads images are
-imported when they are first used.
+Importing this package registers its models with Transformers' Auto classes. Modules that read images or train are
+imported when their names are first used.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ from .training.files import checkpoint_path
 from .version import __version__
 
 
-# What reads images, trains or evaluates, by its module.
+# Names that are imported when they are first used, and their modules.
 _LAZY = {
     "AlignLlavaArguments": "training.align_llava",
     "AlignLlavaTrainer": "training.align_llava",

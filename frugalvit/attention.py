@@ -12,27 +12,35 @@ from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .training.scores import check_scores
 
 
-# Largest distance, in patches, of the neighbor that a head attends to most.
+# Largest offset, in patches, of the neighbors that are compared.
 REACH = 2
 
 
 @dataclass
 class LayerStatistics:
-    """Statistics of a layer, averaged over images."""
+    """Statistics of a layer, averaged over images.
 
-    layer: int  # from 1
-    stable_rank: float  # of the layer's output
-    entropy: list[float]  # of each head's attention, averaged over queries, in nats; at most log(tokens)
-    maps: torch.Tensor = field(repr=False)  # (heads, queries, keys) attention, [CLS] and the like first
-    # The relative position (dy, dx), at most `REACH` away, to which each head attends most, and attention to it,
-    # averaged over the tokens that have it within the grid; empty where tokens lie on no grid.
+    Args:
+        layer (`int`): Number of the layer, from 1.
+        stable_rank (`float`): Stable rank of the layer's output.
+        entropy (`list[float]`): Entropy of each head's attention in nats, averaged over queries, up to log(tokens).
+        maps (`torch.Tensor` of shape `(heads, queries, keys)`): Attention; prefix tokens come first.
+        offset (`list[tuple[int, int]]`):
+            Relative position (dy, dx), up to `REACH`, to which each head attends most; empty without a grid of tokens.
+        mass (`list[float]`): Attention to this position, averaged over the tokens for which it lies within the grid.
+    """
+
+    layer: int
+    stable_rank: float
+    entropy: list[float]
+    maps: torch.Tensor = field(repr=False)
     offset: list[tuple[int, int]]
     mass: list[float]
 
 
 def stable_rank(matrices: torch.Tensor) -> torch.Tensor:
-    """Stable rank of matrices, `(…, rows, columns)` to `(…)`, from 1 to the rank: the sum of the squared singular
-    values divided by the largest one (Remark 1 of Zheng et al.)."""
+    """Compute the stable rank of matrices, `(…, rows, columns)` to `(…)`: the sum of the squared singular values
+    divided by the largest of them (Remark 1 of Zheng et al.). It lies between 1 and the rank."""
     values = torch.linalg.svdvals(matrices.float()).square()
     return values.sum(-1) / values.amax(-1)
 
@@ -73,7 +81,7 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
 
 
 def patch_grid(config) -> tuple[int, int] | None:
-    """Rows and columns of patches, if tokens are patches, else None."""
+    """Return the rows and columns of patches; `None` if tokens are no patches."""
     patch = getattr(config, "patch_size", None)
     if patch is None:
         return None
@@ -81,7 +89,7 @@ def patch_grid(config) -> tuple[int, int] | None:
 
 
 def favorite_neighbors(maps: torch.Tensor, grid: tuple[int, int] | None) -> tuple[list[tuple[int, int]], list[float]]:
-    """The `offset` and `mass` of `LayerStatistics`, given its `maps` and the grid of patches."""
+    """Compute `offset` and `mass` of `LayerStatistics`, given its `maps` and the grid of patches."""
     positions = grid[0] * grid[1] if grid else 0
     if not 0 < positions <= maps.shape[-1]:
         return [], []

@@ -1,5 +1,5 @@
-"""Models that `frugalvit compare` measures beside each other: a teacher, the same teacher with less to compute, and
-students. Describe any other model as a `Baseline`."""
+"""Models that `frugalvit compare` measures: a teacher, the teacher on smaller images, and students. Other models are
+described as a `Baseline`, too."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,25 +21,40 @@ from .training.preprocessing import size_made_by
 
 
 LOWER_RESOLUTION = "teacher at lower resolution"
-# Default numbers of patches, as shares of the teacher's.
+# Default numbers of patches of the smaller images, as shares of the teacher's.
 SHARES = (1 / 4, 2 / 5, 9 / 16)
 
 
 @dataclass
 class Baseline:
-    """A model to measure."""
+    """A model to measure.
 
-    name: str  # of its row
-    method: str  # that made it; baselines of one method are a line of the picture
-    model: nn.Module  # to time and count, called with pixel values (batch, 3, height, width)
-    image_size: tuple[int, int]  # height and width to which the image processor's images are resized
-    embed: Callable[[torch.Tensor], torch.Tensor]  # pixel values to the embedding (batch, embedding_size)
+    Args:
+        name (`str`): Name of the row.
+        method (`str`): Name of the method that made the model; a line of the picture connects the models of a method.
+        model (`nn.Module`): Module to time and count, called with pixel values `(batch, 3, height, width)`.
+        image_size (`tuple[int, int]`): Height and width to which the image processor's images are resized.
+        embed (`Callable`): Maps pixel values to embeddings `(batch, embedding_size)`.
+        image_processor (*optional*): Image processor of the model.
+        classifier (`Callable`, *optional*): Maps embeddings to the logits of `id2label`.
+        id2label (`dict[int, str]`, *optional*): Class names.
+        tokens (`int`, *optional*): Tokens in the blocks, with class and register tokens.
+        parameters (`int`, *optional*): Number of parameters of the image side; those of `model` by default.
+        draws (`int`, *optional*, defaults to 1): Number of embeddings of each image, whose results are averaged, for
+            models that draw random numbers.
+    """
+
+    name: str
+    method: str
+    model: nn.Module
+    image_size: tuple[int, int]
+    embed: Callable[[torch.Tensor], torch.Tensor]
     image_processor: object = None
-    classifier: Callable[[torch.Tensor], torch.Tensor] | None = None  # the embedding to logits of `id2label`
+    classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
     id2label: dict[int, str] = field(default_factory=dict)
-    tokens: int | None = None  # in its blocks, including [CLS] and registers
-    parameters: int | None = None  # of the image side; those of `model` by default
-    draws: int = 1  # times each image is embedded, where the model draws at random; results are averaged
+    tokens: int | None = None
+    parameters: int | None = None
+    draws: int = 1
 
     def __post_init__(self):
         if self.parameters is None:
@@ -56,7 +71,7 @@ class Vision(nn.Module):
     def __init__(self, source: nn.Module, embed: Callable, classifier: Callable | None = None):
         super().__init__()
         self.source = source
-        # In a closure, as they are modules of `source` already.
+        # A closure, as an attribute would register modules of `source` a second time.
         self.run = lambda images: embed(images) if classifier is None else classifier(embed(images))
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -76,10 +91,10 @@ class WithTokens(nn.Module):
 
 
 def as_teacher(anatomy: Anatomy, **others) -> Baseline:
-    """Describe a vision transformer as it is; `others` are further fields of the `Baseline`."""
-    parts = {*anatomy.model.parameters()}
-    for part in (anatomy.classifier, anatomy.projection):
-        parts |= set() if part is None else {part.weight, part.bias} - {None}
+    """Describe an unchanged vision transformer; `others` are further fields of the `Baseline`."""
+    parameters = {*anatomy.model.parameters()}
+    for layer in (anatomy.classifier, anatomy.projection):
+        parameters |= set() if layer is None else {layer.weight, layer.bias} - {None}
     fields = {
         "name": "teacher",
         "method": "teacher",
@@ -89,7 +104,7 @@ def as_teacher(anatomy: Anatomy, **others) -> Baseline:
         "classifier": anatomy.classifier,
         "id2label": anatomy.labels.get("id2label", {}),
         "tokens": anatomy.num_prefix_tokens + anatomy.num_patches,
-        "parameters": sum(part.numel() for part in parts),
+        "parameters": sum(parameter.numel() for parameter in parameters),
     }
     return Baseline(**fields | others)
 
@@ -105,9 +120,16 @@ def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
 def load_teachers(
     folder: str, name: str | None = None, resolutions: Sequence[int] | None = None, **options
 ) -> list[Baseline]:
-    """Load a teacher, and the same weights with smaller images and resampled positions. `resolutions` are the shorter
-    sides of these images in pixels, by default those with about `SHARES` of the patches, or none if the teacher's
-    positions cannot be read."""
+    """Load a teacher, and the same weights for smaller images with resampled positions.
+
+    Args:
+        folder (`str`): Folder or hub id of a vision transformer.
+        name (`str`, *optional*): Name of the teacher's row; the folder's by default.
+        resolutions (sequence of `int`, *optional*):
+            Shorter sides of the smaller images in pixels; by default, about `SHARES` of the patches, or none if the
+            teacher's positions cannot be resampled.
+        options: Further arguments of `load_model`.
+    """
     anatomy, image_processor = load_teacher(folder, **options)
     baselines = [as_teacher(anatomy, name=name or Path(folder).name, image_processor=image_processor)]
     shorter = min(anatomy.image_size)
@@ -129,7 +151,7 @@ def load_teachers(
 
 
 def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Baseline:
-    """Describe a teacher with smaller images and resampled positions: a student with all their patches, untrained."""
+    """Describe a teacher on smaller images with resampled positions: an untrained student with all patches."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
     if anatomy.projection is not None and anatomy.classifier is None:
@@ -137,7 +159,7 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
     patches = height * width // math.prod(anatomy.patch_size)
     student = student_class.from_teacher(anatomy, patches, image_size=[height, width])
     student = student.to(next(anatomy.model.parameters())).requires_grad_(False)
-    # It computes all tokens of the last block, as its teacher does.
+    # Compute all tokens of the last block, as the teacher does.
     student.base_model.skips_unread_tokens = False
     embed = image_embedder(student, image_size)
     return as_teacher(
@@ -153,8 +175,8 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
 
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Baseline]:
-    """Load a SparseFormer, a baseline for each number of tokens it is trained for, or any other model with an
-    embedding. `method` is by default "SparseFormer" for a single number of tokens, otherwise the name."""
+    """Load a SparseFormer, as a baseline for each number of tokens that it is trained for, or any other model with an
+    embedding. `method` is by default "SparseFormer" for a single number of tokens, and otherwise the name."""
     model, image_processor = load_model(folder, "image-feature-extraction", **options)
     model = without_agent(model).requires_grad_(False).eval()
     size = size_made_by(image_processor)

@@ -1,4 +1,4 @@
-"""The `frugalvit` command: runs the `main(argv)` of a command's module and turns user errors into one clear line."""
+"""The `frugalvit` command: run `main(argv)` of a command's module, and print an error of the user in one line."""
 
 import difflib
 import importlib
@@ -13,7 +13,7 @@ from .training.choices import OPEN_CLIP
 from .training.files import end_on_sigterm, find_model
 
 
-# Command -> module, which is imported only when the command runs; help line.
+# Module of each command, which is imported when the command runs, and its line of help.
 COMMANDS = {
     "quickstart": ("frugalvit.quickstart", "make a ViT several times faster on photographs, in minutes"),
     "predict": ("frugalvit.predict", "label images and draw where the tokens look"),
@@ -22,13 +22,13 @@ COMMANDS = {
     "train": ("frugalvit.training.train", "train an image classifier, from scratch or further"),
     "joint": ("frugalvit.training.joint", "train a ViT together with a convolutional agent"),
     "segment": ("frugalvit.training.segment", "fine-tune a model for semantic segmentation"),
-    "align-llava": ("frugalvit.training.align_llava", "let a LLaVA learn to read a SparseFormer, in minutes"),
+    "align-llava": ("frugalvit.training.align_llava", "train a LLaVA's projector to read a SparseFormer, in minutes"),
     "swap": ("frugalvit.swap", "give a LLaVA a SparseFormer as its vision tower"),
-    "compare": ("frugalvit.compare", "set models beside their teacher and what the teacher can do with less"),
+    "compare": ("frugalvit.compare", "compare models with their teacher, and with the teacher on smaller images"),
     "evaluate": ("frugalvit.evaluate", "measure accuracy, features, segmentation, zero-shot, retrieval, ScienceQA"),
-    "export": ("frugalvit.export", "write a model for OpenVINO, ONNX Runtime or a browser, compared first"),
-    "publish": ("frugalvit.publish", "upload a model to the hub, in half the bytes, after trying it"),
-    "demo": ("frugalvit.demo", "serve a page to look with: labels, and where tokens look"),
+    "export": ("frugalvit.export", "write a model for OpenVINO, ONNX Runtime or a browser, and compare both"),
+    "publish": ("frugalvit.publish", "check a model and upload it to the hub, in half the bytes"),
+    "demo": ("frugalvit.demo", "serve a page that shows labels and where tokens look"),
 }
 
 
@@ -40,7 +40,7 @@ commands:
 {commands}
 
 A model is named by its folder, its hub id (owner/name@revision, too) or, if it ships, its own name.
-`frugalvit COMMAND --help` explains one. --debug (or FRUGALVIT_DEBUG=1) shows where an error arose."""
+`frugalvit COMMAND --help` lists its options. --debug (or FRUGALVIT_DEBUG=1) prints an error's traceback."""
 
 
 # Options that name a model.
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     if message := wrong_name(command, rest):
         print(f"frugalvit {command}: error: {message}", file=sys.stderr)
         return 1
-    # Labels may have letters that a terminal has not.
+    # A terminal's encoding may lack letters of labels.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
-        # The reader, for example `head`, has seen enough; Python would complain when it flushes at exit.
+        # The reader, for example `head`, has closed the pipe. Flushing at exit would raise the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -102,6 +102,6 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug or not (message := user_message(error)):
             raise
-    # After the handler nothing holds progress bars, and the message has a line of its own.
+    # Outside of the handler, progress bars are closed, so that the message has a line of its own.
     print(f"frugalvit {command}: error: {message}", file=sys.stderr)
     return 1

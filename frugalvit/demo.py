@@ -1,4 +1,4 @@
-"""`frugalvit demo`: a page that labels your images and shows where the tokens look."""
+"""`frugalvit demo`: serve a page that labels images and shows where the tokens look."""
 
 import functools
 import os

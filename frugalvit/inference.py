@@ -1,4 +1,4 @@
-"""`Embedder` and `Classifier`, from photographs to numbers, for applications."""
+"""`Embedder` and `Classifier`: embeddings and scores of photographs, for applications."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,19 +24,23 @@ from .training.text import first_line
 
 
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
-    """Set a model's number of tokens, if one is given; raise a ValueError if it cannot choose by confidence."""
+    """Set the number of tokens of a model, if one is given.
+
+    Raises:
+        ValueError: If the model has no choice of tokens, or cannot choose them by the confidence, if one is given.
+    """
     if num_tokens is not None:
         if not hasattr(model, "set_num_tokens"):
-            raise ValueError(f"--num-tokens is for SparseFormers; got a {type(model).__name__}.")
+            raise ValueError(f"num_tokens is for SparseFormers; got a {type(model).__name__}.")
         model.set_num_tokens(num_tokens)
     if confidence is not None and not hasattr(model, "classify_adaptively"):
-        raise ValueError(f"A confidence is for classifiers that are SparseFormers; got a {type(model).__name__}.")
+        raise ValueError(f"confidence is for SparseFormers that classify; got a {type(model).__name__}.")
     if confidence is not None and len(model.config.trained_token_counts) == 1:
-        raise ValueError("A confidence needs a model for several numbers of tokens: bootstrap --num_tokens.")
+        raise ValueError("confidence needs a model for several numbers of tokens, see num_tokens of bootstrap.")
 
 
 def as_record(image: object) -> Path | Mapping | Image.Image:
-    """Turn an image of any supported type into one that `open_record` opens; raise a ValueError for other types."""
+    """Convert an image of any supported type to an argument of `open_record`; raise a ValueError for other types."""
     if isinstance(image, str | os.PathLike):
         return Path(image)
     if isinstance(image, bytes):
@@ -50,9 +54,10 @@ def as_record(image: object) -> Path | Mapping | Image.Image:
 
 
 class _Application:
-    """A model that is called with any number of images and yields an array for each, in order."""
+    """A model that is called with any number of images and yields an array for each, in order. Threads may share it,
+    and it pickles."""
 
-    # Kind of the arrays, for messages.
+    # Name of the arrays, for messages.
     what: str
 
     def __init__(
@@ -72,7 +77,7 @@ class _Application:
             model (`str`, `os.PathLike` or `nn.Module`): Model that ships, folder, hub id, or a loaded model.
             image_processor (*optional*): The image processor of a loaded model.
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
-            num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one for each CPU.
+            num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one a CPU.
             return_errors (`bool`, *optional*): Yield the `CorruptImageError` of an image, rather than raise it.
         """
         if batch_size < 1:
@@ -92,7 +97,7 @@ class _Application:
         self.num_workers = num_workers
         self.return_errors = return_errors
         self.prepare = image_maker(image_processor)
-        # An exported program has no parameters.
+        # An exported program has no parameters and takes float32 on the CPU.
         parameter = next(model.parameters(), torch.empty(0))
         self.device = parameter.device
         self.dtype = parameter.dtype
@@ -106,7 +111,7 @@ class _Application:
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
         pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
-            # It may be trained between two calls.
+            # A training may have set the model to training mode since the last batch.
             self.model.eval()
             read = [future.result() for _, future in batch]
             pixels = [each for each in read if isinstance(each, torch.Tensor)]
@@ -121,7 +126,7 @@ class _Application:
         try:
             with open_record(as_record(image)) as opened:
                 return prepare_images(self.prepare, [to_rgb(opened)])[0]
-        # Decoders raise whatever a broken file leads them to.
+        # Decoders raise errors of any type for broken files.
         except Exception as error:
             name = f" {str(image)!r}" if isinstance(image, str | os.PathLike) else ""
             return CorruptImageError(f"Image {index}{name} cannot be read ({first_line(error)}).")
@@ -134,7 +139,13 @@ class _Application:
 
 
 class Embedder(_Application):
-    """Embeddings of images, `(width,)` float32 each, not normalized: `for embedding in Embedder("student")(paths)`."""
+    """Embeddings of images, `(embedding_size,)` float32, not normalized.
+
+    ```python
+    embed = frugalvit.Embedder("student")
+    embeddings = np.stack(list(embed(paths)))
+    ```
+    """
 
     what = "embeddings"
 
@@ -163,7 +174,7 @@ class Embedder(_Application):
 
 
 class Classifier(_Application):
-    """Scores of the classes of images, `(classes,)` float32 each, see `class_scores`.
+    """Scores of images for each class, `(classes,)` float32, see `class_scores`.
 
     ```python
     classify = frugalvit.Classifier("caltech101-sparseformer", num_tokens=16)
@@ -171,8 +182,8 @@ class Classifier(_Application):
         print(path, classify.labels[scores.argmax()])
     ```
 
-    With `confidence`, a number from 0 to 1, an image has few tokens first, and more if the probability of its
-    likeliest class is lower (`SparseFormerForImageClassification.classify_adaptively`).
+    With `confidence`, a number from 0 to 1, the model computes with few tokens first, and with more for images whose
+    likeliest class has a lower probability (`SparseFormerForImageClassification.classify_adaptively`).
     """
 
     what = "scores"

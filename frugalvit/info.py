@@ -1,4 +1,4 @@
-"""`frugalvit info`: tokens, parameters, multiply-accumulates and speed of variants and of model folders."""
+"""`frugalvit info`: list tokens, parameters, multiply-accumulates and speed of models."""
 
 import json
 from collections.abc import Sequence

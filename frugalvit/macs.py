@@ -21,12 +21,19 @@ class Macs(NamedTuple):
 def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> Macs:
     """Count the multiply-accumulates of convolutions, linear layers and matrix products for one image.
 
-    The model, of Transformers, timm or open_clip, runs where its weights are; on the meta device nothing is computed.
-    All tokens go through all blocks, as in the papers; a classifier that reads [CLS] alone may compute less
-    (`output_tokens` of `SparseFormerModel`). `macs` leaves out attention's two products (queries with keys, weights
-    with values), as many counters do. SparseFormer's mixing products are in both counts.
+    As in the papers, all tokens pass through all blocks; a classifier that reads [CLS] alone may compute less, see
+    `output_tokens` of `SparseFormerModel`. The mixing products of a SparseFormer are in both counts.
+
+    Args:
+        model (`nn.Module`): Model of Transformers, timm or open_clip, on any device, the meta device included.
+        image_size (`int` or `tuple[int, int]`): Height and width in pixels.
+        num_channels (`int`, *optional*, defaults to 3): Channels of the image.
+
+    Returns:
+        `macs`, without the two products of attention (queries with keys, weights with values), as many counters have
+        it, and `macs_with_attention`.
     """
-    # Fused attention of some devices is not counted.
+    # PyTorch's counter misses the fused attention of some devices.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         _run(model, image_size, num_channels)
     flops = counter.get_flop_counts()
@@ -42,8 +49,8 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
 
 
 def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
-    """Count the operations that Context Broadcasting adds for one image, as in the paper's tables S5 and S6: one per
-    token and channel, two for `cb_hybrid`. `count_macs` counts none of them. Arguments as in `count_macs`."""
+    """Count the operations that Context Broadcasting adds for one image, as in the paper's tables S5 and S6: one for
+    each token and channel, two for `cb_hybrid`. `count_macs` does not count them. Arguments as in `count_macs`."""
     operations = []
 
     def count(module: ContextBroadcast, args, output: torch.Tensor):
@@ -61,7 +68,7 @@ def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int],
 @torch.no_grad()
 def _run(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    # SparseFormers may leave out tokens of the last block that a classifier does not read; all are counted.
+    # Count all tokens of the last block, of which a SparseFormer's classifier skips those that it does not read.
     skipping = [module for module in model.modules() if getattr(module, "skips_unread_tokens", False)]
     for module in skipping:
         module.skips_unread_tokens = False

@@ -1,4 +1,4 @@
-"""`frugalvit predict`: labels of images, and pictures of the places where tokens look."""
+"""`frugalvit predict`: print labels of images and draw where the tokens look."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`frugalvit quickstart`: makes a SparseFormer of a ViT that is several times faster, on photographs, in minutes."""
+"""`frugalvit quickstart`: bootstrap a SparseFormer from a ViT on photographs, in minutes, and compare both."""
 
 import time
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     photographs = shipped_images("caltech101")
     folder = Path(options.output)
     if TEACHER not in shipped_checkpoints() or not (photographs / "train.parquet").is_file():
-        raise only_in_a_clone("What the quickstart works with, a teacher and photographs,")
+        raise only_in_a_clone("The quickstart's data, a teacher and photographs,")
     teacher = str(checkpoint_path(TEACHER))
     folder.mkdir(parents=True, exist_ok=True)
     if {path.name for path in folder.iterdir()} - {"student"}:
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         use_cpu=device.type == "cpu",
     )
 
-    print(f"\n2/3  Both on {num_test} photographs that were held back, and the teacher with smaller images.\n")
+    print(f"\n2/3  Student and teacher, also on smaller images, are compared on {num_test} other photographs.\n")
     images = load_images([str(photographs / "test.parquet")], f"train[:{num_test}]")
     baselines = load_teachers(teacher, "ViT-S/14", RESOLUTIONS, device=str(device))
     students = load_students(str(folder / "student"), "student", device=str(device))
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = compare(baselines, images, precisions=[precision], rounds=ROUNDS)
     save_figure(draw_comparison(rows), folder / "comparison.png")
 
-    print(f"3/3  Where {DRAWN_TOKENS} tokens look.\n")
+    print(f"3/3  A picture of the RoIs of {DRAWN_TOKENS} tokens.\n")
     student, processor = load_model(folder / "student", "image-classification", "cpu")
     shown = [decode_image(images[index]["image"], index) for index in range(4)]
     predictions = predict(student, processor, shown, num_tokens=DRAWN_TOKENS, top=1, output_rois=True)

@@ -5,7 +5,7 @@ import importlib
 import transformers
 
 
-# A family's public names are those in `__all__` of `modeling_<family>.py`.
+# The public names of a family are the `__all__` of `modeling_<family>.py`.
 FAMILIES = (
     "agent_cnn",
     "bootstrapped_vit",
@@ -21,7 +21,7 @@ FAMILIES = (
 
 
 def register() -> dict[str, type]:
-    """Let Transformers' Auto classes load the families' folders with the installed classes; return these by name."""
+    """Register the models of all families with Transformers' Auto classes. Return the public classes by name."""
     processors = {"torchvision": transformers.ViTImageProcessor, "pil": transformers.ViTImageProcessorPil}
     classes = {}
     for family in FAMILIES:

@@ -1,4 +1,4 @@
-"""Speeds of models, side by side."""
+"""Images per second of models, measured in turns."""
 
 import statistics
 import time
@@ -8,6 +8,7 @@ import torch
 from tqdm import tqdm
 
 
+# Rounds that are not measured.
 WARMUP = 2
 
 
@@ -17,10 +18,18 @@ def images_per_second(
     pixel_values: torch.Tensor | Mapping[Hashable, torch.Tensor],
     rounds: int = 20,
 ) -> dict[Hashable, float]:
-    """Measure the images per second of models, by their names, by the median of interleaved rounds: the models take
-    turns, so that a machine whose speed drifts treats them alike and ratios hold. `WARMUP` rounds come before.
+    """Measure the images per second of models. The models take turns in each round, so that ratios hold on a machine
+    whose speed drifts.
 
-    `pixel_values` are one batch for all, `(batch, channels, height, width)`, or one for each."""
+    Args:
+        models (`Mapping[Hashable, Callable]`): Models by name.
+        pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)` or a mapping of them by name):
+            One batch for all models, or one for each.
+        rounds (`int`, *optional*, defaults to 20): Measured rounds, after `WARMUP` others.
+
+    Returns:
+        Images per second by name, from the median of the rounds.
+    """
     batches = pixel_values if isinstance(pixel_values, Mapping) else dict.fromkeys(models, pixel_values)
     seconds = {name: [] for name in models}
     for _ in tqdm(range(WARMUP + rounds), desc="speed", leave=False, disable=None):

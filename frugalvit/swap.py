@@ -1,4 +1,4 @@
-"""`frugalvit swap`: a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer as its vision tower."""
+"""`frugalvit swap`: put a SparseFormer into the place of a vision-language model's vision tower."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Versions of packages and the machine, on which a result depends."""
+"""Versions of packages and a description of the machine, for files of results."""
 
 import importlib.metadata
 import platform
@@ -9,12 +9,12 @@ import torch
 
 
 def origin() -> dict[str, dict]:
-    """`versions` and `machine`, which every file of results notes."""
+    """Return `versions` and `machine` for a file of results."""
     return {"versions": versions(), "machine": machine()}
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter, and frugalvit's commit if it runs from a clone."""
+    """Return the versions of Python and of packages that results depend on, and the commit of a clone."""
     packages = ("frugalvit", "torch", "torchvision", "transformers", "accelerate", "datasets")
     found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
     return found | ({"commit": known} if (known := commit()) else {})
@@ -33,7 +33,7 @@ def commit() -> str | None:
 
 
 def machine() -> dict[str, object]:
-    """Processor, threads and accelerators of this process."""
+    """Return the processor, the number of threads and the GPUs of this process."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text("utf-8").splitlines() if info.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]

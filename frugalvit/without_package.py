@@ -1,7 +1,7 @@
-"""Load a folder by its own code. `publish.py` runs this text in a process in which frugalvit cannot be imported.
+"""Run a model by the code in its folder. `publish.py` starts this file in a process that cannot import frugalvit.
 
-Arguments: folder, the class that loads it (an Auto class, or `module.Class` in the folder), files of inputs and
-outputs.
+Arguments: the folder, the class that loads it (an Auto class, or `module.Class` in the folder), the file of the inputs
+and the file of the outputs.
 """
 
 import sys
@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 @torch.inference_mode()
 def outputs_of(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compute a model's outputs, by their numbers, from images, and from texts if it reads these."""
+    """Compute the outputs of a model from images and, for a CLIP, texts. Return them by number."""
     if hasattr(model, "get_image_features"):
         outputs = [model.get_image_features(inputs["pixel_values"]).pooler_output]
         if hasattr(model, "get_text_features"):
@@ -26,7 +26,7 @@ def outputs_of(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 if __name__ == "__main__":
-    # Importing a module that is None fails.
+    # With None there, `import frugalvit` fails.
     sys.modules["frugalvit"] = None
     folder, loader, file, output = sys.argv[1:]
     if hasattr(transformers, loader):

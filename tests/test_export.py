@@ -313,6 +313,18 @@ def test_the_page_asks_no_other_host(tmp_path, monkeypatch):
         check_page("onnx")
 
 
+def test_the_page_draws_the_last_adjustment():
+    """With more than ten adjustments, too, whose names do not sort as texts."""
+    if shutil.which("node") is None:
+        pytest.skip("needs node")
+    page = (Path(export.__file__).parent / "page" / "index.html").read_text()
+    [function] = re.findall(r"^function lastAdjustment.*?^}", page, re.MULTILINE | re.DOTALL)
+    names = json.dumps(["logits", *(f"rois.{step}" for step in range(12))])
+    script = f"{function}\nconsole.log(lastAdjustment({names}), lastAdjustment(['logits']))"
+    printed = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["rois.11", "undefined"]
+
+
 def test_the_page_shows_in_a_browser_what_pytorch_computes(folder, tmp_path, monkeypatch):
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:

@@ -108,8 +108,10 @@ def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
     processor = ViTImageProcessor(size={"height": 16, "width": 16})
     Trainer(model, arguments, processing_class=processor).save_model(tmp_path / "saved")
     assert not (tmp_path / "saved" / "README.md").exists()
-    with pytest.raises(ValueError, match="names no license; give one by --license"):
+    with pytest.raises(ValueError, match="names no license; give it by --license"):
         publish.main([str(tmp_path / "saved"), "--dry-run"])
+    with pytest.raises(ValueError, match="The license is 'MIT License', expected the hub's name of one"):
+        publish.main([str(tmp_path / "saved"), "--dry-run", "--license", "MIT License"])
     publish.main([str(tmp_path / "saved"), "--license", "mit", "--output", str(tmp_path / "out")])
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "image-classification")
