@@ -17,6 +17,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
@@ -69,11 +70,19 @@ def load_images(
         default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
     """
     if isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
-        loaded = dataset._resolve_features() if dataset.features is None else dataset
+        loaded = dataset
         dataset = "the data set"
+        check_format(loaded)
     else:
         loaded = load_table(dataset, split, name, streaming)
-        loaded = loaded._resolve_features() if loaded.features is None else loaded
+    if loaded.features is None:
+        try:
+            loaded = loaded._resolve_features()
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"The columns of the stream are not known ({first_line(error)}); give them where it is mapped: "
+                "stream.map(function, features=stream.features)."
+            ) from error
     kinds = {name: kind_of(feature) for name, feature in loaded.features.items()}
     image = find_column(kinds, image_column, ("image", "bytes"), "image", dataset)
     if kinds[image] not in ("image", "bytes", "texts"):
@@ -115,6 +124,18 @@ def load_images(
         return loaded.cast_column("label", datasets.ClassLabel(names=names))
     except ValueError as error:
         raise ValueError(f"Not all labels are among the classes {shortened(names)} ({first_line(error)}).") from error
+
+
+def check_format(dataset: datasets.Dataset | datasets.IterableDataset):
+    """Raise a ValueError if a data set has a transform or a format, which training would not apply."""
+    if not isinstance(dataset, datasets.Dataset):
+        return
+    kind = dataset.format["type"]
+    if kind is not None or dataset.format["columns"] != dataset.column_names:
+        raise ValueError(
+            f"The data set has the format {kind!r} of the columns {', '.join(dataset.format['columns'])} "
+            "(with_transform, with_format); expected none: dataset.with_format(None). Apply transforms by dataset.map."
+        )
 
 
 def kind_of(feature) -> str:

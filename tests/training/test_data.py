@@ -48,6 +48,28 @@ def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
     assert {split: len(load_images(folder, split)) for split in split_names(folder)} == {"train": 4, "test": 2}
 
 
+def formatted(images) -> dict:
+    decoded = images.cast_column("image", datasets.Image())
+    return {
+        "a transform": decoded.with_transform(lambda batch: batch),
+        "a format of some columns": decoded.with_format("torch", columns=["label"]),
+        "a mapped stream": decoded.to_iterable_dataset().map(lambda record: {"image": record["image"].convert("L")}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a transform", "has the format 'custom' of the columns image, label"),
+        ("a format of some columns", "has the format 'torch' of the columns label .* dataset.with_format"),
+        ("a mapped stream", "stream.map.function, features=stream.features"),
+    ],
+)
+def test_settings_that_come_with_a_data_set_are_refused(name, message, write_parquet):
+    with pytest.raises(ValueError, match=message):
+        load_images(formatted(load_images(write_parquet()))[name])
+
+
 def test_files_name_their_classes_alike(write_parquet, tmp_path):
     """`datasets` takes the names of the first file for all."""
     (tmp_path / "set").mkdir()
