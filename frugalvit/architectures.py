@@ -1,4 +1,4 @@
-"""Architectures: what the name of a model stands for, and what a model takes and gives."""
+"""Find a model's class and configuration by its name, and load it with the class that it was saved from."""
 
 import difflib
 import os
@@ -22,14 +22,17 @@ COUNTED = "a model to count"
 
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
-    """Return the papers' models of all families, by name, each with the class of its configuration."""
+    """Return the configuration classes of the papers' models, by the models' names."""
     families = [found for found in vars(frugalvit).values() if isinstance(found, type) and hasattr(found, "variants")]
     return {name: config_class for config_class in families for name in config_class.variants()}
 
 
 def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """Return the class and the configuration of a vision model: one of `variants()`, a model that ships, a model
-    folder or a hub id."""
+    """Return the class and the configuration of a vision model.
+
+    Args:
+        name (`str`): One of `variants()`, a model that ships, a model folder or a hub id.
+    """
     known = variants()
     if name in known:
         config = known[name].from_variant(name)
@@ -50,18 +53,18 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 
 
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the image side of a CLIP or a LLaVA; other models as they are."""
+    """Return the vision model of a CLIP or a LLaVA. Other models are returned as they are."""
     if vision_config_of(model.config) is not model.config:
         side = model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
-        # Of a `SparseFormerGridTower`, the SparseFormer.
+        # A `SparseFormerGridTower` holds the SparseFormer as `tower`.
         return getattr(side, "tower", side)
     return model
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class that a model was saved from, this package's or Transformers'."""
+    """Return the class of this package or of Transformers that a model was saved from."""
     architecture = str((getattr(config, "architectures", None) or ["none"])[0])
-    # Ours first: the newest Transformers may have a class of the same name.
+    # This package comes first, as a newer Transformers may have a class of the same name.
     found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
@@ -75,7 +78,7 @@ def load_saved_model(name: str | os.PathLike, device: str | torch.device = "cpu"
 
 
 def has_rois(model: PreTrainedModel) -> bool:
-    """Whether the model takes `output_rois=True`."""
+    """Return whether a model takes `output_rois=True`."""
     if isinstance(model, ExportedModule):
         return "rois" in model.outputs
     return "rois" in getattr(model.config, "keys_to_ignore_at_inference", ())

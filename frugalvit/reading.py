@@ -1,4 +1,4 @@
-"""Reading images ahead, by threads, for a model that waits for batches."""
+"""Read images ahead by threads."""
 
 import os
 from collections import deque
@@ -11,19 +11,19 @@ import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Most threads that decode: more find nothing to do beside a model.
+# Largest number of decoding threads; a model keeps up with no more.
 MOST_THREADS = 8
 
 
 def stack_pixels(pixels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack the pixel values of images, `(channels, height, width)`; raise a ValueError if their shapes differ."""
+    """Stack pixel values `(channels, height, width)` of one shape into `(images, channels, height, width)`."""
     if len(shapes := {tuple(image.shape) for image in pixels}) > 1:
         raise ValueError(f"The image processor makes images of several shapes, {sorted(shapes)}, expected one.")
     return torch.stack(list(pixels))
 
 
 def count_threads(num_workers: int = 0) -> int:
-    """Return `num_workers`, or one for each CPU that the process may use, up to `MOST_THREADS`."""
+    """Return `num_workers` or, for 0, the number of CPUs that the process may use, up to `MOST_THREADS`."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return num_workers if num_workers > 0 else min(usable, MOST_THREADS)
 
@@ -31,7 +31,7 @@ def count_threads(num_workers: int = 0) -> int:
 def read_ahead(
     read: Callable[[Item], Result], items: Iterable[Item], ahead: int, num_workers: int = 0
 ) -> Iterator[tuple[Item, Future]]:
-    """Yield items in order, each with the future of `read(item)`, which threads compute up to `ahead` items before."""
+    """Yield each item with the future of `read(item)`, in order; threads compute up to `ahead` items in advance."""
     pending = deque()
     pool = ThreadPoolExecutor(count_threads(num_workers), thread_name_prefix="read")
     try:
@@ -42,8 +42,8 @@ def read_ahead(
         while pending:
             yield pending.popleft()
     finally:
-        # The iteration may end early, while what was yielded is still waited for.
+        # When the iteration ends early, futures that were not yielded have no reader.
         for _, future in pending:
             future.cancel()
-        # Do not wait for the threads: the generator may be collected in one of them.
+        # The generator may be collected in one of the threads, which then cannot wait for itself.
         pool.shutdown(wait=False)

@@ -1,19 +1,19 @@
-"""Choices and defaults of options, names and numbers alone."""
+"""Choices and default values of options, in a module that imports nothing."""
 
 # The CIFAR-10 images that come with the package, as a data set.
 SUBSET = "cifar10-subset"
-# What `--eval-split` says for training without evaluation.
+# Value of `eval_split` for training without evaluation.
 NO_EVALUATION = "none"
-# Types of weights, and ways in which bitsandbytes can store those of a language model.
+# Data types of weights, and bitsandbytes' quantizations of a language model.
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("4bit", "8bit")
-# What names of open_clip's models begin with: open_clip:MODEL:PRETRAINED.
+# Prefix of open_clip's models: open_clip:MODEL:PRETRAINED.
 OPEN_CLIP = "open_clip:"
-# How Accelerate shares a model out among devices.
+# Accelerate's ways to distribute a model over devices.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-# The label of pixels that do not count.
+# Label of ignored pixels.
 IGNORED = 255
-# What `configuration/` and `modeling/` define, whose files import PyTorch: names that a test compares with theirs.
+# Names that `configuration/` and `modeling/` define, in modules that import PyTorch. A test compares both.
 INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
 REFERENCE = "reference"
 FOCUSINGS = ("paper", "inherited")

@@ -1,4 +1,4 @@
-"""Images to train and evaluate on, from any source, in one form."""
+"""Load images and labels from folders, archives, tables and the hub as a `datasets.Dataset` of one form."""
 
 import atexit
 import functools
@@ -31,15 +31,15 @@ from .text import first_line, printable, shortened
 
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
-# Splits, by the names of their folders.
+# Names of split folders, and the splits that they hold.
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
 # Tables of images and labels that `datasets` reads.
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# Folders that operating systems and network disks make, for thumbnails, copies and deleted files.
+# Folders of thumbnails, copies and deleted files, which operating systems and network disks make.
 SYSTEM_FOLDERS = re.compile(r"[.@].*|__macosx|\$recycle\.bin|system volume information|lost\+found", re.IGNORECASE)
 NOT_READ = "these are not read (convert them to JPEG or PNG; pip install 'frugalvit[pictures]' reads .heic and .jxl)"
-# Classes that get their numbers for names.
+# Most classes without names; their numbers become their names.
 MOST_CLASSES = 100_000
 # Images that are decoded before a run to find those that cannot be read, and images that a message lists.
 MOST_DECODED = 20_000
@@ -57,17 +57,27 @@ def load_images(
     default_names: list[str] | None = None,
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load the columns `image`, not decoded, and `label`, a `ClassLabel`, if there are labels that are not all -1 or
-    missing.
+    """Load images and their labels.
 
     Args:
-        dataset (`str` or `list[str]`): A hub id (owner/name@revision, too), a folder of images or a zip file of one,
-            see `scan_folder`, a folder that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or the
-            loaded data set.
-        split (`str`): Name of the part; slices such as `"train[:1000]"`, too. Files are "train".
+        dataset (`str`, `list[str]`, `datasets.Dataset` or `datasets.IterableDataset`):
+            A hub id (owner/name@revision, too), a folder of images or a zip file of one, see `scan_folder`, a folder
+            that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or the loaded data set.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split of the data set; slices such as `"train[:1000]"`, too. Files are "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
+        image_column (`str`, *optional*): Column of images, where types do not tell.
+        label_column (`str`, *optional*): Column of labels, where types do not tell.
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
-        default_names (`list[str]`, *optional*): The same where neither `class_names` nor the data set have them.
+        default_names (`list[str]`, *optional*): Class names where neither `class_names` nor the data set has any.
+        streaming (`bool`, *optional*, defaults to `False`): Read the images as they are used.
+
+    Returns:
+        `datasets.Dataset` or `datasets.IterableDataset`: Columns `image`, not decoded, and `label`, a `ClassLabel`,
+        unless all labels are missing or -1.
+
+    Raises:
+        ValueError: If there is no such data set or column, or labels are not among the classes.
     """
     if isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         loaded = dataset
@@ -88,7 +98,7 @@ def load_images(
     if kinds[image] not in ("image", "bytes", "texts"):
         raise ValueError(f"The column {image!r} of {dataset!r} holds {loaded.features[image]}, expected images.")
     label = find_column(kinds, label_column, ("classes",), "label", dataset)
-    # A stream does not tell which texts there are.
+    # The texts of a stream are not known before it is read.
     named = class_names or not isinstance(loaded, datasets.IterableDataset)
     if label is None and kinds.get("label") in (("numbers", "texts") if named else ("numbers",)):
         label = "label"
@@ -96,7 +106,7 @@ def load_images(
         found = loaded.features[label]
         raise ValueError(f"The column {label!r} of {dataset!r} holds {found}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
-    # Cast before renaming, which would read from a stream.
+    # Renaming a column of a stream reads from it, unless the column was cast before.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
     if not label:
@@ -112,7 +122,7 @@ def load_images(
     else:
         highest = label_numbers(loaded).max(initial=-1)
         if highest < 0:
-            # As in ImageNet's test split.
+            # ImageNet's test split, for example, has no labels.
             return loaded.remove_columns("label")
         count = len(names) if names else MOST_CLASSES
         if highest >= count:
@@ -139,8 +149,7 @@ def check_format(dataset: datasets.Dataset | datasets.IterableDataset):
 
 
 def kind_of(feature) -> str:
-    """Return what a column holds: an "image", "bytes", "classes" (with names), "numbers", "texts" or something
-    "else"."""
+    """Return the kind of a column: "image", "bytes", "classes" (labels with names), "numbers", "texts" or "else"."""
     # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
     is_record = isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
     if is_record or isinstance(feature, datasets.Image):
@@ -153,8 +162,15 @@ def kind_of(feature) -> str:
 
 
 def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what: str, dataset) -> str | None:
-    """Return the column that is given, or the only one of the first kind that there is of those that are wanted; there
-    may be none of labels."""
+    """Return the name of the image column or the label column; `None` if there are no labels.
+
+    Args:
+        kinds (`Mapping[str, str]`): Kind of each column, see `kind_of`.
+        given (`str`, *optional*): Name that the user gave.
+        wanted (`tuple[str]`): Kinds that such a column may have, the first choice first.
+        what (`str`): "image" or "label", for messages.
+        dataset: The data set's name, for messages.
+    """
     if given is not None and given not in kinds:
         raise ValueError(f"{dataset!r} has no column {given!r} (--{what}-column); it has {', '.join(kinds)}.")
     kind = next((kind for kind in wanted if kind in kinds.values()), None)
@@ -166,11 +182,12 @@ def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what
 
 
 def class_names(images) -> list[str] | None:
+    """Return the names of the classes of images; `None` if they have no labels."""
     return list(images.features["label"].names) if "label" in images.features else None
 
 
 def label_numbers(images: datasets.Dataset) -> np.ndarray:
-    """The labels of all images, `(images,)` int64, -1 where there is none."""
+    """Return the labels of all images, `(images,)` int64; -1 for an image without a label."""
     if not len(images):
         return np.zeros(0, dtype=np.int64)
     column = images.select_columns("label").with_format("arrow")[:]["label"]
@@ -178,7 +195,7 @@ def label_numbers(images: datasets.Dataset) -> np.ndarray:
 
 
 def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
-    """Choose `limit` images at random, in their order; all if there are fewer or no limit is given."""
+    """Return `limit` images, chosen at random, in their order; all images if `limit` is `None` or larger."""
     if limit is None or limit >= len(images):
         return images
     generator = torch.Generator().manual_seed(seed)
@@ -239,9 +256,9 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
 def load_table(
     dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load a data set with all its columns; images are not decoded. Arguments and errors as in `load_images`."""
+    """Load a data set with all its columns, images not decoded. Arguments and errors as in `load_images`."""
     source = find_source(dataset, name)
-    with _one_error(dataset, split):
+    with _source_errors(dataset, split):
         if "parts" not in source:
             return datasets.load_dataset(**source, split=split, streaming=streaming)
         parts = source["parts"]
@@ -253,7 +270,7 @@ def load_table(
         columns = {"image": [{"bytes": None, "path": str(path)} for _, path in found]}
         features = datasets.Features({"image": datasets.Image(decode=False)})
         if labels:
-            # From all parts: one may lack a class.
+            # A split may lack a class that others have.
             names = sorted({label for files in parts.values() for label, _ in files if label})
             features["label"] = datasets.ClassLabel(names=names)
             columns["label"] = features["label"].str2int(labels)
@@ -262,29 +279,30 @@ def load_table(
 
 
 def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
-    """Return the splits of a data set. Arguments and errors as in `load_images`."""
+    """Return the names of the splits of a data set. Arguments and errors as in `load_images`."""
     source = find_source(dataset, name)
     for parts in ("parts", "data_files"):
         if parts in source:
             return list(source[parts])
-    with _one_error(dataset):
+    with _source_errors(dataset):
         return datasets.get_dataset_split_names(source["path"], source["name"], revision=source.get("revision"))
 
 
 def find_source(dataset: str | list[str], name: str | None = None) -> dict:
-    """Return the `parts` of a folder of images, see `scan_folder`, or else arguments of `datasets.load_dataset`."""
+    """Return `{"parts": …}`, see `scan_folder`, for a folder of images; arguments of `datasets.load_dataset` for
+    other data sets. Arguments and errors as in `load_images`."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
     if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
         if missing := [file for file in paths if not os.path.isfile(file)]:
             raise ValueError(f"There is no file {missing[0]!r}; expected parquet files.")
-        with _one_error(dataset):
+        with _source_errors(dataset):
             _check_class_names(paths)
         return {"path": "parquet", "data_files": {"train": [glob.escape(file) for file in paths]}}
     if len(paths) > 1:
         raise ValueError(f"Several data sets, {', '.join(paths)}; expected one, or several parquet files.")
     if path.is_dir() or (path.suffix.lower() == ".zip" and path.is_file()):
-        with _one_error(dataset):
+        with _source_errors(dataset):
             return find_in_folder(path if path.is_dir() else unpack(path), name)
     hub_id, revision = split_revision(paths[0])
     if path.exists() or paths[0].startswith((".", "~", os.sep)) or hub_id.count("/") > 1:
@@ -293,14 +311,15 @@ def find_source(dataset: str | list[str], name: str | None = None) -> dict:
 
 
 def find_in_folder(folder: Path, name: str | None) -> dict:
-    """`find_source` of a folder: its images, or else what `datasets` reads, or else its zip file."""
+    """Return the source of a folder, see `find_source`: its images, or the tables and archives in it that `datasets`
+    reads, or its only zip file."""
     files = list(files_within(folder, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}))
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
     tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
     for path in metadata:
         text = "" if path.suffix == ".parquet" else read_text(path)
-        # "01" and "1" would be one number.
+        # Read as numbers, "01" and "1" would be one class.
         if path.suffix == ".csv" and (found := re.search(r"(?:^|,)(0\d+)(?=,|\s*$)", text, re.MULTILINE)):
             raise ValueError(f"{path} has {found[1]!r}, which is read as a number; write a letter before it")
     archives = sorted(folder.glob("*.zip"))
@@ -320,16 +339,17 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
     if glob.has_magic(str(folder.resolve())):
         raise ValueError("its path has one of *?[, which datasets takes for a pattern; rename it")
     _check_class_names(tables)
-    # Absolute: a name such as "csv" would be that of a format.
+    # `datasets` takes a relative name such as "csv" for a format.
     return {"path": str(folder.resolve()), "name": name}
 
 
 def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
     """Return the class and the file of each image of a folder, by split.
 
-    Folders that are called as in `SPLITS` are splits, if there are several or nothing beside one; else all images are
-    "train". The first folder within a split is an image's class, however deep the image lies; without folders, images
-    have no class, "". A folder that holds one folder alone is entered.
+    Folders named as in `SPLITS` are splits if there are two or more, or one without other folders beside it;
+    otherwise all images belong to "train". The class of an image is the first folder below its split, however deep
+    the image lies; an image without such a folder has the class "". A folder whose only content is a folder is
+    entered.
     """
     holding = {path.parent for path in images}
     while True:
@@ -347,7 +367,7 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
     parts = {}
     for split, root in roots.items():
         inside = {parent: parent.relative_to(root).parts for parent in holding if parent.is_relative_to(root)}
-        # macOS writes letters and their accents apart.
+        # macOS stores letters and accents as separate characters.
         classes = {parent: unicodedata.normalize("NFC", "".join(names[:1])) for parent, names in inside.items()}
         files = sorted((classes[path.parent], path) for path in images if path.parent in classes)
         labeled = [file for file in files if file[0]]
@@ -358,8 +378,8 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
 
 
 def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
-    """Yield the files with these endings in a folder and all within it, but those in `SYSTEM_FOLDERS`. Links are
-    followed last, and no folder is entered twice. A folder that may not be read is an `OSError`."""
+    """Yield the files with these endings in a folder and its subfolders, except `SYSTEM_FOLDERS`. Links are followed
+    last, and no folder is entered twice. A folder without permission to read raises an `OSError`."""
 
     def refuse(error: OSError):
         raise error
@@ -381,13 +401,13 @@ def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]
 
 @functools.cache
 def unpack(archive: Path) -> Path:
-    """Unpack a zip file into a temporary folder of this process."""
+    """Unpack a zip file into a temporary folder, which is removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="frugalvit-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         with zipfile.ZipFile(archive) as file:
             file.extractall(folder)
-    # RuntimeError: a password is needed, or Python does not know the compression.
+    # Python raises a RuntimeError for a password, and for a compression that it does not support.
     except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
         raise ValueError(f"{archive} cannot be unpacked ({first_line(error)}); give a folder") from error
     return folder
@@ -416,8 +436,8 @@ def _check_class_names(files: list):
 
 
 @contextmanager
-def _one_error(dataset: str | list[str], split: str | None = None):
-    """Turn an error of `datasets` into a ValueError of one line that names the data set."""
+def _source_errors(dataset: str | list[str], split: str | None = None):
+    """Turn errors of `datasets` into a ValueError of one line that names the data set."""
     try:
         yield
     except (datasets.exceptions.DatasetsError, OSError, ValueError, AssertionError) as error:

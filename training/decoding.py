@@ -1,4 +1,4 @@
-"""Reading image files as RGB, in one way for the whole package."""
+"""Read image files as RGB. All of the package reads images by these functions."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from .text import first_line
 
 
-# Pillow reads more where these are installed.
+# Pillow reads HEIC and JPEG XL where these packages are installed.
 with contextlib.suppress(ImportError):
     from pillow_heif import register_heif_opener
 
@@ -20,13 +20,13 @@ with contextlib.suppress(ImportError):
     import pillow_jxl  # noqa: F401
 
 Image.init()
-# PostScript is a program, which Pillow gives to Ghostscript; IPTC holds a file of any format, PostScript, too. Of the
-# others, Pillow knows the size or the name alone.
+# Pillow runs PostScript, a program, by Ghostscript, and an IPTC file may hold one. The other formats have a size or a
+# name in Pillow, and no decoder.
 _NOT_READ = ("EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 FORMATS = [name for name in Image.ID if name not in _NOT_READ]
-# Endings of files in these formats; MPO is what Pillow calls a JPEG with several pictures.
+# File endings of these formats; MPO is Pillow's name of a JPEG with several pictures.
 IMAGE_ENDINGS = frozenset(end for end, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"})
-# Endings of pictures that are not read.
+# File endings of pictures that are not read.
 _OTHERS = ".heic .heif .hif .jxl .avif .arw .cr2 .cr3 .dng .nef .orf .raf .rw2 .eps .ps .psb .svg .wmf .emf .xcf"
 UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
 
@@ -36,13 +36,13 @@ class CorruptImageError(ValueError):
 
 
 def is_image_file(path: Path) -> bool:
-    """Whether a file is an image by its name; `._x.jpg` and the like, which macOS leaves on disks, are not."""
+    """Return whether a file is an image by its name. macOS leaves files such as `._x.jpg` on disks, which are none."""
     return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
 
 
 def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
-    """Open the image of an undecoded `datasets` record, in its bytes or at its path or address, or the image in a
-    file, without decoding it. A PIL image is copied."""
+    """Open an image without decoding it: the bytes, path or address of an undecoded `datasets` record, or a file. A
+    PIL image is copied."""
     if isinstance(record, Image.Image):
         return record.copy()
     path, encoded = (record, None) if isinstance(record, Path) else (record.get("path"), record.get("bytes"))
@@ -70,20 +70,22 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Turn an image of any mode upright, into 8-bit RGB, with transparent parts on white. The range of 32-bit integers
-    and of floats is the smallest of 0 to 1 (floats alone), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1 that holds
-    all values."""
+    """Convert an image of any mode to upright 8-bit RGB, with transparent parts on white.
+
+    The range of 32-bit integers and of floats is the smallest of 0 to 1 (floats only), 0 to 255, 0 to 65,535 and 0 to
+    2^31 - 1 that holds all values.
+    """
     ImageOps.exif_transpose(image, in_place=True)
     if ";16" in image.mode:
         values = np.asarray(image)
-        # As rounding a 257th, in 16 bits.
+        # Round a 257th of each value without leaving 16 bits.
         scaled = values // 257 + (values % 257 > 128)
         return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
     if image.mode in ("F", "I"):
         values = np.asarray(image)
         lowest = values.min(initial=0)
         highest = values.max(initial=0)
-        # Several threads read large images: no further copies.
+        # Several threads may read large images at once, so that copies are freed early.
         del values
         if not (lowest >= 0 and highest < 2**31):
             raise ValueError(f"its values go up to {highest:g}, expected none below 0 or above 2^31 - 1")
@@ -106,7 +108,11 @@ def check_image(record: Mapping | Image.Image, headers_only: bool = False):
 
 
 def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
-    """Read the upright RGB image of an undecoded `datasets` record or a PIL image, or raise a `CorruptImageError`."""
+    """Read the image `index` of a data set, an undecoded `datasets` record or a PIL image, as upright RGB.
+
+    Raises:
+        CorruptImageError: If the image cannot be read.
+    """
     try:
         with open_record(image) as opened:
             return to_rgb(opened)
@@ -114,5 +120,5 @@ def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
         path = f", {image['path']}" if isinstance(image, dict) and image.get("path") else ""
         problem = f"{first_line(error)}{path}"
         raise CorruptImageError(
-            f"Image {index} of the data set cannot be read ({problem}): --skip-corrupt."
+            f"Image {index} of the data set cannot be read ({problem}); to leave such images out: skip_corrupt."
         ) from error

@@ -1,4 +1,4 @@
-"""Files that ship with the package, and files and folders that appear whole or not at all."""
+"""Models and files that ship with the package, and atomic writing of files and folders."""
 
 import difflib
 import json
@@ -16,12 +16,12 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# For their size these lie in a clone of the repository alone; setup.py leaves them out of the wheel.
+# Models that are too large for the wheel, see setup.py, and lie in a clone of the repository.
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 # YAML files of arguments, one for each row of the papers' tables.
 RECIPES = {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
-# Files of a model folder, besides source files and the card's pictures; those that no model itself writes; and of
-# `frugalvit export`.
+# Files of a model folder besides source files and the card's pictures: files that `save_pretrained` of a model writes,
+# files of cards, processors and tokenizers, and files of `frugalvit export`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json", "notebook.ipynb")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
@@ -82,19 +82,23 @@ def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def shipped_images(name: str) -> Path:
-    """Return the folder of `train.parquet` and `test.parquet`: `"cifar10"` or, in a clone alone, `"caltech101"`."""
+    """Return the folder of the `train.parquet` and `test.parquet` of `"cifar10"` or, in a clone, `"caltech101"`."""
     return Path(str(files("frugalvit.training"))) / name
 
 
 def only_in_a_clone(what: str, hint: str = "") -> ValueError:
-    """Return the error about a thing that the wheel does not have."""
+    """Return the error about a model or a file that the wheel does not have."""
     return ValueError(
         f"{what} lies in a clone of the repository, not in the installed wheel; `pip install -e .` there. {hint}"
     )
 
 
 def check_file_path(path: str | os.PathLike) -> Path:
-    """Return the path if a file can be written there; raise an OSError or a ValueError otherwise."""
+    """Return the path of a file to write.
+
+    Raises:
+        OSError or ValueError: If no file can be written there.
+    """
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"Cannot write {str(path)!r}: it is a folder, a device or a pipe, expected a file name.")
@@ -105,8 +109,8 @@ def check_file_path(path: str | os.PathLike) -> Path:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path to write to, which replaces `path` if the block succeeds."""
-    # A symbolic link stays.
+    """Yield a path to write to. The file replaces `path` if the block succeeds, and is removed otherwise."""
+    # A symbolic link is kept, and its target replaced.
     path = Path(os.path.realpath(check_file_path(path)))
     aside = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
@@ -121,19 +125,19 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def apply_umask(path: Path):
-    """Give a file, or all files in a folder, the permissions of new files: safetensors 0.8 writes files that only
-    their owner can read."""
+    """Give a file, or all files in a folder, the permissions of new files. Files of safetensors 0.8 are readable for
+    their owner only."""
     mask = os.umask(0o077)
     os.umask(mask)
     for file in path.rglob("*") if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink():
-            # Some disks have no permissions.
+            # File systems such as FAT have no permissions.
             with suppress(OSError):
                 file.chmod(0o666 & ~mask)
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Read a text file that a user gives; raise a ValueError that names it if it is not UTF-8."""
+    """Read a text file of a user. A file that is not UTF-8 raises a ValueError that names it."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -150,8 +154,8 @@ def write_json(path: str | os.PathLike, content):
 
 
 def strip_auto_map(folder: Path):
-    """Remove `auto_map`, which points at source files, from the configurations of a model folder and its processor: no
-    source files lie beside them."""
+    """Remove `auto_map` from the configurations of a model and its processor, in a folder without the source files
+    that it names."""
     for name in ("config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue
@@ -162,7 +166,7 @@ def strip_auto_map(folder: Path):
 
 
 def check_output_outside_input(output: str | Path, *sources: str | Path | None):
-    """Raise a ValueError if an output folder is, or holds, one of the models that are read."""
+    """Raise a ValueError if an output folder is or contains one of the models that are read, `sources`."""
     for source in sources:
         if source and os.path.exists(source) and Path(source).resolve().is_relative_to(Path(output).resolve()):
             raise ValueError(f"The output folder {str(output)!r} holds the model {str(source)!r}; choose another one.")
@@ -170,8 +174,15 @@ def check_output_outside_input(output: str | Path, *sources: str | Path | None):
 
 @contextmanager
 def atomic_directory(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a new folder beside `output` that takes its name if the block succeeds. `output` must be new or empty, or,
-    with `overwrite`, hold a model and nothing else; a ValueError otherwise."""
+    """Yield a new folder to write to. It replaces `output` if the block succeeds, and is removed otherwise.
+
+    Args:
+        output (`str` or `Path`): A folder that is new or empty, or that `overwrite` permits to replace.
+        overwrite (`bool`, *optional*, defaults to `False`): Replace a folder that holds a model and nothing else.
+
+    Raises:
+        ValueError: If `output` is a file or may not be replaced.
+    """
     output = Path(os.path.realpath(output))
     _check_free(output, overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +220,7 @@ def _check_free(output: Path, overwrite: bool):
 
 
 def unexpected_files(folder: Path) -> list[str]:
-    """Names of files and folders in a folder that are no part of a model: notes, checkpoints, results, others."""
+    """Return the names of files and folders in a model folder that no model has: notes, checkpoints, results."""
     card = folder / "README.md"
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))
@@ -229,11 +240,11 @@ def unexpected_files(folder: Path) -> list[str]:
 
 
 def is_picture_of(card: str, path: Path) -> bool:
-    """Whether a card's text names this picture."""
+    """Return whether a path is a picture that the card's text names."""
     return path.suffix == ".png" and re.search(rf"(?<![\w.-]){re.escape(path.name)}", card) is not None
 
 
 def end_on_sigterm():
-    """Let SIGTERM end this process by SystemExit, so that half-written files are removed."""
+    """Raise SystemExit on SIGTERM, so that half-written files are removed."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

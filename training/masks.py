@@ -1,6 +1,6 @@
-"""Images with masks: pairs of files or of columns, and files of labelme.
+"""Images with segmentation masks, from pairs of files or columns and from labelme's files.
 
-A mask is a `(height, width)` uint8 tensor of class numbers; 255 does not count.
+A mask is a `(height, width)` uint8 tensor of class numbers. Pixels of 255 are ignored.
 """
 
 import io
@@ -22,10 +22,10 @@ from .splits import load_parts
 from .text import first_line, shortened
 
 
-# Folders of masks, the first choice first, and endings of pictures that cannot be masks.
+# Names of mask folders, the first choice first, and endings of lossy pictures, which change class numbers.
 MASK_FOLDERS = ("annotations", "masks", "labels")
 LOSSY = (".jpg", ".jpeg", ".webp")
-# labelme's names for pixels outside of all shapes, and for those that do not count.
+# labelme's names of pixels outside of all shapes and of ignored pixels.
 BACKGROUND = "_background_"
 IGNORE = "__ignore__"
 
@@ -50,9 +50,19 @@ def masked_split_names(dataset: str | list[str], name: str | None = None) -> lis
 def load_masked_images(
     dataset: str | list, split: str, name=None, image_column=None, mask_column=None, class_names=None, streaming=False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load images and their masks into the columns `image` and `mask`, not decoded, from what `load_table` takes; a
-    folder with `images/SPLIT/NAME.jpg` and `annotations/SPLIT/NAME.png` (or `masks`, `labels`) as ADE20K has it; or
-    `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`, with the labels `class_names`. A single part needs no SPLIT."""
+    """Load the columns `image` and `mask`, not decoded, of a split.
+
+    Args:
+        dataset (`str` or `list[str]`):
+            A data set of `load_table` with columns of images and masks; a folder with `images/SPLIT/NAME.jpg` and
+            `annotations/SPLIT/NAME.png` (or `masks`, `labels`), as ADE20K has it; or a folder with `SPLIT/NAME.jpg`
+            and labelme's `SPLIT/NAME.json`. A folder without splits needs no SPLIT.
+        split (`str`): Split to load.
+        name (`str`, *optional*): Configuration of a hub data set that has several.
+        image_column, mask_column (`str`, *optional*): Columns, where names and types do not tell.
+        class_names (`list[str]`, *optional*): labelme's labels of the classes 0, 1, …
+        streaming (`bool`, *optional*, defaults to `False`): Read the images as they are used.
+    """
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)
     table = load_table(dataset, split, name, streaming)
@@ -64,15 +74,15 @@ def load_masked_images(
     if not {image_column, mask_column} <= {*found}:
         raise ValueError(f"{dataset!r} has the images {', '.join(found)}; give image_column and mask_column.")
     names = {image_column: "image", mask_column: "mask"}
-    # This comes first: renaming the columns of a stream would read from it.
+    # Renaming the columns of a stream reads from it, unless they were cast before.
     for column in names:
         table = table.cast_column(column, datasets.Image(decode=False))
     return table.select_columns([*names]).rename_columns({old: new for old, new in names.items() if old != new})
 
 
 def _find_pairs(dataset: str | list[str]) -> dict[str, list[tuple[Path, Path]]]:
-    """Images of a folder and their masks, by split, see `SPLITS`; loose images are "train". Other data sets
-    have none."""
+    """Return the files of images and masks in a folder, by split, see `SPLITS`; images outside of split folders are
+    "train". Other data sets have no pairs."""
     pairs = defaultdict(list)
     folder = Path(dataset if isinstance(dataset, str) else dataset[0])
     images = folder / "images" if (folder / "images").is_dir() else folder
@@ -91,7 +101,7 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datasets.Dataset:
-    # The name of a folder is a split, too.
+    # A split is also found by the name of its folder.
     folder, bracket, numbers = split.partition("[")
     part = SPLITS.get(folder.lower(), folder)
     if part not in pairs:
@@ -111,6 +121,7 @@ def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datas
 
 
 def _labelme_names(pairs: dict) -> list[str]:
+    """Return the labels in labelme's files, the background first; none without such files."""
     files = {mask for part in pairs.values() for _, mask in part if mask.suffix == ".json" and mask.is_file()}
     labels = {shape["label"] for file in files for shape in _read_labelme(file)["shapes"]}
     return [BACKGROUND, *sorted(labels - {BACKGROUND, IGNORE})] if files else []
@@ -128,7 +139,7 @@ def _read_labelme(file: Path) -> dict:
 
 
 def _draw(file: Path, names: list[str]) -> dict:
-    """The record of a picture of the class numbers in a file of labelme; later shapes cover earlier ones."""
+    """Draw the class numbers of a labelme file as a picture, later shapes over earlier ones, and return its record."""
     numbers = {IGNORE: IGNORED} | {name: number for number, name in enumerate(names)}
     content = _read_labelme(file)
     mask = Image.new("L", (content["imageWidth"], content["imageHeight"]), numbers.get(BACKGROUND, IGNORED))
@@ -145,8 +156,13 @@ def _draw(file: Path, names: list[str]) -> dict:
 
 
 class MaskReader:
-    """Reads masks of `num_labels` classes. `ignored_labels` are numbers in the files that do not count; with
-    `reduce_labels`, 0 does not either, and 1 is the first class, as in ADE20K."""
+    """Read masks as class numbers.
+
+    Args:
+        num_labels (`int`): Number of classes.
+        ignored_labels (iterable of `int`, *optional*): Numbers in the files whose pixels are ignored.
+        reduce_labels (`bool`, *optional*, defaults to `False`): Ignore 0, and count classes from 1, as in ADE20K.
+    """
 
     def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):
         self.num_labels = num_labels
@@ -156,12 +172,18 @@ class MaskReader:
         self.table[[*ignored_labels]] = IGNORED
 
     def __call__(self, record: dict | Image.Image, index: int, size: tuple[int, int]) -> torch.Tensor:
-        """Read the mask in an undecoded `datasets` record, for the upright image `index` of this width and height."""
+        """Read a mask `(height, width)`, uint8.
+
+        Args:
+            record (`dict` or `PIL.Image.Image`): Undecoded `datasets` record of the mask.
+            index (`int`): Number of the image, for messages.
+            size (`tuple[int, int]`): Width and height of the upright image.
+        """
         try:
             with open_record(record) as mask:
                 values = np.asarray(ImageOps.exif_transpose(mask))
         except Exception as error:
-            problem = f"cannot be read ({first_line(error)}): try skip_corrupt"
+            problem = f"cannot be read ({first_line(error)}); to leave such images out: skip_corrupt"
             raise CorruptImageError(f"The mask of image {index} of the data set {problem}.") from error
         values = values.astype(np.uint8) if values.dtype == bool else values
         if values.shape != size[::-1] or not np.issubdtype(values.dtype, np.integer):

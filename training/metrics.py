@@ -8,7 +8,7 @@ from .scores import check_scores
 
 
 class _Metric(evaluate.Metric):
-    """A metric that keeps `kept` of predictions and references, in memory."""
+    """A metric whose predictions and references, of the feature type `kept`, are held in memory."""
 
     kept = datasets.Sequence(datasets.Value("int64"))
 
@@ -21,9 +21,9 @@ class _Metric(evaluate.Metric):
 
 
 class TopKAccuracy(_Metric):
-    """Share of images with a right label among the k highest scores.
+    """Share of images that have a correct label among the k highest scores.
 
-    `add_batch` takes scores `(batch, labels)` and references `(batch,)`, or `(batch, several)`, filled up with -1.
+    `add_batch` takes scores `(batch, labels)` and references `(batch,)`, or `(batch, several)`, padded with -1.
     `compute()` returns `{"accuracy": …}` for k = 1 and `{"top5_accuracy": …}` for k = 5.
     """
 
@@ -32,7 +32,7 @@ class TopKAccuracy(_Metric):
         super().__init__()
 
     def add_batch(self, *, predictions, references):
-        """Keep the k best labels of each image, `(batch, k)`, rather than all scores, which have to be finite."""
+        """Store the labels of the k highest scores of each image, `(batch, k)`. Scores must be finite."""
         check_scores(predictions)
         best = np.argsort(-np.asarray(predictions), axis=1, kind="stable")[:, : self.k]
         references = np.asarray(references)
@@ -45,16 +45,16 @@ class TopKAccuracy(_Metric):
 
 
 def accuracies() -> evaluate.CombinedEvaluations:
-    """`TopKAccuracy` of 1 and of 5 as one: `accuracy` and `top5_accuracy`."""
+    """Return one metric of `accuracy` and `top5_accuracy`, see `TopKAccuracy`."""
     return evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)])
 
 
 class SegmentationScores(_Metric):
     """Mean intersection over union, mean accuracy and pixel accuracy of all pixels together.
 
-    `add_batch` takes arrays of class indices of one shape; references `ignore_index` do not count. `compute()` returns
-    `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value per class. A class that neither
-    occurs nor is predicted has no intersection over union (`None`) and does not count in the means.
+    `add_batch` takes arrays of class indices of one shape; pixels whose reference is `ignore_index` are ignored.
+    `compute()` returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a class. A class
+    that neither occurs nor is predicted has the value `None` and is left out of the means.
     """
 
     kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))

@@ -1,4 +1,4 @@
-"""Arithmetic that the machine is fast at."""
+"""Choose the precision of a training by the speed of the device."""
 
 import functools
 import time
@@ -10,7 +10,8 @@ from accelerate.utils import is_bf16_available
 from torch import nn
 
 
-# Training gains less than products of matrices: where these were 2.3 times as fast, a bootstrapping was 1.2 times.
+# Speed of bfloat16 matrix products, relative to float32, from which bfloat16 is used. Training gains less: where
+# products were 2.3 times as fast, a bootstrapping was 1.2 times as fast.
 WORTHWHILE = 4
 
 
@@ -27,14 +28,14 @@ def choose_mixed_precision(device: torch.device) -> str:
 
 @functools.cache
 def bfloat16_is_fast() -> bool:
-    """Measure whether the CPUs multiply bfloat16 matrices `WORTHWHILE` times as fast as float32 ones: the instructions
-    for it do not tell."""
-    # Where bfloat16 is emulated, a large product takes seconds; a small one shows it.
+    """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 ones. Its
+    list of instructions does not tell how fast they are."""
+    # A large product takes seconds where bfloat16 is emulated, so that a small one is measured first.
     return _speed_of_bfloat16(128) > 0.5 and _speed_of_bfloat16(512) > WORTHWHILE
 
 
 def _speed_of_bfloat16(size: int) -> float:
-    """Measure the speed of a product of two bfloat16 matrices relative to float32, in the thread's own time."""
+    """Measure the speed of a bfloat16 matrix product relative to float32, by the thread's CPU time."""
     seconds = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -46,8 +47,8 @@ def _speed_of_bfloat16(size: int) -> float:
 
 
 def hold_teacher(accelerator: Accelerator, teacher: nn.Module, classifier: nn.Module | None = None):
-    """Freeze a teacher for the run, in bfloat16 where it computes in that and the device is fast at it. A part that is
-    called alone on float32, its `classifier`, stays float32."""
+    """Freeze a teacher, in place, and convert it to bfloat16 in runs of this precision on devices that are fast at it.
+    Its `classifier`, which is also called on float32 embeddings, stays in float32."""
     teacher.eval().requires_grad_(False)
     if accelerator.mixed_precision == "bf16" and (accelerator.device.type != "cpu" or bfloat16_is_fast()):
         teacher.to(torch.bfloat16)

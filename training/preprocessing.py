@@ -1,4 +1,4 @@
-"""Images as image processors make them, and pixel values turned back into images."""
+"""Pixel values by image processors, and their conversion back to images."""
 
 from collections.abc import Sequence
 
@@ -8,20 +8,20 @@ from PIL import Image
 from ..modeling.image_format import ImageFormat, normalization_of
 
 
-# Longest side of a strip, in multiples of its shorter side, where only the middle is kept.
+# Longest side of a strip, in multiples of its shorter side, that is resized whole where only the middle is kept.
 LONGEST = 32
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
-    """Return the `pixel_values` that an image processor makes of RGB images; of a cropped strip, only the middle is
-    resized."""
+    """Return an image processor's `pixel_values` of RGB images. If it keeps the middle of images, a long strip is
+    cropped before it is resized."""
     if _keeps_middle(image_processor):
         images = [middle_of(image) for image in images]
     return image_processor(list(images), return_tensors="pt")["pixel_values"]
 
 
 def _keeps_middle(image_processor) -> bool:
-    """Whether an image processor resizes the shorter side of images and keeps their middle."""
+    """Return whether an image processor resizes the shorter side of images and crops their middle."""
     if (timm := getattr(image_processor, "data_config", None)) is not None:
         return timm.get("crop_mode") in (None, "center")
     resizes = getattr(image_processor, "do_resize", True) and getattr(image_processor, "do_center_crop", False)
@@ -29,13 +29,13 @@ def _keeps_middle(image_processor) -> bool:
 
 
 def restore_images(image_processor, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Turn pixel values of an image processor back into red, green and blue, 0 to 1, float32 on the CPU."""
+    """Convert pixel values of an image processor back to RGB from 0 to 1, float32 on the CPU."""
     image_format = ImageFormat(tuple(pixel_values.shape[-2:]), *normalization_of(image_processor))
     return image_format.denormalize(pixel_values.detach().float().cpu()).clamp(0, 1)
 
 
 def size_made_by(image_processor) -> tuple[int, int]:
-    """Return height and width in pixels of an image processor's images."""
+    """Return the height and width in pixels of an image processor's output."""
     try:
         return ImageFormat.from_processor(image_processor).size
     except ValueError:
@@ -44,7 +44,7 @@ def size_made_by(image_processor) -> tuple[int, int]:
 
 
 def middle_of(image: Image.Image) -> Image.Image:
-    """Return the middle of a strip, `LONGEST` times as long as wide; other images as they are."""
+    """Crop the middle of a strip, `LONGEST` times as long as wide. Other images are returned as they are."""
     longest = LONGEST * min(image.size)
     left, top = (max(length - longest, 0) // 2 for length in image.size)
     return image.crop((left, top, image.width - left, image.height - top)) if left or top else image

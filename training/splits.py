@@ -1,4 +1,4 @@
-"""Images to train on, to evaluate on and to test on, and the classes of a model that their labels are."""
+"""Splits for training, evaluation and testing, and the match of data sets' classes with a model's."""
 
 import re
 import unicodedata
@@ -20,7 +20,7 @@ EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
 # Name of the part of a split that `hold_back` takes from it.
 HELD_BACK = "{}, held back"
 IMAGENET_CLASSES = 1000
-# Transformers' names for classes that have none, and numbers.
+# Names that tell nothing: numbers, and Transformers' names of classes without one.
 _NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
 
 
@@ -30,7 +30,7 @@ def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -
     With `learns_labels`, all images need a label, of two classes or more; otherwise images of which some have no label
     count as unlabeled. Labels of a stream are not checked. See `readable_images` for `skip_corrupt`.
     """
-    # Class names of the training images, for images whose labels are numbers or texts.
+    # Labels that are numbers or texts get the class names of the training images.
     names = None
 
     def load(dataset: list[str], split: str, streaming: bool = False):
@@ -66,12 +66,16 @@ def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -
 
 
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
-    """Load the images to train on, to evaluate on and to test on by `load(dataset, split, streaming=…)`; the latter
-    two may be `None`.
+    """Load the images to train on, to evaluate on and to test on. The last two may be `None`.
 
-    Without `eval_split`, the best epoch is chosen on the split for validation and tested on "test", if both have
-    labels or none has; or else chosen on one of them, on the first split of an `eval_dataset` or on a part of the
-    training images. `data.evaluated` and `data.tested` are filled in.
+    Without `data.eval_split`, the best epoch is chosen on the validation split and the model is tested on "test", if
+    both have labels or neither has. With one of them, the epoch is chosen on it; with neither, on the first split of
+    `data.eval_dataset` or on a part of the training images, see `hold_back`.
+
+    Args:
+        data (`DataArguments`): Its fields `evaluated` and `tested` get the names of the chosen splits.
+        load (`Callable`): Called as `load(dataset, split, streaming=…)`.
+        names_of_splits (`Callable`): Returns the split names of a data set.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
     source = data.eval_dataset or data.dataset
@@ -101,8 +105,11 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 
 
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Split images into those to train on and those to evaluate on: a tenth, at most 5,000, drawn at random, but
-    always the same. Each class has its share where it has several images, and keeps one to train on."""
+    """Split images into a part to train on and a part to evaluate on: a tenth, at most 5,000 images.
+
+    The part is drawn at random with a fixed seed, so that a data set is always split alike. It is stratified by class,
+    and each class keeps at least one image to train on.
+    """
     count = min(max(len(images) // 10, 1), 5_000)
     labels = label_numbers(images) if "label" in images.features else np.zeros(len(images), dtype=np.int64)
     _, firsts, sizes = np.unique(labels, return_index=True, return_counts=True)
@@ -116,13 +123,13 @@ def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Data
 
 
 def default_split(dataset: str | list[str], name: str | None = None) -> str:
-    """Return the first split for evaluation, or else "train"."""
+    """Return the first of `EVALUATION_SPLITS` that a data set has, or "train"."""
     splits = split_names(dataset, name)
     return next((split for split in EVALUATION_SPLITS if split in splits), "train")
 
 
 def check_labels(images: datasets.Dataset, split: str):
-    """Raise a ValueError if an image has no label, as in the test splits of some data sets."""
+    """Raise a ValueError if an image has no label."""
     missing = np.flatnonzero(label_numbers(images) < 0)
     if len(missing):
         count = f"{len(missing):,} of {len(images):,}"
@@ -139,7 +146,7 @@ def check_classes(names: Sequence[str]):
 
 
 def check_same_classes(names: list[str] | None, images):
-    """Raise a ValueError if images to evaluate on have other classes than the training images, or in another order."""
+    """Raise a ValueError unless images to evaluate on have the classes of the training images, in the same order."""
     others = None if images is None else class_names(images)
     if names and others and names != others:
         both = f"{shortened(names)} to train and {shortened(others)} to evaluate on"
@@ -147,8 +154,11 @@ def check_same_classes(names: list[str] | None, images):
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """Return the parts, and the classifier's number of each class: `None` where the labels are these numbers, or
-    without labels or a classifier. Labels that it does not know, and the training does not need, are left out."""
+    """Return the parts and the classifier's index of each class, see `match_labels`.
+
+    The index is `None` if labels need no conversion, or without labels or a classifier. Labels that the classifier
+    does not have are removed from the parts if `learns_labels` is false, and refused otherwise.
+    """
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names in (None, list(id2label.values())):
         return *parts, None
@@ -163,7 +173,8 @@ def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_la
 
 
 def check_single_label(config, use: str):
-    """Raise a ValueError if a classifier gives several labels or a number, for messages about a `use` of one label."""
+    """Raise a ValueError for a classifier of several labels or of a number. `use`, which needs a single label, begins
+    the message."""
     if config.problem_type not in (None, "single_label_classification"):
         raise ValueError(
             f"{use} is for one label an image; the classifier's problem_type is {config.problem_type!r}, expected "
@@ -172,12 +183,18 @@ def check_single_label(config, use: str):
 
 
 def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
-    """Return the model's index of each class of a data set; raise a ValueError if it does not know one, or has several
-    of that name, as ImageNet's two cranes.
+    """Return the model's index of each class of a data set.
 
-    Classes are matched by name: exactly, or else without regard to case, to marks between words and to the way in
-    which Unicode writes accents. Those of ImageNet are matched by WordNet's numbers ("n01440764"), too. Names that are
-    numbers of the model's classes mean these. If the model's classes have no names, the data set's are the first ones.
+    Classes are matched by name: exactly, or without regard to case, to marks between words and to Unicode's forms of
+    accents. ImageNet's are also matched by WordNet's numbers ("n01440764"), and numbers by the model's index. If the
+    model's classes have no names, the first ones are taken.
+
+    Args:
+        names (sequence of `str`): The data set's classes.
+        id2label (`Mapping[int, str]`): The model's classes.
+
+    Raises:
+        ValueError: If the model lacks a class, or has several of a name, such as ImageNet's two cranes.
     """
     exact = defaultdict(list)
     plain = defaultdict(list)
@@ -205,7 +222,7 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
 
 
 def _distinct(names: Sequence[str], indices: list[int], id2label: Mapping[int, str]) -> list[int]:
-    """Return the indices; raise a ValueError if two names are one class, as "Cat" and "cat", or "1" and "01"."""
+    """Return the indices; raise a ValueError if two names, such as "Cat" and "cat", match one class of the model."""
     for index, count in Counter(indices).most_common(1):
         if count > 1:
             twice = " and ".join(repr(name) for name, other in zip(names, indices, strict=True) if other == index)

@@ -4,13 +4,13 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 
 
-# Marks that let a terminal show a text in another order than it has.
+# Characters that change the direction of text in a terminal.
 _REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def printable(text: str) -> str:
-    """Escape control characters, line breaks and bytes that are no text in a text of others, such as a label or a
-    file's name: it is then one line, and cannot command the terminal."""
+    """Escape control characters, line breaks and undecodable bytes in a text from outside, such as a label or a file
+    name: the result is one line without terminal commands."""
     return "".join(
         character.encode("unicode_escape").decode()
         if character in _REORDERING or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
@@ -20,19 +20,19 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line: the first line of its message, or its type's name."""
+    """Return the first line of an error's message, or the name of its type."""
     if isinstance(error, UnicodeEncodeError):
         return f"the name {printable(error.object)} is not UTF-8; rename it, for example by convmv"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def shortened(names: list[str]) -> str:
-    """The first three names, and how many there are."""
+    """Return the first three names, and the number of names in brackets."""
     return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)})"
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Format rows as a table under the keys of all rows: texts at the left, numbers at the right."""
+    """Format rows as a text table with a column for each key; texts are aligned left, numbers right."""
     columns, lines = _columns_and_lines(rows)
     widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
     lines = [list(columns), ["-" * width for width in widths], *lines]
@@ -41,16 +41,16 @@ def format_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """Format rows as a table of Markdown, with the columns and numbers of `format_table`."""
+    """Format rows as a Markdown table with the columns and numbers of `format_table`."""
     columns, lines = _columns_and_lines(rows)
     rule = [":---" if is_text else "---:" for is_text in columns.values()]
-    # A cell ends at a pipe.
+    # A pipe would end the cell.
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in (columns, rule, *lines))
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def _columns_and_lines(rows: Sequence[Mapping[str, object]]) -> tuple[dict[str, bool], list[list[str]]]:
-    """The keys of all rows, and whether their first value is a text; and the values as texts."""
+    """Return the columns, each with whether its first value is a text, and the cells of each row as texts."""
     columns: dict[str, bool] = {}
     for row in rows:
         for column, value in row.items():

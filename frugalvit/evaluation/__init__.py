@@ -1,1 +1,1 @@
-"""Tasks of `frugalvit evaluate`, a module each."""
+"""Tasks of `frugalvit evaluate`, one module a task."""

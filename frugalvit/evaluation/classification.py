@@ -1,4 +1,4 @@
-"""Top-1 and top-5 accuracy of an image classifier, on attacked and occluded images, too."""
+"""Top-1 and top-5 accuracy of an image classifier on plain, attacked or occluded images."""
 
 import argparse
 import time
@@ -47,8 +47,19 @@ def classification_accuracy(
     occluded_share: float | None = None,
     **reading,
 ) -> dict[str, object]:
-    """Evaluate an image classifier, whose classes are matched by name; options as in `fgsm`, `occlude_center`,
-    `image_batches`. Images per second include decoding."""
+    """Measure the accuracy of an image classifier, whose classes are matched with the data set's by name.
+
+    Args:
+        model (`PreTrainedModel`): The classifier.
+        image_processor: Its image processor.
+        images (`datasets.Dataset`): Columns `image`, not decoded, and `label`, of two classes or more.
+        fgsm_eps (`float`, *optional*): Step of an attack, see `fgsm`.
+        occluded_share (`float`, *optional*): Hidden share of an image's area, see `occlude_center`.
+        reading: Options of `image_batches`.
+
+    Returns:
+        `dict`: `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second`, decoding included.
+    """
     if class_names(images) is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
     check_labels(images, str(images.split or "given"))
@@ -82,8 +93,8 @@ def classification_accuracy(
 def fgsm(
     model: nn.Module, pixel_values: torch.Tensor, labels: torch.Tensor, eps: float, image_format: ImageFormat
 ) -> torch.Tensor:
-    """Attack images by one step of the fast gradient sign method (Goodfellow et al. 2015): every value moves by `eps`
-    in the direction in which the loss rises, and stays a color, from 0 to 1."""
+    """Attack images by one step of the fast gradient sign method (Goodfellow et al. 2015): add `eps` times the sign of
+    the loss's gradient to the colors, and clamp them to 0 to 1."""
     with torch.inference_mode(False), torch.enable_grad():
         pixel_values = pixel_values.clone().requires_grad_()
         loss = F.cross_entropy(model(pixel_values=pixel_values).logits, labels.clone())
@@ -95,8 +106,8 @@ def fgsm(
 
 
 def occlude_center(pixel_values: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Hide the middle of images, `(batch, channels, height, width)`: a rectangle of the image's shape, with `ratio` of
-    its area, has the mean color (0 after normalization)."""
+    """Set the middle of images `(batch, channels, height, width)` to the mean color, 0 after normalization. The
+    rectangle has the image's aspect ratio and the share `ratio` of its area."""
     height, width = pixel_values.shape[-2:]
     rows, columns = (round(side * ratio**0.5) for side in (height, width))
     top = (height - rows) // 2

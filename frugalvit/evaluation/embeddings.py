@@ -1,4 +1,4 @@
-"""Images as vectors: the embeddings of models, which neighbors, linear probes and comparisons look at."""
+"""Image embeddings of all kinds of models."""
 
 from collections.abc import Callable
 
@@ -12,17 +12,27 @@ from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.image_format import ImageFormat
 
 
-# Outputs of exported models that are an image's embedding.
+# Outputs of exported models that are embeddings of images.
 EMBEDDINGS = ["image_embeds", "pooler_output"]
 
 
 def image_embedder(
     model: nn.Module, image_size: tuple[int, int] | None = None, num_tokens: int | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that maps pixel values `(batch, channels, height, width)` to the embedding of a model of
-    `load_model` or `load_exported`, `(batch, embedding_size)`: what its classifier reads or would read, a
-    transformer's pooled tokens or a convolutional network's pooled feature map; of a CLIP, or a SparseFormer in its
-    place, projected, not normalized. `num_tokens` are the latent tokens of a SparseFormer."""
+    """Return the function of a model that embeds images.
+
+    The embedding is the input of the model's classifier, or of the classifier that it would have: pooled tokens of a
+    transformer, a pooled feature map of a convolutional network. The embedding of a CLIP, or of a SparseFormer
+    bootstrapped from one, is projected, and not normalized.
+
+    Args:
+        model (`nn.Module`): A model of `load_model` or `load_exported`.
+        image_size (`tuple[int, int]`, *optional*): Height and width of the images in pixels.
+        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
+
+    Returns:
+        `Callable`: Maps pixel values `(batch, channels, height, width)` to embeddings `(batch, embedding_size)`.
+    """
     chosen = {} if num_tokens is None else {"num_tokens": num_tokens}
     if isinstance(model, ExportedModule):
         name = next(name for name in EMBEDDINGS if name in model.outputs)
@@ -48,12 +58,12 @@ def _pooled(outputs, anatomy: Anatomy) -> torch.Tensor:
 
 
 def without_agent(model: nn.Module) -> nn.Module:
-    """Return the vision transformer of one trained beside an agent; other models as they are."""
+    """Return the vision transformer of a `BootstrappedViT`. Other models are returned as they are."""
     return model.vit if getattr(getattr(model, "config", None), "model_type", "") == "bootstrapped_vit" else model
 
 
 def image_maker(image_processor):
-    """Return the image processor or, for one that makes patches (SigLIP 2 NaFlex), one that makes squares."""
+    """Return an image processor that makes images; for one that makes patches (SigLIP 2 NaFlex), one of squares."""
     if not hasattr(image_processor, "max_num_patches"):
         return image_processor
     image_format = ImageFormat.from_processor(image_processor)

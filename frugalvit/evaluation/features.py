@@ -1,4 +1,4 @@
-"""Embeddings of many images."""
+"""Embed many images."""
 
 from collections.abc import Sequence
 
@@ -17,24 +17,24 @@ from ..training.decoding import CorruptImageError
 def extract_features(
     model: nn.Module, image_processor, images: Sequence[Image.Image], batch_size: int = 64
 ) -> torch.Tensor:
-    """Compute the embedding of each image (see `image_embedder`), to search, to cluster or to classify.
+    """Compute the embedding of each image, see `image_embedder`, to search, cluster or classify images.
 
     Args:
         model (`nn.Module`): A SparseFormer, a vision transformer of Transformers, timm or open_clip with or without
             classifier, or a CLIP.
         image_processor: Its image processor.
         images (sequence of `PIL.Image.Image`): At least one image.
-        batch_size (`int`, *optional*, defaults to 64): Images at a time.
+        batch_size (`int`, *optional*, defaults to 64): Number of images in a forward pass.
 
     Returns:
-        `torch.Tensor`: `(images, embedding_size)`, float32, on the CPU; not normalized.
+        `torch.Tensor`: Embeddings `(images, embedding_size)`, float32 on the CPU, not normalized.
     """
     embed = Embedder(model, image_processor, batch_size=batch_size)
     return torch.from_numpy(np.stack(list(embed(images))))
 
 
 def embed_images(embed: Embedder, images: datasets.Dataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return embeddings and labels of the images that can be read."""
+    """Return the embeddings `(images, embedding_size)` and labels `(images,)` of the images that can be read."""
     found = list(tqdm(embed(images["image"]), "embed", len(images), leave=False, unit=" images", disable=None))
     read = [index for index, each in enumerate(found) if not isinstance(each, CorruptImageError)]
     if not read:

@@ -1,4 +1,4 @@
-"""Images to evaluate on: the arguments that name them, and batches of pixel values."""
+"""Load the images to evaluate on, and batches of their pixel values."""
 
 import argparse
 import sys
@@ -57,8 +57,8 @@ def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -
 
 
 def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
-    """Load the images to learn from, the test images (a tenth of the former if there are no others) and the name of
-    their split; without --limit."""
+    """Load the images to learn from, the images to test on and the name of their split. Without a split for
+    evaluation, a tenth of the images is held back to test on. `--limit` is not applied."""
     if arguments.split == arguments.train_split and not arguments.eval_dataset:
         raise ValueError(f"--split and --train-split are both {arguments.split!r}; expected different parts.")
     options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
@@ -72,20 +72,27 @@ def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
 
 
 def reading_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """The arguments that `image_batches` takes."""
+    """Return the options of `image_batches` among the arguments."""
     return {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")}
 
 
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
-    """Take the first `limit` records, if there is a limit."""
+    """Return the first `limit` records; all without a limit."""
     return table.select(range(min(limit, len(table)))) if limit else table
 
 
 def image_batches(
     image_processor, images: datasets.Dataset, batch_size: int = 64, num_workers: int = 0, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """Yield batches of pixel values of the images that can be read, with their indices, and show a progress bar.
-    `num_workers` threads decode, see `count_threads`; `skip_corrupt` leaves out images that cannot be read."""
+    """Yield batches of pixel values and the indices of their images, and show a progress bar.
+
+    Args:
+        image_processor: Image processor of the model.
+        images (`datasets.Dataset`): A column `image`, not decoded.
+        batch_size (`int`, *optional*, defaults to 64): Images in a batch, those included that cannot be read.
+        num_workers (`int`, *optional*, defaults to 0): Number of decoding threads, see `count_threads`.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
+    """
 
     def read(index: int) -> torch.Tensor | None:
         try:

@@ -1,4 +1,4 @@
-"""Accuracy of nearest neighbors on a model's features, without any training."""
+"""Accuracy of a nearest-neighbor classifier on a model's embeddings."""
 
 import argparse
 
@@ -45,8 +45,17 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def neighbor_scores(
     known: torch.Tensor, labels: torch.Tensor, features: torch.Tensor, neighbors: int = 20
 ) -> torch.Tensor:
-    """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07). Returns `(images,
-    classes)`, each row sums to 1."""
+    """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07).
+
+    Args:
+        known (`torch.Tensor`): Embeddings `(labeled images, embedding_size)`.
+        labels (`torch.Tensor`): Their labels `(labeled images,)`.
+        features (`torch.Tensor`): Embeddings to classify, `(images, embedding_size)`.
+        neighbors (`int`, *optional*, defaults to 20): Number of neighbors that vote.
+
+    Returns:
+        `torch.Tensor`: Scores `(images, classes)`, of which each row sums to 1.
+    """
     if len(known) < neighbors:
         raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(known)} labeled images.")
     known = F.normalize(known, dim=1)

@@ -1,4 +1,4 @@
-"""Image-text retrieval: recall of images by their captions and of captions by their images."""
+"""Image-text retrieval: recall of captions by images and of images by captions."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
-# Images or captions compared at once: 30,000 images have 4.5 billion similarities with their captions.
+# Queries in a chunk: the similarities of 30,000 images with 150,000 captions are 4.5 billion numbers.
 CHUNK = 256
 
 
@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def read_karpathy(
     path: str, folder: Path, split: str = "test", limit: int | None = None
 ) -> tuple[datasets.Dataset, list[list[str]]]:
-    """Read images and their captions from a file in the layout of Karpathy's splits of COCO and Flickr30k."""
+    """Read the images and the captions of a split from a file in the format of Karpathy's COCO and Flickr30k."""
     try:
         entries = json.loads(read_text(path))["images"]
         entries = [entry for entry in entries if entry["split"] == split][:limit]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
-        # Karpathy's COCO lies in a folder for each year.
+        # COCO's images have a folder for each year.
         names = [Path(entry.get("filepath", "")) / entry["filename"] for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -69,11 +69,16 @@ def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: in
 def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor
 ) -> dict[str, float]:
-    """Recall at 1, 5 and 10, in percent: `text_to_image@k` and `image_to_text@k`, whether one of an image's captions
-    is among the k best; of equal ones, by chance.
+    """Measure recall at 1, 5 and 10, in percent. Among candidates of equal similarity, a hit counts by its chance.
 
-    Embeddings are `(images, width)` and `(captions, width)`, of norm 1, and `owners` `(captions,)`, the image of each
-    caption; every image has one at least.
+    Args:
+        image_embeddings (`torch.Tensor`): Normalized embeddings `(images, width)`.
+        text_embeddings (`torch.Tensor`): Normalized embeddings `(captions, width)`.
+        owners (`torch.Tensor`): Image of each caption, `(captions,)`; every image has at least one caption.
+
+    Returns:
+        `dict`: `image_to_text@k`, the share of images with one of their captions among the k most similar captions,
+        and `text_to_image@k`, the share of captions with their image among the k most similar images.
     """
     images = torch.arange(len(image_embeddings))
     recall = {}

@@ -1,4 +1,4 @@
-"""ScienceQA (Lu et al. 2022): multiple-choice questions, some about an image, for a LLaVA."""
+"""Accuracy of a LLaVA on ScienceQA (Lu et al. 2022): multiple-choice questions, some of them about an image."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ from ..training.splits import default_split
 from .images import take_first
 
 
-# LLaVA 1.5's, of its evaluation on ScienceQA.
+# Prompt of LLaVA 1.5's evaluation on ScienceQA.
 PROMPT = "USER: {image}{question}\nAnswer with the option's letter from the given choices directly. ASSISTANT:"
 COLUMNS = ("image", "question", "choices", "answer")
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Dataset, str]:
-    """Load the questions, with images that are not decoded, and their split."""
+    """Load the questions of a split, images not decoded, and return them with the split's name."""
     split = split or default_split(dataset)
     questions = load_table(dataset, split)
     if missing := [column for column in COLUMNS if column not in questions.column_names]:
@@ -52,16 +52,18 @@ def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Data
 
 
 def format_question(question: str, choices: Sequence[str], hint: str | None = None) -> str:
-    """Write a question, its context and its lettered options, in lines."""
+    """Format a question as lines: its context, the question, and a line for each option with its letter."""
     options = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     return "\n".join([*([f"Context: {hint}"] if hint else []), question, *options])
 
 
 def read_answer(text: str, num_choices: int) -> int | None:
-    """Return the number of the option that a text names, or None: its letter alone or before a mark, or "the answer
-    is" and a letter."""
+    """Return the number of the option that an answer names, or `None`.
+
+    An option is named by its letter alone or before a punctuation mark, or by "the answer is" and its letter.
+    """
     letters = ascii_uppercase[:num_choices]
-    # "A dog" names no option.
+    # The article of "A dog" names no option.
     match = re.match(rf"\s*\(?([{letters}])\s*(?:[).:,]|$)", text, re.MULTILINE) or re.search(
         rf"answer is:?\s*\(?([{letters}])\b", text, re.IGNORECASE
     )
@@ -69,12 +71,21 @@ def read_answer(text: str, num_choices: int) -> int | None:
 
 
 def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size: int = 8) -> dict[str, object]:
-    """Let a LLaVA answer the questions of `read_questions`. Accuracies are `None` where there are no such questions;
-    `unanswered` counts the answers that name no option."""
+    """Measure the accuracy of a LLaVA's answers.
+
+    Args:
+        model, processor: The LLaVA and its processor.
+        questions (`datasets.Dataset`): Questions of `read_questions`.
+        batch_size (`int`, *optional*, defaults to 8): Questions in a batch.
+
+    Returns:
+        `dict`: `questions`, `accuracy`, `image_accuracy` and `text_accuracy` (`None` without such questions), and
+        `unanswered`, the number of answers that name no option.
+    """
     right = {True: [], False: []}
     unanswered = 0
     has_image = [image is not None for image in questions["image"]]
-    # A batch has images for all or for none.
+    # The processor takes images for all questions of a batch or for none.
     groups = [[index for index, has in enumerate(has_image) if has == kind] for kind in (True, False)]
     batches = [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]
     for indices in tqdm(batches, desc="questions", leave=False, disable=None):
@@ -95,7 +106,8 @@ def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size
 
 @torch.inference_mode()
 def answer_questions(model, processor, records: Sequence[dict], indices: Sequence[int]) -> list[str]:
-    """Answer questions that all have an image, or none; `indices` are their numbers for messages."""
+    """Generate answers to questions which all have an image, or none of which has one. `indices` are their numbers,
+    for messages."""
     images = None
     token = ""
     if records[0]["image"] is not None:
@@ -103,7 +115,7 @@ def answer_questions(model, processor, records: Sequence[dict], indices: Sequenc
         token = f"{processor.image_token}\n"
     questions = [format_question(record["question"], record["choices"], record.get("hint")) for record in records]
     texts = [PROMPT.format(image=token, question=question) for question in questions]
-    # Answers follow the prompts, so these end together.
+    # Padding at the left lets all answers begin at the same position.
     inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
     generated = model.generate(**inputs.to(input_device(model)), max_new_tokens=8, do_sample=False)
     return processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

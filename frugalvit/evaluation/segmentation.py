@@ -67,11 +67,21 @@ def segmentation_scores(
     window: int | None = None,
     skip_corrupt: bool = False,
 ) -> dict[str, object]:
-    """Evaluate a semantic segmentation model, whose logits may have any resolution; return `images`, `skipped` and the
-    scores of `SegmentationScores`.
+    """Measure a semantic segmentation model, whose logits may have any resolution.
 
-    A `window`, the side of a square, slides by two thirds of it over the image, whose shorter side is resized to that;
-    without one, the image is resized whole.
+    Args:
+        model (`PreTrainedModel`): The segmentation model.
+        image_format (`ImageFormat`): Size and normalization of its images.
+        images (`datasets.Dataset`): Columns `image` and `mask`, not decoded.
+        read_mask (`MaskReader`): Reader of the masks.
+        batch_size (`int`, *optional*, defaults to 16): Images, or windows of one image, in a forward pass.
+        window (`int`, *optional*):
+            Side in pixels of a square window, which slides by two thirds of its side over the image, whose shorter
+            side is resized to the window's. Without a window, the image is resized to the model's size.
+        skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
+
+    Returns:
+        `dict`: `images`, `skipped` and the scores of `SegmentationScores`.
     """
     scores = SegmentationScores(model.config.num_labels)
     count = 0
@@ -106,7 +116,7 @@ def _resize(picture: Image.Image, size: tuple[int, ...], image_format: ImageForm
 
 
 def _logits(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
-    """`(batch, classes, height, width)` at the resolution of the images, float32."""
+    """Compute logits `(batch, classes, height, width)` at the resolution of the images, float32."""
     logits = model(pixel_values=pixel_values.to(model.device)).logits.float()
     check_scores(logits)
     return F.interpolate(logits, pixel_values.shape[-2:], mode="bilinear")
@@ -115,11 +125,11 @@ def _logits(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
 def _slide(
     model: PreTrainedModel, image_format: ImageFormat, picture: Image.Image, window: int, batch_size: int
 ) -> torch.Tensor:
-    """Mean logits `(1, classes, height, width)` of the windows that see each pixel of the resized image."""
+    """Average the logits of all windows that contain a pixel: `(1, classes, height, width)` of the resized image."""
     if max(picture.size) > LONGEST * min(picture.size):
         raise ValueError(
             f"An image has {picture.width:,} x {picture.height:,} pixels; where a --window slides it may be {LONGEST} "
-            "times as long as wide. Evaluate such images without."
+            "times as long as wide. Evaluate without a window, or leave the image out."
         )
     pixels = image_format.normalize(_resize(picture, (window,), image_format)[None])
     along = 2 if pixels.shape[2] > window else 3

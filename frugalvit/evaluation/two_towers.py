@@ -1,4 +1,4 @@
-"""CLIPs and SigLIPs, of Transformers or with a SparseFormer as their image side."""
+"""CLIPs and SigLIPs, with their own vision model or a SparseFormer."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..training.scores import check_scores
 
 @dataclass
 class TwoTowers:
-    """A model that compares images with texts, its tokenizer and its image processor."""
+    """A CLIP or SigLIP, its tokenizer and its image processor."""
 
     model: PreTrainedModel
     tokenizer: object
@@ -27,29 +27,29 @@ class TwoTowers:
         return self.model.device
 
     def embed_images(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Map pixel values to embeddings `(batch, width)` of norm 1, float32."""
+        """Compute normalized embeddings `(batch, width)` of pixel values, float32."""
         return F.normalize(self.model.get_image_features(pixel_values).pooler_output.float(), dim=-1)
 
     def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
-        """Map texts to embeddings `(batch, width)` of norm 1, float32."""
+        """Compute normalized embeddings `(batch, width)` of texts, float32."""
         config = self.model.config
         lengths = {"padding": True}
         if "siglip" in config.model_type:
-            # SigLIP was trained on texts of one length, which not all of its tokenizers store.
+            # SigLIP was trained on texts padded to one length, which some of its tokenizers do not store.
             lengths = {"padding": "max_length", "max_length": config.text_config.max_position_embeddings}
         inputs = self.tokenizer(list(texts), **lengths, truncation=True, return_tensors="pt").to(self.device)
         return F.normalize(self.model.get_text_features(**inputs).pooler_output.float(), dim=-1)
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
-    """The names of the models for the results."""
+    """Return the names of the models, for the results."""
     return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})
 
 
 def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:
-    """Load a CLIP or SigLIP, with a SparseFormer as its image side if one is given."""
+    """Load a CLIP or SigLIP, whose vision model is replaced by the SparseFormer `vision_model` if one is given."""
     model, image_processor = load_model(name, "zero-shot-image-classification", device, trust_remote_code)
     tokenizer = load_tokenizer(name, model.config.text_config.vocab_size, trust_remote_code)
     if vision_model:
@@ -66,10 +66,14 @@ def load_two_towers(
 
 
 def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
-    """Load a CLIP's tokenizer. If its files are missing, Transformers may make one without words, to which all texts
-    are the same; that is refused."""
+    """Load a CLIP's tokenizer.
+
+    Raises:
+        ValueError: If its files are missing. Transformers may then make a tokenizer without a vocabulary, which maps
+            all texts to the same tokens.
+    """
     tokenizer = load_processor(name, "a CLIP with a tokenizer", trust_remote_code, AutoTokenizer)
-    # Models may have room for more.
+    # The embedding matrix of a model may have more rows than its tokenizer has tokens.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
             f"The tokenizer of {name!r} has {len(tokenizer):,} tokens and its model {vocab_size:,}; put its files "
@@ -80,7 +84,7 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
 
 @torch.inference_mode()
 def embed_all_texts(towers: TwoTowers, texts: Sequence[str], batch_size: int) -> torch.Tensor:
-    """Embed many texts, `(texts, width)`, on the CPU."""
+    """Compute normalized embeddings of many texts, `(texts, width)`, on the CPU."""
     starts = tqdm(range(0, len(texts), batch_size), desc="texts", leave=False, disable=None)
     embeddings = torch.cat([towers.embed_texts(texts[start : start + batch_size]).cpu() for start in starts])
     check_scores(embeddings, "embeddings")

@@ -1,4 +1,4 @@
-"""Zero-shot classification: images are compared with sentences about each class."""
+"""Zero-shot classification of images by sentences about each class."""
 
 import argparse
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
-    """Read the names of the classes: ImageNet's, those in a file, or the data set's."""
+    """Return the names of the classes: ImageNet's for `"imagenet"`, the lines of a file, or the data set's."""
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
@@ -47,7 +47,7 @@ def read_lines(file: str) -> list[str]:
 
 
 def read_templates(source: str) -> list[str]:
-    """Read sentences with `{}` in the place of a class's name."""
+    """Read templates of sentences, with `{}` for the name of a class."""
     if source == "imagenet":
         return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
     templates = read_lines(source)
@@ -59,7 +59,8 @@ def read_templates(source: str) -> list[str]:
 def zero_shot_classifier(
     towers: TwoTowers, names: Sequence[str], templates: Sequence[str], batch_size: int = 64
 ) -> torch.Tensor:
-    """Compute an embedding for each class, `(width, classes)`: the mean of its sentences' embeddings, of norm 1."""
+    """Compute the weights of a zero-shot classifier `(width, classes)`: the normalized mean embedding of the sentences
+    about each class."""
     texts = [template.format(name) for name in names for template in templates]
     embeddings = embed_all_texts(towers, texts, batch_size).unflatten(0, (len(names), len(templates)))
     return torch.nn.functional.normalize(embeddings.mean(1), dim=-1).mT
@@ -72,8 +73,17 @@ def zero_shot_accuracy(
     images: datasets.Dataset,
     **reading,
 ) -> dict[str, object]:
-    """Return `images`, `skipped`, `accuracy` and `top5_accuracy` of the embeddings of `zero_shot_classifier`;
-    other arguments as in `image_batches`."""
+    """Measure the accuracy of a zero-shot classifier.
+
+    Args:
+        towers (`TwoTowers`): The CLIP or SigLIP.
+        classifier (`torch.Tensor`): Weights `(width, classes)` of `zero_shot_classifier`.
+        images (`datasets.Dataset`): Columns `image`, not decoded, and `label`.
+        reading: Options of `image_batches`.
+
+    Returns:
+        `dict`: `images`, `skipped`, `accuracy` and `top5_accuracy`.
+    """
     classifier = classifier.to(towers.device)
     measured = accuracies()
     count = 0

@@ -147,7 +147,7 @@ def test_a_stream_is_shuffled_and_its_views_are_drawn_anew_each_epoch(write_parq
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
-    message = r"Image \d+ of the data set cannot be read \(.+\): --skip-corrupt\.\s*$"
+    message = r"Image \d+ of the data set cannot be read \(.+\); to leave such images out: skip_corrupt\.\s*$"
     views = Views(load_images(write_parquet(count=12, corrupt=[3, 4, 11])), VIEW_OF_TRAINING, 1)
     for read in (lambda: loaded(views, num_workers=workers), lambda: stream_of(write_parquet, workers, corrupt=[7])):
         with pytest.raises(CorruptImageError, match=message):
