@@ -1,4 +1,4 @@
-"""Configuration of a SparseFormer whose tokens embed patches, as its teacher does."""
+"""Configuration of PatchSparseFormers."""
 
 import math
 from typing import Literal
@@ -9,8 +9,8 @@ from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
 def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    """Absolute log of the cells' aspect ratio, and rows and columns, of the grid of `num_cells` cells whose cells are
-    most nearly square."""
+    """Return the grid of `num_cells` cells whose cells are most nearly square: the absolute log of their aspect ratio,
+    and rows and columns."""
     height, width = image_size
     grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
     return min((abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids)
@@ -42,20 +42,19 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     r"""
     Configuration of a SparseFormer that inherits its teacher's patch embedding: each token embeds a cell of the image
     as the teacher embeds a patch, so that a new student is its teacher at a lower resolution. Further fields are
-    `SparseFormerBaseConfig`'s.
+    documented in `SparseFormerBaseConfig`.
 
     Args:
         patch_size (`int` or pair of `int`, *optional*, defaults to 16): Height and width of a cell in pixels.
         extra_norms (sequence of `str`, *optional*, defaults to `()`):
-            As in `SparseFormerBaseConfig`, and `"patch"`, of embedded cells before positions are added; `"embedding"`,
-            of all tokens before the encoder (CLIP).
+            As in `SparseFormerBaseConfig`, and `"patch"` for embedded cells before positions are added, `"embedding"`
+            for all tokens before the encoder (CLIP).
         token_grid (`int` or pair of `int`, *optional*):
-            Rows and columns of the cells of `num_latent_tokens` tokens. By default those that are most nearly square
-            in an image of `image_size`.
+            Rows and columns of the grid of `num_latent_tokens` cells. By default, cells are as nearly square as they
+            can be in an image of `image_size`.
         placement (`str`, *optional*, defaults to `"grid"`):
-            Where tokens look: in the cells of a `"grid"`, or, by `"content"`, in as many cells that are chosen for
-            each image: blocks of four become one where there is little to see, others are split in four where there
-            is more.
+            Where tokens look. `"grid"`: at the cells of a grid. `"content"`: at the same number of cells, chosen for
+            each image by merging blocks of four cells with little detail and splitting cells with much detail in four.
         teacher_config (`dict`, *optional*): Configuration of a teacher of Transformers, for `to_plain_vit`.
     """
 
@@ -71,19 +70,19 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
     def __post_init__(self, **kwargs):
         height, width = pair(self.patch_size)
-        # One number where both are alike: heads of Transformers divide by a backbone's `patch_size`.
+        # One number where both are equal: heads of Transformers divide by a backbone's `patch_size`.
         self.patch_size = height if height == width else (height, width)
         self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
         super().__post_init__(**kwargs)
 
     @property
     def feature_stride(self) -> tuple[int, int]:
-        """Height and width in pixels of a cell of feature maps."""
+        """Height and width in pixels of a feature map's cell."""
         return pair(self.patch_size)
 
     def cell_grids(self, num_tokens: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return the grid of `num_tokens` tokens, then the finer ones, each of twice the rows and columns, whose cells
-        have the pixels of a patch or more in images of this height and width."""
+        """Return the grid of `num_tokens` tokens and finer grids, each with twice the rows and columns. In images of
+        this height and width, cells of a finer grid have at least the pixels of a patch."""
         rows, columns = self.grid_of(num_tokens)
         height, width = pair(self.patch_size)
         finest = min(image_size[0] // (rows * height), image_size[1] // (columns * width))
@@ -101,7 +100,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         self.grid_of(num_tokens)
 
     def validate_placement(self):
-        """Tokens fill their grid."""
+        """Check that numbers of tokens make grids."""
         if math.prod(self.token_grid) != self.num_latent_tokens:
             raise ValueError(
                 f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "
@@ -115,8 +114,8 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
 @strict
 class PatchSparseFormerProjectionConfig(PatchSparseFormerConfig):
-    """Configuration of `PatchSparseFormerVisionModelWithProjection`, which `AutoModel` tells by its `model_type`.
-    `projection_dim` and `projection_bias` as in `SparseFormerProjectionConfig`."""
+    """Configuration of `PatchSparseFormerVisionModelWithProjection`. The additional fields are documented in
+    `SparseFormerProjectionConfig`."""
 
     model_type = "patch_sparseformer_projection"
 

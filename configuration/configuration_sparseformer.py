@@ -1,4 +1,4 @@
-"""SparseFormer configuration: both generations, every variant of the papers by name."""
+"""Configuration of SparseFormers of both papers, with the papers' models by name."""
 
 from typing import Literal
 
@@ -14,8 +14,8 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
-    """SparseFormer as first published (Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent
-    Tokens*)."""
+    """Return the fields of a model of the first paper (Gao et al., *SparseFormer: Sparse Visual Recognition via
+    Limited Latent Tokens*)."""
     return {
         "generation": "v1",
         "num_latent_tokens": tokens,
@@ -39,7 +39,8 @@ def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
 
 
 def _bootstrapped(size: str, tokens: int, image_size: int = 224, truncated: bool = True, **fields) -> dict:
-    """SparseFormer bootstrapped from a ViT of that size (table 1 of the bootstrapping paper); `tokens` with [CLS]."""
+    """Return the fields of a model bootstrapped from a ViT (table 1 of the bootstrapping paper); `tokens` include
+    [CLS]."""
     width, focusing_width, blocks = {"base": (768, 384, 12), "large": (1024, 512, 24)}[size]
     return {
         "image_size": image_size,
@@ -65,8 +66,8 @@ def _clip(size: str, tokens: int, image_size: int = 224) -> dict:
     )
 
 
-# Names read family, size, tokens as the papers count them (latent + [CLS]) and image size; `-untruncated` keeps all of
-# the teacher's blocks.
+# Names have family, size, tokens as the papers count them (latent + [CLS]) and image size; `-untruncated` models keep
+# all blocks of the teacher.
 VARIANTS = {
     "v1-tiny": _v1(512, 8, 49, 0.2),
     "v1-small": _v1(640, 8, 64, 0.3),
@@ -91,37 +92,42 @@ CLIP_VARIANTS = {
 class SparseFormerConfig(SparseFormerBaseConfig):
     r"""
     Configuration of a SparseFormer. The defaults are the base model bootstrapped from AugReg ViT-B/16 with 49 tokens
-    (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` has the rest.
+    (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` makes the other
+    models.
 
-    A SparseFormer is a stem, a focusing stage and a transformer encoder. The focusing stage is one layer of width
-    `focusing_hidden_size`, executed `num_focusing_iterations` times, and one at full width, executed once. Further
-    fields are `SparseFormerBaseConfig`'s.
+    A SparseFormer has a stem, a focusing stage and a transformer encoder. The focusing stage has a layer of width
+    `focusing_hidden_size`, which is executed `num_focusing_iterations` times, and a layer of the encoder's width,
+    which is executed once. Further fields are documented in `SparseFormerBaseConfig`.
 
     Args:
         generation (`str`, *optional*, defaults to `"bootstrapped"`):
-            `"bootstrapped"`: a focusing layer samples, encodes positions, attends and adjusts RoIs; the one at full
-            width does the first two alone. All latent tokens start from one embedding, and each iteration adds a
-            learned one. `"v1"`, the first paper: a layer attends, adjusts RoIs, then samples; the one at full width is
-            a whole transformer block, the first of the `num_hidden_layers`. Each token starts from an embedding of its
-            own, mixing has biases, a LayerNorm follows the change of width, RoI deltas come from one linear layer and
-            are dropped along with residual branches, points outside the image read zeros, and the gradient of points
-            is clamped.
-        num_sampling_points (`int`, *optional*, defaults to 16): Points that a token samples in its RoI, at least 2.
+            `"bootstrapped"` for models of the bootstrapping paper, `"v1"` for those of the first paper:
+
+            - Bootstrapped: a focusing layer samples, encodes positions, attends and adjusts RoIs; the layer of full
+              width only samples and encodes positions. All latent tokens start from one embedding, and each iteration
+              adds a learned embedding.
+            - v1: a focusing layer attends, adjusts RoIs, then samples; the layer of full width is a transformer block,
+              the first of the `num_hidden_layers`. Each token starts from its own embedding. Mixing has biases, and a
+              LayerNorm follows the change of width. RoI deltas come from one linear layer and are dropped along with
+              residual branches. Points outside the image read zeros, and gradients of points are clamped.
+        num_sampling_points (`int`, *optional*, defaults to 16):
+            Number of points that a token samples in its RoI, at least 2.
         num_mixed_points (`int`, *optional*):
-            Points after mixing; `max(num_sampling_points, 32)` if not given, as in the reference implementation.
+            Number of points after mixing; by default `max(num_sampling_points, 32)`, as in the reference
+            implementation.
         mixing_hidden_size (`int`, *optional*, defaults to 128):
-            Bottleneck of the generator of mixing parameters; `None` is a quarter of the token width (v1).
+            Bottleneck width of the generator of mixing matrices; `None` for a quarter of the token width (v1).
         stem_channels (`int`, *optional*, defaults to 64): Channels of the early convolution.
         focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
         num_focusing_iterations (`int`, *optional*, defaults to 4):
-            Executions of the focusing layer; the one at full width comes on top ("4+1" in the paper).
-        focusing_layer_norm_eps (`float`, *optional*): Epsilon of every LayerNorm before the encoder; that of the
-            encoder by default.
+            Number of executions of the focusing layer, without the layer of full width ("4+1" in the paper).
+        focusing_layer_norm_eps (`float`, *optional*):
+            Epsilon of every LayerNorm before the encoder; the encoder's by default.
         roi_encoding (`str`, *optional*, defaults to `"reference"`):
-            Frequencies and order of the sinusoidal encoding of RoIs: `"reference"`, as the authors' code has them, or
-            `"paper"`, as the supplement prints them, see `encode_rois`.
+            Frequencies and order of the sinusoidal encoding of RoIs: `"reference"`, as in the authors' code, or
+            `"paper"`, as in the supplement, see `encode_rois`.
         feature_stride (`int` or pair of `int`, *optional*, defaults to 16):
-            Height and width in pixels of a cell of feature maps: a patch of the teacher.
+            Height and width in pixels of a feature map's cell, a patch of the teacher.
     """
 
     model_type = "sparseformer"
@@ -152,11 +158,11 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     @property
     def focusing_num_attention_heads(self) -> int:
-        """Heads of the focusing layer: the encoder's in v1, then one per 64 channels."""
+        """Number of heads of the focusing layer: the encoder's in v1, otherwise one for 64 channels."""
         return self.num_attention_heads if self.is_v1 else max(self.focusing_hidden_size // 64, 1)
 
     def validate_focusing(self):
-        """Widths divide, and v1 has no tokens or rotations that its first block would need."""
+        """Check that widths are divisible, and that v1 has neither prefix tokens nor rotary positions."""
         if self.focusing_hidden_size % self.focusing_num_attention_heads:
             raise ValueError(
                 f"`focusing_hidden_size`={self.focusing_hidden_size} is not divisible by its "
@@ -165,23 +171,23 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         for width in ("focusing_hidden_size", "hidden_size"):
             if getattr(self, width) % 8:
                 raise ValueError(
-                    f"`{width}`={getattr(self, width)} is not a multiple of 8, as the RoI position encoding (sine "
-                    "and cosine of four coordinates) wants it."
+                    f"`{width}` is {getattr(self, width)}, expected a multiple of 8, because the encoding of RoIs has "
+                    "a sine and a cosine of four coordinates."
                 )
         if self.is_v1 and (self.num_prefix_tokens or self.rope_theta is not None):
             raise ValueError(
-                "`generation='v1'` has no [CLS], registers or rotary positions, as its first block belongs to the "
-                "focusing stage: set `num_class_tokens=0`, no `num_register_tokens` and no `rope_theta`."
+                "`generation='v1'` has no [CLS], registers or rotary positions, because its first block belongs to "
+                "the focusing stage: set `num_class_tokens=0`, `num_register_tokens=0` and `rope_theta=None`."
             )
 
 
 @strict
 class SparseFormerProjectionConfig(SparseFormerConfig):
-    """Configuration of `SparseFormerVisionModelWithProjection`, which `AutoModel` tells by its `model_type`.
+    """Configuration of `SparseFormerVisionModelWithProjection`.
 
     Args:
         projection_dim (`int`, *optional*, defaults to 512): Width of the projected embedding.
-        projection_bias (`bool`, *optional*, defaults to `False`): A bias on that projection (EVA-02's CLIP).
+        projection_bias (`bool`, *optional*, defaults to `False`): Add a bias to the projection (EVA-02's CLIP).
     """
 
     model_type = "sparseformer_projection"

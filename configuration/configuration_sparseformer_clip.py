@@ -1,4 +1,4 @@
-"""CLIP and SigLIP whose image side is a SparseFormer: configurations."""
+"""Configurations of CLIP and SigLIP models whose vision model is a SparseFormer."""
 
 import math
 
@@ -19,7 +19,7 @@ for config_class in (SparseFormerConfig, PatchSparseFormerConfig):
 class SparseFormerCLIPConfig(FrugalViTConfig):
     r"""
     Configuration of a CLIP with a SparseFormer in the place of its vision transformer (Gao et al., *Bootstrapping
-    SparseFormers from Vision Foundation Models*, section 4.2): `CLIPConfig` whose `vision_config` is a
+    SparseFormers from Vision Foundation Models*, section 4.2). Fields are those of `CLIPConfig`; `vision_config` is a
     `SparseFormerConfig` or a `PatchSparseFormerConfig`.
     """
 
@@ -38,13 +38,13 @@ class SparseFormerCLIPConfig(FrugalViTConfig):
 @strict
 class SparseFormerSiglipConfig(FrugalViTConfig):
     r"""
-    Configuration of a SigLIP with a SparseFormer in the place of its vision transformer: `SiglipConfig` whose
-    `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. Its text side, also that of a SigLIP 2,
-    ends in a linear layer to the width of the image side, which is not projected. Initial logits are scaled and biased
-    as in section 3.2 of Zhai et al., *Sigmoid Loss for Language Image Pre-Training*.
+    Configuration of a SigLIP with a SparseFormer in the place of its vision transformer. Fields are those of
+    `SiglipConfig`; `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. The text models of SigLIP
+    and SigLIP 2 end in a linear layer to the width of the image embedding, which is not projected. Initial logits are
+    scaled and biased as in section 3.2 of Zhai et al., *Sigmoid Loss for Language Image Pre-Training*.
     """
 
-    # Transformers' pipeline takes sigmoids, and pads texts, where "siglip" is part of the name.
+    # Transformers' pipeline computes sigmoids and pads texts if the name contains "siglip".
     model_type = "sparseformer_siglip"
     sub_configs_defaults = {
         "text_config": SiglipTextConfig,

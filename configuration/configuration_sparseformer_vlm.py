@@ -1,4 +1,4 @@
-"""LLaVA, PaliGemma, Gemma 3 and LLaVA-OneVision whose vision tower is a SparseFormer: configurations."""
+"""Configurations of LLaVA, PaliGemma, Gemma 3 and LLaVA-OneVision models whose vision tower is a SparseFormer."""
 
 from huggingface_hub.dataclasses import strict
 from transformers import (
@@ -17,7 +17,7 @@ from .configuration_sparseformer import SparseFormerConfig
 
 
 def image_grid(config: PreTrainedConfig) -> int:
-    """Return the rows, and columns, of patches of a VLM's square images, with its own tower or a SparseFormer."""
+    """Return the number of rows, which is that of columns, of patches in a VLM's square images."""
     vision = config.vision_config
     return pair(vision.image_size)[0] // pair(vision.patch_size)[0]
 
@@ -25,7 +25,7 @@ def image_grid(config: PreTrainedConfig) -> int:
 @strict
 class SparseFormerGridConfig(PreTrainedConfig):
     r"""
-    Configuration of a SparseFormer whose states lie on a grid, as those of the vision transformer that it replaces.
+    Configuration of a SparseFormer with hidden states on the grid of the vision transformer that it replaces.
 
     Args:
         tower_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The SparseFormer.
@@ -79,7 +79,7 @@ class SparseFormerPaliGemmaConfig(HubMixin, PaliGemmaConfig):
     sub_configs_defaults = PaliGemmaConfig.sub_configs_defaults | {"vision_config": TOWER}
 
     def __post_init__(self, **kwargs):
-        # `PaliGemmaConfig` would count patches.
+        # The method of `PaliGemmaConfig` counts patches, which a SparseFormer does not have.
         super(PaliGemmaConfig, self).__post_init__(**kwargs)
         if self.text_config.use_bidirectional_attention is None:
             self.text_config.use_bidirectional_attention = True
@@ -87,7 +87,7 @@ class SparseFormerPaliGemmaConfig(HubMixin, PaliGemmaConfig):
 
     @property
     def image_seq_length(self) -> int:
-        """Image tokens in the prompt."""
+        """Number of image tokens in the prompt."""
         return self.vision_config.default_num_tokens + self.vision_config.num_prefix_tokens
 
 
@@ -100,7 +100,7 @@ class SparseFormerGemma3Config(HubMixin, Gemma3Config):
 
     @property
     def image_seq_length(self) -> int:
-        """Image tokens in the prompt."""
+        """Number of image tokens in the prompt."""
         return self.mm_tokens_per_image
 
 
@@ -113,7 +113,7 @@ class SparseFormerLlavaOnevisionConfig(HubMixin, LlavaOnevisionConfig):
 
     @property
     def image_seq_length(self) -> int:
-        """Image tokens of a tile in the prompt, without those that end its rows."""
+        """Number of image tokens of a tile in the prompt, without those at the ends of rows."""
         return image_grid(self) ** 2
 
 

@@ -1,4 +1,4 @@
-"""Configurations that families of vision transformers share: how attention starts, and a plain ViT."""
+"""Base configurations of vision transformers: initialization of attention, and fields of a plain ViT."""
 
 from dataclasses import field
 from typing import Literal
@@ -14,15 +14,14 @@ Initialization = Literal["impulse", "mimetic", "trunc_normal", "kaiming_uniform"
 @strict
 class AttentionStartConfig(VisionConfig):
     r"""
-    Base configuration of families whose attention may start with structure. The start of a model travels with it.
+    Base configuration of families whose attention may have a structured initialization.
 
     Args:
         initialization (`str`, *optional*, defaults to `"default"`):
-            How weights of a fresh model are drawn: `"default"`, as the family has them; with `"impulse"` or
-            `"mimetic"` attention; or all linear layers of the blocks `"trunc_normal"` (timm's way) or
-            `"kaiming_uniform"` (PyTorch's).
+            Initialization of new weights: `"default"`, the family's own; `"impulse"` or `"mimetic"`, for attention;
+            `"trunc_normal"` (timm's) or `"kaiming_uniform"` (PyTorch's), for all linear layers of the blocks.
         initialization_options (`dict`, *optional*):
-            Arguments of the initialization, for example of `impulse_init_` `{"solver": "adam"}`.
+            Arguments of the initialization, for example `{"solver": "adam"}` for `impulse_init_`.
     """
 
     initialization: Literal["default", Initialization] = "default"
@@ -32,14 +31,15 @@ class AttentionStartConfig(VisionConfig):
 @strict
 class PlainViTConfig(AttentionStartConfig):
     r"""
-    Base configuration of plain vision transformers, as Transformers' `ViTConfig`. Fields of the image processor are
-    `VisionConfig`'s.
+    Base configuration of plain vision transformers. Fields of the image processor are documented in `VisionConfig`,
+    further fields in Transformers' `ViTConfig`.
 
     Args:
-        patch_size (`int` or pair of `int`, *optional*, defaults to 16): Patch size in pixels; divides the image.
-        intermediate_size (`int`, *optional*): Width inside the MLP; four times `hidden_size` if not given.
+        patch_size (`int` or pair of `int`, *optional*, defaults to 16):
+            Patch size in pixels, by which `image_size` is divisible.
+        intermediate_size (`int`, *optional*): MLP width; four times `hidden_size` by default.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
-            Largest stochastic depth rate; rises linearly over the blocks.
+            Largest stochastic depth rate; it rises linearly over the blocks.
     """
 
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
@@ -70,7 +70,7 @@ class PlainViTConfig(AttentionStartConfig):
         return height // patch_height, width // patch_width
 
     def validate_patches(self):
-        """Patches tile the image, and heads divide the width."""
+        """Check that patches tile the image, and that the width is divisible by the number of heads."""
         for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
             if size % patch:
                 raise ValueError(
@@ -79,5 +79,5 @@ class PlainViTConfig(AttentionStartConfig):
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"`hidden_size`={self.hidden_size} is not divisible by `num_attention_heads`="
-                f"{self.num_attention_heads}; choose heads that divide the width."
+                f"{self.num_attention_heads}; choose a number of heads that divides the width."
             )

@@ -1,4 +1,4 @@
-"""ViTContextBroadcast configuration: the vision transformers of Hyeon-Woo et al., with Context Broadcasting."""
+"""Configuration of the vision transformers with Context Broadcasting of Hyeon-Woo et al."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from .configuration_vit import PlainViTConfig
 ContextBroadcastKind = Literal["cb", "cb_s", "cb_gate", "cb_hybrid"]
 ContextBroadcastPosition = Literal["mlp_front", "mlp_mid", "mlp_end", "attention_end"]
 
-# Names read size, "distilled" with a teacher, kind of Context Broadcasting ("plain" for baselines), and image size.
+# Names have size, "distilled" for distilled models, kind of Context Broadcasting ("plain" for none), and image size.
 VARIANTS = {
     f"vit-{size}{'-distilled' if distilled else ''}-{'plain' if kind is None else kind}-224": {
         "hidden_size": width,
@@ -30,18 +30,19 @@ class ViTContextBroadcastConfig(PlainViTConfig):
     r"""
     Configuration of a vision transformer with Context Broadcasting (Hyeon-Woo et al., *Scratching Visual Transformer's
     Back with Uniform Attention*, arXiv 2210.08457). The defaults are ViT-S with CB at the end of every MLP;
-    `from_variant` has the rest. Further fields are those of `PlainViTConfig` and `AttentionStartConfig`.
+    `from_variant` makes the other models. Further fields are documented in `PlainViTConfig` and
+    `AttentionStartConfig`.
 
     Args:
         context_broadcast (`str`, *optional*, defaults to `"cb"`):
-            `"cb"`, `"cb_s"`, `"cb_gate"`, `"cb_hybrid"`, see `ContextBroadcast`, or `None`, a plain ViT.
+            `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see `ContextBroadcast`, or `None` for a plain ViT.
         context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
-            Where in a block: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
-        context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Start of the scale of `"cb_s"`.
+            One or several places in a block: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+        context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Initial scale of `"cb_s"`.
         context_broadcast_blend (`bool`, *optional*, defaults to `False`):
-            Blend a plain transformer with Context Broadcasting by a learned number, see `ContextBroadcast`.
+            Blend inputs with and without Context Broadcasting by a learned weight, see `ContextBroadcast`.
         use_distillation_token (`bool`, *optional*, defaults to `False`):
-            A second learned token with a classifier of its own, which learns from a teacher (DeiT).
+            Add a distillation token with its own classifier, which learns from a teacher (DeiT).
     """
 
     model_type = "vit_context_broadcast"

@@ -1,4 +1,4 @@
-"""ViTImpulseInit configuration: the small vision transformers of Zheng et al. and how their attention starts."""
+"""Configuration of the small vision transformers of Zheng et al. and the initialization of their attention."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from .configuration_base import Size, at_least
 from .configuration_vit import Initialization, PlainViTConfig
 
 
-# Names read size, heads and image size, or, of tables 5 and 7, depth, width and heads.
+# Names have size, heads and image size, or, for tables 5 and 7, depth, width and heads.
 VARIANTS = {
     f"vit-{size}-h{heads}-{image_size}": {
         "image_size": image_size,
@@ -36,24 +36,24 @@ VARIANTS = {
 @strict
 class ViTImpulseInitConfig(PlainViTConfig):
     r"""
-    Configuration of a vision transformer whose attention starts as convolution (Zheng et al., *Structured
-    Initialization for Attention in Vision Transformers*, arXiv 2404.01139). The defaults are ViT-T for 32 x 32 pixels,
-    with sinusoidal positions and average pooling; `from_variant` has the rest. Further fields are those of
-    `PlainViTConfig` and `AttentionStartConfig`. The paper's method is `initialization_options={"solver": "adam",
-    "value_init": "default"}` (as printed; `"adam_bounded"` as its authors ran it), see docs/impulse_initialization.md.
+    Configuration of a vision transformer whose attention is initialized as a convolution (Zheng et al., *Structured
+    Initialization for Attention in Vision Transformers*, arXiv 2404.01139). The defaults are ViT-T for 32 x 32 pixels
+    with sinusoidal positions and average pooling; `from_variant` makes the other models. Further fields are documented
+    in `PlainViTConfig` and `AttentionStartConfig`. The paper's method is `initialization_options={"solver": "adam",
+    "value_init": "default"}`; its authors ran `"adam_bounded"` (docs/impulse_initialization.md).
 
     Args:
         position_embedding (`str`, *optional*, defaults to `"sincos"`):
-            `"sincos"`, a fixed sinusoidal encoding, `"learned"` (table 1), which starts as that or, for baselines,
-            truncated normal, or `"random"`, learned from a normal start.
+            `"sincos"`, a fixed sinusoidal encoding; `"learned"` (table 1), initialized with the sinusoidal encoding
+            or, for baselines, truncated normal; or `"random"`, learned and initialized normal.
         position_std (`float`, *optional*, defaults to 0.36):
-            Standard deviation of random positions. The NeurIPS 2025 code has 0.02, in one set-up times 18.
+            Standard deviation of random positions. The NeurIPS 2025 code has 0.02, multiplied by 18 in one setup.
         pooling (`str`, *optional*, defaults to `"mean"`):
             Pooling for the classifier: `"mean"`, the average of tokens after the final LayerNorm, or `"cls"`, a
             learned [CLS] (table 1).
         initialization (`str`, *optional*, defaults to `"impulse"`):
-            How weights of a fresh model are drawn: `"impulse"` or `"mimetic"` attention, the rest truncated normal;
-            or all linear layers `"trunc_normal"` (timm's way) or `"kaiming_uniform"` (PyTorch's).
+            Initialization of new weights: `"impulse"` or `"mimetic"` attention with other linear layers truncated
+            normal, or all linear layers `"trunc_normal"` (timm's) or `"kaiming_uniform"` (PyTorch's).
     """
 
     model_type = "vit_impulse_init"
@@ -69,7 +69,7 @@ class ViTImpulseInitConfig(PlainViTConfig):
     initialization: Initialization = "impulse"
 
     def validate_positions(self):
-        """The width divides into sines and cosines of x and y."""
+        """Check that the width can hold sines and cosines of x and y."""
         if self.hidden_size % 4:
             raise ValueError(
                 f"`hidden_size`={self.hidden_size} is not a multiple of 4 (sines and cosines of x and y)."

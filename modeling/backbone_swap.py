@@ -1,5 +1,4 @@
-"""Puts a SparseFormer into a segmenter, a detector or a depth estimator of Transformers, in the place of their
-backbone."""
+"""Replace the backbone of a segmenter, detector or depth estimator of Transformers by a SparseFormer."""
 
 import copy
 
@@ -8,26 +7,29 @@ from transformers.backbone_utils import BackboneMixin
 
 
 def swap_backbone(model: PreTrainedModel, backbone: BackboneMixin) -> PreTrainedModel:
-    """Replace a model's backbone in place, weights and configuration, so that what is saved loads again.
+    """Replace a model's backbone in place, with its configuration, so that the saved model loads again.
 
     Args:
         model (`PreTrainedModel`):
-            With a backbone of Transformers, for example `UperNetForSemanticSegmentation` or `DPTForDepthEstimation`.
-            Its head keeps its weights: one that was trained on a teacher reads the maps of the teacher's student.
-        backbone (`SparseFormerBackbone`): Becomes part of the model, in its precision and place; it is not copied.
+            Model with a backbone of Transformers, for example `UperNetForSemanticSegmentation` or
+            `DPTForDepthEstimation`. Its head keeps its weights, so that a head trained on a teacher reads the feature
+            maps of the teacher's student.
+        backbone (`SparseFormerBackbone`):
+            The new backbone. It is moved to the model's device and dtype, not copied.
 
     Raises:
-        ValueError: if there is no backbone in the model, or its head reads other maps than the new one gives.
+        ValueError: if the model has no backbone, or if the numbers of feature maps or channels differ.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, BackboneMixin)]
     if not names or getattr(model.config, "backbone_config", None) is None:
-        raise ValueError(f"Got a {type(model).__name__}, expected a model with a `backbone_config`.")
+        raise ValueError(f"`model` is a {type(model).__name__}, expected a model with a `backbone_config`.")
     before = model.get_submodule(names[0])
     if backbone.channels != before.channels:
         raise ValueError(
-            f"The head of this {type(model).__name__} reads maps of {before.channels} channels, the backbone gives "
-            f"{backbone.channels}. Choose as many layers by `out_features`; for another width, make a new head with "
-            "the backbone's configuration as `backbone_config`."
+            f"`backbone` has feature maps of {backbone.channels} channels, but the head of this "
+            f"{type(model).__name__} reads maps of {before.channels} channels. Choose the same number of layers by "
+            "`out_features`; for another width, make a new head with the backbone's configuration as "
+            "`backbone_config`."
         )
     weight = next(before.parameters())
     model.set_submodule(names[0], backbone.to(weight.device, weight.dtype).train(before.training))

@@ -1,5 +1,5 @@
-"""Feature maps from a SparseFormer's tokens: a token's state goes to the cells that its RoI covers, and a few
-convolutions that see the image add the differences from cell to cell."""
+"""Feature maps from a SparseFormer's tokens: a cell has the hidden states of the tokens whose RoIs cover it, and a few
+convolutions of the image add details within RoIs."""
 
 import torch
 import torch.nn.functional as F
@@ -10,62 +10,75 @@ from .layers import in_float32, resize
 from .segmentation_head import geometric_bias
 
 
-# Pixels along a cell's side that an upsampler looks at, at most.
+# Largest number of pixels along a cell's side that an upsampler reads.
 MOST_POINTS = 8
 
 
 def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The share of each token in each cell of a map.
+    """Return the weight of each token in each cell of a feature map.
 
-    A token has one vote, spread evenly over its RoI. Cells that no RoI covers belong to those nearest, as in the
-    segmentation head of the paper (`geometric_bias`). No gradient flows into the RoIs.
-    RoIs are `(batch, tokens, 4)` as left, top, right, bottom, 0 to 1 across the image; the result, of a map's height
-    and width in cells, is `(batch, tokens, height, width)` in float32 and sums to 1 over the tokens.
+    Each token spreads a weight of 1 evenly over its RoI; weights of a cell are then normalized. Cells that no RoI
+    covers get the weights of the paper's segmentation head (`geometric_bias`). RoIs get no gradient.
+
+    Args:
+        rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.
+        height, width (`int`): Size of the map in cells.
+
+    Returns:
+        `(batch, tokens, height, width)` float32, which sums to 1 over the tokens.
     """
     rois = in_float32(rois).detach()
     left, top, right, bottom = rois.unsqueeze(-1).unbind(-2)
 
     def along(one: torch.Tensor, other: torch.Tensor, cells: int) -> torch.Tensor:
-        """The share of an interval that lies in each cell, `(batch, tokens, cells)`."""
+        """Return the fraction of an interval in each cell, `(batch, tokens, cells)`."""
         low = torch.minimum(one, other) * cells
         high = torch.maximum(one, other) * cells
         starts = torch.arange(cells, device=rois.device)
         within = (torch.minimum(high, starts + 1) - torch.maximum(low, starts)).clamp(min=0)
         return within / (high - low).clamp(min=1e-6)
 
-    votes = along(top, bottom, height).unsqueeze(-1) * along(left, right, width).unsqueeze(-2)
-    sums = votes.sum(1, keepdim=True)
+    weights = along(top, bottom, height).unsqueeze(-1) * along(left, right, width).unsqueeze(-2)
+    sums = weights.sum(1, keepdim=True)
     nearest = geometric_bias(rois, height, width).softmax(1)
-    # What is less is a rounding.
-    return torch.where(sums > 1e-6, votes / sums.clamp(min=1e-6), nearest)
+    # Smaller sums are rounding errors.
+    return torch.where(sums > 1e-6, weights / sums.clamp(min=1e-6), nearest)
 
 
-def scatter_to_grid(states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Spread states of tokens, `(batch, tokens, channels)`, over the cells where they have a share, `(batch, tokens,
-    height, width)`: to `(batch, channels, height, width)`."""
-    return (states.mT @ shares.flatten(2).to(states.dtype)).unflatten(-1, shares.shape[-2:])
+def scatter_to_grid(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Average tokens `(batch, tokens, channels)` in each cell by `assignment_weights`, `(batch, tokens, height,
+    width)`, to `(batch, channels, height, width)`."""
+    return (states.mT @ weights.flatten(2).to(states.dtype)).unflatten(-1, weights.shape[-2:])
 
 
-def place_in_token(rois: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """The place of each cell in the tokens to which it belongs, given their RoIs, `(batch, tokens, 4)`, and shares,
-    see `assignment_weights`: `(batch, 4, height, width)`, the offset of the cell's center from the token's, x and y,
-    in units of the token's size, and the log of that size in cells, x and y. Where tokens share a cell, their mean.
+def place_in_token(rois: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the position of each cell relative to its token; for several tokens, to their mean RoI.
+
+    Args:
+        rois (`torch.Tensor` of shape `(batch, tokens, 4)`): RoIs of the tokens.
+        weights (`torch.Tensor` of shape `(batch, tokens, height, width)`): Their `assignment_weights`.
+
+    Returns:
+        `(batch, 4, height, width)`: offsets in x and y of the cell's center from the token's, in units of the token's
+        size, then the binary logarithms of the token's width and height in cells.
     """
-    rows, columns = shares.shape[-2:]
-    left, top, right, bottom = scatter_to_grid(in_float32(rois).detach(), shares).unbind(1)
-    found = []
+    rows, columns = weights.shape[-2:]
+    left, top, right, bottom = scatter_to_grid(in_float32(rois).detach(), weights).unbind(1)
+    offsets = []
+    sizes = []
     for low, high, cells, shape in ((left, right, columns, (1, 1, -1)), (top, bottom, rows, (1, -1, 1))):
         size = ((high - low).abs() * cells).clamp(1e-3, 1e3)
         centers = torch.arange(cells, device=rois.device).view(shape) + 0.5
-        found.append((((centers - (low + high) * 0.5 * cells) / size).clamp(-2, 2), size.log2()))
-    return torch.stack([found[0][0], found[1][0], found[0][1], found[1][1]], dim=1)
+        offsets.append(((centers - (low + high) * 0.5 * cells) / size).clamp(-2, 2))
+        sizes.append(size.log2())
+    return torch.stack([*offsets, *sizes], dim=1)
 
 
 class MapUpsampler(nn.Module):
-    """Adds to a map the details that its cells, `cell` pixels high and wide, show and their tokens do not hold.
+    """Residual convolutions that add details of the image to a feature map with cells of `cell` pixels.
 
-    Residual convolutions of the map, the pixels of each cell and the cell's place in its token; nothing is added
-    before training. docs/dense_features.md says which ideas are whose.
+    They read the map, the pixels of each cell and the cell's position in its token (`place_in_token`). A new upsampler
+    adds nothing. docs/dense_features.md names the sources of these ideas.
     """
 
     def __init__(self, config, cell: tuple[float, float]):
@@ -79,10 +92,11 @@ class MapUpsampler(nn.Module):
         self.out_proj = nn.Conv2d(width, config.hidden_size, 1)
 
     def forward(self, features: torch.Tensor, pixel_values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """A map `(batch, hidden_size, height, width)`, the image and `place_in_token` to such a map."""
+        """Refine `features`, `(batch, hidden_size, height, width)`, by images `(batch, num_channels, height, width)`
+        and `places`, the result of `place_in_token`."""
         size = tuple(cells * points for cells, points in zip(features.shape[-2:], self.points, strict=True))
         pixel_values = resize(pixel_values, size)
-        # Layers differ in how large their features are.
+        # Normalized, because the scale of features differs between layers.
         channels_last = features.permute(0, 2, 3, 1)
         normed = F.layer_norm(channels_last, channels_last.shape[-1:]).permute(0, 3, 1, 2)
         hidden = self.read(normed) + self.look(pixel_values.to(features.dtype)) + self.place(places.to(features.dtype))
@@ -92,7 +106,7 @@ class MapUpsampler(nn.Module):
 
 
 class FeatureMaps(nn.Module):
-    """Maps of the layers that a configuration names, each with an upsampler where it has one."""
+    """Feature maps of the layers in `config.out_features`, with their scales and upsamplers."""
 
     def __init__(self, config):
         super().__init__()
@@ -107,14 +121,14 @@ class FeatureMaps(nn.Module):
                 self.upsamplers[name] = MapUpsampler(config, tuple(side / scale for side in self.stride))
 
     def size_of(self, pixel_values: torch.Tensor, scale: float = 1) -> tuple[int, int]:
-        """Height and width of a map of images. Raise a ValueError if the images are smaller than a cell of the
-        teacher's grid."""
+        """Return height and width of the feature map of images. Raise a ValueError if the images are smaller than a
+        cell of the teacher's grid."""
         height, width = pixel_values.shape[-2:]
         rows, columns = self.stride
         if height < rows or width < columns:
             raise ValueError(
-                f"Got an image of {height} x {width} pixels, expected at least {rows} x {columns}, a cell of the "
-                "feature map. Resize it first."
+                f"`pixel_values` has images of {height} x {width} pixels, expected at least {rows} x {columns}, a "
+                "cell of the feature map; resize them."
             )
         cells = (height // rows, width // columns)
         return cells if scale == 1 else tuple(max(int(count * scale), 1) for count in cells)
@@ -127,19 +141,29 @@ class FeatureMaps(nn.Module):
         norm: nn.Module,
         names: list[str],
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return the maps, `(batch, hidden_size, rows, columns)`, of the named layers, by the norm of their tokens,
-        `(batch, prefix + tokens, hidden_size)` before the first block of the encoder and after each, and the share of
-        each token in each cell of the last. Layers that the configuration does not name have no scale or upsampler."""
+        """
+        Args:
+            hidden_states (`tuple` of `torch.Tensor` of shape `(batch, prefix + tokens, hidden_size)`):
+                Input of the first encoder block and the output of each block.
+            rois (`torch.Tensor` of shape `(batch, tokens, 4)`): RoIs of the tokens.
+            pixel_values (`torch.Tensor` of shape `(batch, num_channels, height, width)`): The images.
+            norm (`nn.Module`): Norm that is applied to hidden states.
+            names (`list[str]`):
+                Layers. Those that the configuration does not name have a scale of 1 and no upsampler.
+
+        Returns:
+            Feature maps, `(batch, hidden_size, rows, columns)`, and the `assignment_weights` of the last map.
+        """
         maps = []
-        shares_by_scale = {}
+        weights_by_scale = {}
         for name in names:
             scale = self.scales.get(name, 1)
-            if scale not in shares_by_scale:
-                shares_by_scale[scale] = assignment_weights(rois, *self.size_of(pixel_values, scale))
-            shares = shares_by_scale[scale]
+            if scale not in weights_by_scale:
+                weights_by_scale[scale] = assignment_weights(rois, *self.size_of(pixel_values, scale))
+            weights = weights_by_scale[scale]
             states = hidden_states[self.stage_names.index(name)][:, self.num_prefix_tokens :]
-            features = scatter_to_grid(norm(states), shares)
+            features = scatter_to_grid(norm(states), weights)
             if name in self.upsamplers:
-                features = self.upsamplers[name](features, pixel_values, place_in_token(rois, shares))
+                features = self.upsamplers[name](features, pixel_values, place_in_token(rois, weights))
             maps.append(features)
-        return tuple(maps), shares
+        return tuple(maps), weights

@@ -1,9 +1,9 @@
-"""The focusing stage of the papers' SparseFormers: tokens look at the image where their RoIs say, and move these.
+"""Focusing stage of the papers' SparseFormers: tokens sample the image in their RoIs and adjust the RoIs.
 
 Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
 from Vision Foundation Models* (CVPR 2024). An early convolution makes a map of the image. A focusing layer, narrower
-than the encoder, is executed several times, and one at full width once. The papers order its operations differently:
-`SparseFormerV1FocusingLayer` is the first one's, `SparseFormerFocusingLayer` the later one's.
+than the encoder, is executed several times; a layer of the encoder's width follows. The papers order the operations of
+the layer differently: `SparseFormerV1FocusingLayer` is the first paper's, `SparseFormerFocusingLayer` the second's.
 """
 
 import math
@@ -19,12 +19,12 @@ from .layers import MLP, SelfAttention, drop_path, in_float32
 
 
 def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
-    """RoIs before any adjustment, `(num_tokens, 4)` as left, top, right, bottom.
+    """Return RoIs before any adjustment, `(num_tokens, 4)` as left, top, right, bottom.
 
-    The first root**2 tokens, root = floor(sqrt(num_tokens)), get boxes of side 0.5 on a grid, x in the outer loop; the
-    remaining ones see the whole image, and so do all tokens if there are fewer than 4 (the reference implementation
-    divides by zero there). With `counts`, smaller numbers of tokens, the tokens of the first count are laid out so,
-    and then those that each next count adds.
+    With root = floor(sqrt(num_tokens)), the first root**2 tokens have boxes of side 0.5 on a grid, x in the outer
+    loop. Further tokens have the whole image. With fewer than 4 tokens, all have the whole image; the reference
+    implementation divides by zero there. With `counts`, smaller numbers of tokens, the tokens of the first count and
+    the tokens that each next count adds have layouts of their own.
     """
     if counts:
         added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
@@ -39,10 +39,8 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
 
 
 def initial_sampling_offsets(num_points: int) -> torch.Tensor:
-    """Offsets from the center of a RoI before training, `(num_points, 2)` as x, y.
-
-    Cell centers of a square grid, x in the inner loop, or uniform in +-0.5 if `num_points` is no square.
-    """
+    """Return offsets from the center of a RoI before training, `(num_points, 2)` as x, y: cell centers of a square
+    grid, x in the inner loop, or uniform in +-0.5 if `num_points` is not a square."""
     root = math.isqrt(num_points)
     if root**2 != num_points:
         return torch.rand(num_points, 2) - 0.5
@@ -55,9 +53,13 @@ MAX_LOG_SCALE = 8.0
 
 
 def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-    """Move and scale RoIs, `(batch, tokens, 4)` as left, top, right, bottom, by normalized deltas of the same shape,
-    shift in units of width and height and log scale of both (equations 2 and 3 of the bootstrapping paper), in
-    float32."""
+    """Move and scale RoIs in float32 (equations 2 and 3 of the bootstrapping paper).
+
+    Args:
+        rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom.
+        deltas (`torch.Tensor` of shape `(batch, tokens, 4)`):
+            Shifts in units of width and height, and logarithms of scales of width and height.
+    """
     left_top, right_bottom = in_float32(rois).chunk(2, dim=-1)
     shift, log_scale = in_float32(deltas).chunk(2, dim=-1)
     size = (right_bottom - left_top).abs()
@@ -67,11 +69,14 @@ def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
 
 
 def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Place sampling points in RoIs, `(batch, tokens, 4)`, by offsets as x, y, `(batch, tokens, points, 2)`: the same
-    shape, 0 to 1 across the image, in float32.
+    """Return sampling points, `(batch, tokens, points, 2)` float32 as x and y, 0 to 1 across the image.
 
     Offsets are standardized over the points of a token and divided by 3, so that nearly all points lie within half the
     RoI's (signed) size of its center.
+
+    Args:
+        rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom.
+        offsets (`torch.Tensor` of shape `(batch, tokens, points, 2)`): Offsets in x and y.
     """
     left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
     offsets = in_float32(offsets)
@@ -86,21 +91,29 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
 
 
 def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: str) -> torch.Tensor:
-    """Interpolate a feature map, `(batch, channels, height, width)`, bilinearly, in float32, at points as x, y, 0 to 1
-    across the image, `(batch, tokens, points, 2)` or a batch of 1 for all images. Points outside the image read
-    `padding_mode`, "border" or "zeros". Return `(batch, tokens, points, channels)`, NaN at points that are NaN."""
-    # Beyond one image size outside nothing changes any more; the clamp keeps the pixel index of far points an integer.
+    """Interpolate a feature map bilinearly in float32.
+
+    Args:
+        features (`torch.Tensor` of shape `(batch, channels, height, width)`): The map.
+        points (`torch.Tensor` of shape `(batch, tokens, points, 2)`):
+            x and y, 0 to 1 across the image; a batch of 1 is sampled from all images.
+        padding_mode (`str`): `"border"` or `"zeros"`, for points outside the image.
+
+    Returns:
+        `(batch, tokens, points, channels)`, NaN at points that are NaN.
+    """
+    # Values do not change beyond one image size outside; the clamp keeps indices of pixels in the range of integers.
     points = points.to(torch.promote_types(in_float32(points).dtype, features.dtype)).clamp(-2, 3)
-    # It lets NaN pass, which on CPUs addresses memory outside the map, and the backward pass writes there.
+    # `clamp` keeps NaN, with which `grid_sample` on CPUs reads, and in the backward pass writes, outside of the map.
     grid = (points.nan_to_num() * 2 - 1).expand(features.shape[0], -1, -1, -1)
-    # Adds 0, or NaN where a coordinate is NaN, so that a model that diverged does not look sound.
-    sound = 0 * points.detach().sum(-1, keepdim=True)
+    # 0, or NaN where a coordinate is NaN, so that outputs of a model that diverged are NaN, too.
+    nan_mask = 0 * points.detach().sum(-1, keepdim=True)
     sampled = F.grid_sample(features.to(grid.dtype), grid, padding_mode=padding_mode, align_corners=False)
-    return sampled.permute(0, 2, 3, 1) + sound
+    return sampled.permute(0, 2, 3, 1) + nan_mask
 
 
 class ClipGradient(torch.autograd.Function):
-    """Identity whose gradient is clamped to +-`bound`."""
+    """Identity function whose gradient is clamped to +-`bound`."""
 
     @staticmethod
     def forward(ctx, points, bound):
@@ -113,12 +126,11 @@ class ClipGradient(torch.autograd.Function):
 
 
 def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
-    """Sinusoidal encoding of RoIs, `(batch, tokens, 4)` to `(batch, tokens, hidden_size)`, in float32.
+    """Return the sinusoidal encoding of RoIs `(batch, tokens, 4)`, `(batch, tokens, hidden_size)` float32.
 
-    Supplement A.2 of the bootstrapping paper prints d/8 frequencies from 1 to 128, each with a sine and a cosine,
-    interleaved: `kind="paper"`. The reference implementation, and so `kind="reference"`, spaces d/4 frequencies from 1
-    to 128, takes the sine of the even and the cosine of the odd ones, and puts all sines of a coordinate before its
-    cosines.
+    `kind="paper"` is supplement A.2 of the bootstrapping paper: d/8 frequencies from 1 to 128, each with a sine and a
+    cosine, interleaved. `kind="reference"` is the reference implementation: d/4 frequencies from 1 to 128, sines of
+    even and cosines of odd frequencies, and all sines of a coordinate before its cosines.
     """
     count = hidden_size // (8 if kind == "paper" else 4)
     frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()
@@ -137,18 +149,18 @@ class SparseFormerStem(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         pixel_values = pixel_values.to(self.convolution.weight.dtype)
-        # Pooling, normalizing and sampling are several times faster where a pixel's channels lie side by side.
+        # Pooling, normalizing and sampling are several times faster in this memory format.
         pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
-        # The paper's ReLU comes before pooling; after it, the same costs a quarter.
+        # The paper has ReLU before pooling. After pooling it gives the same result at a quarter of the cost.
         features = F.max_pool2d(self.convolution(pixel_values), kernel_size=3, stride=2, padding=1).relu()
-        # LayerNorm over channels without parameters; sampling reads it in float32.
+        # LayerNorm over channels without parameters, in float32 for sampling.
         features = in_float32(features.permute(0, 2, 3, 1))
         return F.layer_norm(features, features.shape[-1:], eps=1e-5).permute(0, 3, 1, 2)
 
 
 class SparseFormerLatents(nn.Module):
-    """The learned tokens and RoIs that every image starts from, and [CLS] and registers, which join them before the
-    encoder. In v1 each token has an embedding of its own, in bootstrapped models all share one."""
+    """Initial latent tokens and RoIs, and the [CLS] tokens and registers that join them before the encoder. In v1,
+    each latent token has its own embedding; in bootstrapped models all share one."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
@@ -163,12 +175,16 @@ class SparseFormerLatents(nn.Module):
             self.register_tokens = nn.Parameter(torch.empty(config.num_register_tokens, config.hidden_size))
 
     def forward(self, batch_size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the first tokens, `(1, num_tokens, width)`, and their RoIs, `(1, num_tokens, 4)` in float32,
-        alike for all images, and [CLS] and registers, `(batch, prefix tokens, hidden_size)`, None without any."""
+        """Return the initial latent tokens and RoIs, which all images share, and prefix tokens.
+
+        Returns:
+            The first `num_tokens` latent tokens, `(1, num_tokens, width)`, their RoIs, `(1, num_tokens, 4)` float32,
+            and [CLS] and registers, `(batch, prefix tokens, hidden_size)`, or `None`.
+        """
         tokens = self.token_embedding.expand(len(self.initial_rois), -1)
         rois = in_float32(self.initial_rois)
         prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
-        # Copies instead of views: sharding (FSDP) frees a module's parameters once the module has run.
+        # Copies instead of views, because FSDP frees a module's parameters after its forward pass.
         return (
             tokens[:num_tokens].repeat(1, 1, 1),
             rois[:num_tokens].repeat(1, 1, 1),
@@ -176,7 +192,7 @@ class SparseFormerLatents(nn.Module):
         )
 
     def _apply(self, fn, recurse: bool = True):
-        # RoIs stay float32 in models that are cast, as in those that are loaded in half precision.
+        # RoIs stay float32 when a model is cast, as they do when it is loaded in half precision.
         rois = self.initial_rois.detach()
         super()._apply(fn, recurse)
         if self.initial_rois.itemsize < torch.float32.itemsize:
@@ -185,9 +201,8 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def break_ties(self, first: int = 0, std: float = 0.05):
-        """Move apart the RoIs of tokens, from number `first` on, that start on the same RoI with the same embedding as
-        another one. They would get equal gradients and stay copies of each other for good: 12 of the paper's 48
-        tokens."""
+        """Move the RoIs of tokens from number `first` on that have the same RoI and embedding as another token. Their
+        gradients would be equal, so that they would remain copies of each other: 12 of the paper's 48 tokens."""
         embedding = self.token_embedding.expand(len(self.initial_rois), -1).to(self.initial_rois)
         starts = torch.cat([self.initial_rois, embedding], dim=1)
         tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
@@ -196,12 +211,11 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Keep the first tokens as they are, drop the last or add new ones that start like those of a new model, but
-        each on a RoI of its own."""
+        """Drop the last tokens, or add tokens with the RoIs of a new model, of which no two are equal."""
         kept = min(num_latent_tokens, len(self.initial_rois))
         if len(self.token_embedding) > 1:
             embedding = self.token_embedding
-            # New tokens start as copies of the mean token: the encoder has seen nothing else.
+            # New tokens start as the mean token, which resembles the tokens that the encoder was trained with.
             new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
             self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
         rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)
@@ -210,10 +224,10 @@ class SparseFormerLatents(nn.Module):
 
 
 class SparseFormerMixing(nn.Module):
-    """Adaptive mixing: a token generates the two matrices that decode what it sampled.
+    """Adaptive mixing: a token generates two matrices that multiply its sampled features.
 
-    A channels x channels matrix, a mixed_points x points matrix, then one linear layer to the token width. v1 adds a
-    bias and a GELU after each product, bootstrapped models have one GELU after both.
+    A channels x channels matrix and a mixed_points x points matrix are followed by a linear layer to the token width.
+    v1 has a bias and a GELU after each product, bootstrapped models have one GELU after both products.
     """
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
@@ -234,8 +248,15 @@ class SparseFormerMixing(nn.Module):
         self.out_proj = nn.Linear(config.num_mixed_points * config.stem_channels, hidden_size)
 
     def forward(self, tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """Mix what each token sampled, `(batch, tokens, points, channels)`, by matrices made from the token,
-        `(batch, tokens, hidden_size)` or a batch of 1 for all images, to `(batch, tokens, hidden_size)`."""
+        """
+        Args:
+            tokens (`torch.Tensor` of shape `(batch, tokens, hidden_size)`):
+                Tokens that generate the matrices; a batch of 1 is used for all images.
+            sampled (`torch.Tensor` of shape `(batch, tokens, points, channels)`): Sampled features.
+
+        Returns:
+            Mixed features, `(batch, tokens, hidden_size)`.
+        """
         parameters = self.generator(self.bottleneck(self.layernorm(tokens)))
         channel_matrix, point_matrix = (
             matrix.unflatten(-1, shape)
@@ -253,7 +274,7 @@ class SparseFormerMixing(nn.Module):
 
 
 class SparseFormerSampling(nn.Module):
-    """Each token samples features at points in its RoI and mixes them."""
+    """Sampling of features at points in each token's RoI, followed by adaptive mixing."""
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
@@ -268,10 +289,10 @@ class SparseFormerSampling(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual branch `(batch, tokens, hidden_size)` and the points `(batch, tokens, points, 2)`."""
+        """Return the residual branch, `(batch, tokens, hidden_size)`, and points, `(batch, tokens, points, 2)`."""
         offsets = in_float32(self.offset_proj(self.offset_layernorm(tokens))) + in_float32(self.offset_bias)
         points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
-        # Gradients are clipped for each image after this.
+        # Expanded before `ClipGradient`, so that gradients are clipped for each image.
         points = points.expand(features.shape[0], -1, -1, -1)
         if self.clip_gradients and self.training:
             points = ClipGradient.apply(points, 1 / features.shape[2])
@@ -279,7 +300,7 @@ class SparseFormerSampling(nn.Module):
 
 
 class SparseFormerPositionEncoding(nn.Module):
-    """Linear map of the sinusoidal encoding of RoIs; no gradient flows into the RoIs."""
+    """Linear projection of the sinusoidal encoding of RoIs. RoIs get no gradient."""
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
@@ -294,7 +315,7 @@ class SparseFormerPositionEncoding(nn.Module):
 
 
 class SparseFormerRoIDeltas(nn.Module):
-    """Tokens `(batch, tokens, hidden_size)` to RoI deltas `(batch, tokens, 4)`, by one or two linear layers."""
+    """One or two linear layers from tokens `(batch, tokens, hidden_size)` to RoI deltas `(batch, tokens, 4)`."""
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
@@ -308,8 +329,8 @@ class SparseFormerRoIDeltas(nn.Module):
 
 
 class SparseFormerFocusingLayer(GradientCheckpointingLayer):
-    """A layer of the bootstrapping paper, executed several times, each with a drop path rate of its own: it samples,
-    encodes positions, attends and adjusts RoIs."""
+    """Focusing layer of the bootstrapping paper: it samples, encodes positions, attends and adjusts RoIs. It is
+    executed several times; each execution has its own drop path rate."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float]):
         super().__init__()
@@ -332,13 +353,14 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Args:
-            hidden_states (`torch.Tensor`): `(batch, tokens, width)`, or a batch of 1 for all images.
-            rois (`torch.Tensor`): `(batch, tokens, 4)`, or a batch of 1 for all images.
-            features (`torch.Tensor`): `(batch, channels, height, width)`, a map of the image.
-            iteration (`int`, *optional*, defaults to 0): Number of the execution.
+            hidden_states (`torch.Tensor` of shape `(batch, tokens, width)`):
+                Latent tokens; a batch of 1 is used for all images.
+            rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Their RoIs; a batch of 1 is used for all images.
+            features (`torch.Tensor` of shape `(batch, channels, height, width)`): Output of the stem.
+            iteration (`int`, *optional*, defaults to 0): Index of the execution.
 
         Returns:
-            Tokens, adjusted RoIs, and the points that were sampled, `(batch, tokens, points, 2)`.
+            Tokens, adjusted RoIs, and sampling points, `(batch, tokens, points, 2)`.
         """
         rate = self.drop_path_rates[iteration]
         if self.stage_embedding is not None:
@@ -354,8 +376,8 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
 
 
 class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
-    """A layer of the first paper: it attends, adjusts RoIs, then samples. The one with the encoder's full width is its
-    first block."""
+    """Focusing layer of the first paper: it attends, adjusts RoIs, then samples. With `full_width`, it is the first
+    block of the encoder."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float], full_width: bool = False):
         super().__init__()
@@ -374,22 +396,23 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, iteration: int = 0, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As that of `SparseFormerFocusingLayer`."""
+        """Arguments and results are those of `SparseFormerFocusingLayer.forward`."""
         rate = self.drop_path_rates[iteration]
         branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
         hidden_states = hidden_states + drop_path(branch, rate, self.training)
-        # v1's code drops RoI deltas along with the residual branches.
+        # The reference implementation of v1 drops RoI deltas along with residual branches.
         rois = adjust_rois(rois, drop_path(self.roi_deltas(hidden_states), rate, self.training))
         branch, points = self.sampling(hidden_states, rois, features)
         hidden_states = hidden_states + drop_path(branch, rate, self.training)
         branch = self.mlp(self.layernorm_after(hidden_states))
         hidden_states = hidden_states + drop_path(branch, rate, self.training)
-        # Before the first sampling, all images have the same RoIs.
+        # All images have the same RoIs before the first sampling, in a batch of 1.
         return hidden_states, rois.expand(hidden_states.shape[0], -1, -1), points
 
 
 class FinalSamplingLayer(GradientCheckpointingLayer):
-    """The layer at full width of the bootstrapping paper, which samples once more and adjusts no RoIs."""
+    """Last layer of the focusing stage in the bootstrapping paper, at the encoder's width. It samples and encodes
+    positions, without adjusting RoIs."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rate: float):
         super().__init__()
@@ -400,7 +423,7 @@ class FinalSamplingLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and the points that were sampled; shapes as those of `SparseFormerFocusingLayer`."""
+        """Return tokens and sampling points; shapes are those of `SparseFormerFocusingLayer.forward`."""
         branch, points = self.sampling(hidden_states, rois, features)
         hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
         return hidden_states + self.position_encoding(rois), points

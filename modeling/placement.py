@@ -1,10 +1,10 @@
-"""Places of tokens: the cells of a grid, of which blocks of four become one where an image has little to show, and
-others become four where it has more.
+"""Cells of tokens: a grid of which, placed by content, blocks of four cells with little detail are merged and cells
+with much detail are split in four.
 
-Every block that is merged pays for one cell that is split, so that all images of a batch have as many tokens, no loop
-runs over images or cells, and an image that shows as much everywhere has the grid itself. Mixed resolutions of patches
-are older (Ronen et al., *Vision Transformers with Mixed-Resolution Tokenization*, 2023; *Adaptive Patch Transformer*,
-2026, splits by entropy and a threshold).
+One block is merged for every cell that is split. So all images of a batch have the same number of tokens, no loop runs
+over images or cells, and an image with even detail keeps the grid. Earlier work on patches of mixed resolutions:
+Ronen et al., *Vision Transformers with Mixed-Resolution Tokenization*, 2023; *Adaptive Patch Transformer*, 2026, which
+splits by entropy and a threshold.
 """
 
 import torch
@@ -16,23 +16,23 @@ from ..configuration.configuration_patch_sparseformer import PatchSparseFormerCo
 from .layers import in_float32
 
 
-# By how much each cell's worth is less than that of the cell before it which is worth as much: ties are decided alike
-# everywhere, and no cell is worth as much as the one that it is a part of.
+# Relative decrement that breaks ties by index, so that all devices choose alike and no cell has the score of the cell
+# that it is a part of.
 TIE = 2.0**-20
-# Any grid of even numbers of rows and columns, all of whose cells are in a block of four.
+# Stands for any grid with even numbers of rows and columns, in which every cell belongs to a block of four.
 EVEN = (2, 2)
 
 
 def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
-    """RoIs that are the cells of a grid, `(cells, 4)` as left, top, right, bottom, in row order."""
+    """Return the cells of a grid in row order as RoIs, `(cells, 4)`: left, top, right, bottom."""
     rows, columns = grid
     top, left = torch.meshgrid(torch.arange(rows) / rows, torch.arange(columns) / columns, indexing="ij")
     return torch.stack([left, top, left + 1 / columns, top + 1 / rows], dim=-1).flatten(0, 1)
 
 
 def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoIs, `(cells, 4)`, and areas, `(cells,)`, 1 for a cell of the first grid: of its blocks of four, then of the
-    cells of all grids."""
+    """Return RoIs, `(cells, 4)`, and areas, `(cells,)`, of the first grid's blocks of four, then of all grids' cells.
+    A cell of the first grid has area 1."""
     rois = [grid_rois(grid) for grid in grids]
     blocks = without_middle(rois[0].mT.unflatten(1, grids[0]), grids[0])
     first = blocks[:2, ::2, ::2]
@@ -43,38 +43,46 @@ def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cut_patches(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Cut images `(batch, channels, rows * height, columns * width)` into patches as a patch embedding takes them,
-    channels first, `(batch, rows, columns, channels * height * width)`."""
+    """Cut images `(batch, channels, rows * height, columns * width)` into flattened patches, channels first, `(batch,
+    rows, columns, channels * height * width)`."""
     height, width = patch_size
     patches = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
 
 def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells: torch.Tensor) -> torch.Tensor:
-    """Return the patches of cells, `(batch, tokens)`, numbered through all levels, see `cut_patches`: `(batch, tokens,
-    pixels)`."""
+    """Return the patches of chosen cells.
+
+    Args:
+        levels (`list[torch.Tensor]`): Images at the resolution of each level, `(batch, channels, height, width)`.
+        cells (`torch.LongTensor` of shape `(batch, tokens)`): Indices of cells, counted through all levels.
+
+    Returns:
+        Patches as of `cut_patches`, `(batch, tokens, channels * height * width)`.
+    """
     images = torch.arange(cells.shape[0], device=cells.device).unsqueeze(1)
-    found = None
-    place = 0
+    picked = None
+    first = 0
     for level in levels:
         patches = level.unfold(2, patch_size[0], patch_size[0]).unfold(3, patch_size[1], patch_size[1])
         rows, columns = patches.shape[2:4]
-        # Of cells of other levels any patch; few copies of these cost less than one of all cells.
-        number = (cells - place).clamp(0, rows * columns - 1)
-        here = patches[images, :, number // columns, number % columns].flatten(2)
-        found = here if found is None else torch.where((cells >= place).unsqueeze(-1), here, found)
-        place += rows * columns
-    return found
+        # Cells of other levels take an arbitrary patch here, which `where` discards. That costs less than cutting all
+        # patches of a level.
+        index = (cells - first).clamp(0, rows * columns - 1)
+        of_level = patches[images, :, index // columns, index % columns].flatten(2)
+        picked = of_level if picked is None else torch.where((cells >= first).unsqueeze(-1), of_level, picked)
+        first += rows * columns
+    return picked
 
 
 def middle(count: int) -> int:
-    """The row or column of an odd grid that is in no block of four, next to its middle or in it."""
+    """Return the row or column of an odd grid that belongs to no block of four: the middle one or its neighbor."""
     return 2 * ((count + 1) // 4)
 
 
 def without_middle(values: torch.Tensor, grid: tuple[int, int], patch_size: tuple[int, int] = (1, 1)) -> torch.Tensor:
-    """Leave out the middle row and column of odd grids: values of cells, each of `patch_size` values, `(…, rows,
-    columns)`."""
+    """Drop the middle row and column of odd grids from values `(…, rows, columns)`, where each cell has `patch_size`
+    values."""
     for axis, count, points in zip((-2, -1), grid, patch_size, strict=True):
         if count % 2:
             start = middle(count) * points
@@ -87,16 +95,16 @@ def without_middle(values: torch.Tensor, grid: tuple[int, int], patch_size: tupl
 def merge_in_four(
     values: torch.Tensor, grid: tuple[int, int] = EVEN, patch_size: tuple[int, int] = (1, 1)
 ) -> torch.Tensor:
-    """Average values of cells, see `without_middle`, for blocks of four with as many values each as a cell."""
+    """Average values of cells over blocks of four; shapes are those of `without_middle`."""
     values = without_middle(values, grid, patch_size)
-    # A third of the time of average pooling.
+    # Slices take a third of the time of average pooling.
     rows = values[..., ::2, :] + values[..., 1::2, :]
     return (rows[..., ::2] + rows[..., 1::2]) / 4
 
 
 def split_in_four(values: torch.Tensor, grid: tuple[int, int] = EVEN, fill: float = 0.0) -> torch.Tensor:
-    """Values of cells, `(batch, rows, columns)`, for each of the four that they are split into, in a grid whose cells
-    that are in no block have the value `fill`."""
+    """Repeat values of cells, `(batch, rows, columns)`, for the four cells that each is split into. Cells of `grid` in
+    no block of four get the value `fill`."""
     values = values.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
     for axis, count in enumerate(grid, start=1):
         if count % 2:
@@ -107,14 +115,20 @@ def split_in_four(values: torch.Tensor, grid: tuple[int, int] = EVEN, fill: floa
 
 
 def detail(level: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Mean square of the gray values in each cell, `(batch, rows, columns)` float32."""
+    """Return the mean square of gray values in each cell, `(batch, rows, columns)` float32."""
     return F.avg_pool2d(level.mean(1, keepdim=True).square(), patch_size).squeeze(1)
 
 
 def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: tuple[int, int]) -> list[torch.Tensor]:
-    """Detail that cells lose when they are shown with the points of a patch: the mean square of the finest level in a
-    cell minus that of its own level, `(batch, rows, columns)` of each level but the finest, which loses nothing.
-    `levels` as of `ContentPlacement`."""
+    """Return the detail that cells lose at the resolution of a patch: the mean square of the finest level in a cell
+    minus that of the cell's level.
+
+    Args:
+        levels (`list[torch.Tensor]`): As in `ContentPlacement.forward`.
+
+    Returns:
+        `(batch, rows, columns)` for each level except the finest.
+    """
     finest = detail(levels[-1], patch_size)
     losses: list[torch.Tensor] = []
     for level in reversed(levels[:-1]):
@@ -124,43 +138,53 @@ def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: t
 
 
 def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
-    """Choose as many cells as a grid has: numbers of cells, `(batch, rows * columns)` int64, those of blocks first,
-    row by row, then those of the grid and of finer ones. As many blocks or cells as there are blocks are split,
-    those with the largest `split_scores`, `(batch, rows, columns)` of blocks, the grid and each finer grid but the
-    finest. A cell counts no more than the one that it is a part of."""
-    sizes = [worth[0].numel() for worth in split_scores]
+    """Choose as many cells for each image as the grid has.
+
+    All blocks of four start as one cell. Then the blocks or cells with the largest scores are split, as many as there
+    are blocks. A cell's score is at most that of the cell that it is a part of.
+
+    Args:
+        split_scores (`list[torch.Tensor]`):
+            Scores of the blocks, the grid's cells and the cells of each finer grid except the finest, `(batch, rows,
+            columns)` each.
+
+    Returns:
+        Indices of cells in ascending order, `(batch, rows * columns)` int64, counted through blocks, grid and finer
+        grids, row by row.
+    """
+    sizes = [scores[0].numel() for scores in split_scores]
     grids = [grid] + [EVEN] * (len(split_scores) - 1)
     ordered: list[torch.Tensor] = []
-    above = None
-    place = 0
-    for worth, size, shape in zip(split_scores, sizes, [grid, *grids], strict=False):
-        # From a positive number on, so that a factor below 1 makes it smaller.
-        worth = in_float32(worth).clamp(min=1e-20)
-        if above is not None:
-            worth = torch.minimum(worth, split_in_four(above, shape, float("inf")))
-        numbers = torch.arange(place + 1, place + size + 1, device=worth.device).view(worth.shape[1:])
-        above = worth * (1 - TIE * numbers)
-        ordered.append(above.flatten(1))
-        place += size
+    coarser = None
+    first = 0
+    for scores, size, shape in zip(split_scores, sizes, [grid, *grids], strict=False):
+        # Scores are positive, so that the decrement makes them smaller.
+        scores = in_float32(scores).clamp(min=1e-20)
+        if coarser is not None:
+            scores = torch.minimum(scores, split_in_four(coarser, shape, float("inf")))
+        numbers = torch.arange(first + 1, first + size + 1, device=scores.device).view(scores.shape[1:])
+        coarser = scores * (1 - TIE * numbers)
+        ordered.append(coarser.flatten(1))
+        first += size
     order = torch.cat(ordered, dim=1).topk(sizes[0]).indices
-    splits = torch.zeros(order.shape[0], place, device=order.device).scatter(1, order, 1.0)
-    is_there = torch.ones_like(split_scores[0], dtype=torch.float32)
-    left: list[torch.Tensor] = []
-    for split, worth, shape in zip(splits.split(sizes, dim=1), split_scores, grids, strict=True):
-        split = split.view(worth.shape)
-        left.append((is_there - split).flatten(1))
-        is_there = split_in_four(split, shape, 1.0)
-    left = torch.cat([*left, is_there.flatten(1)], dim=1)
-    # In the order of their numbers.
-    ranks = torch.arange(left.shape[1], 0, -1, device=left.device)
-    return (left * ranks).topk(grid[0] * grid[1]).indices
+    splits = torch.zeros(order.shape[0], first, device=order.device).scatter(1, order, 1.0)
+    exists = torch.ones_like(split_scores[0], dtype=torch.float32)
+    remaining: list[torch.Tensor] = []
+    for split, scores, shape in zip(splits.split(sizes, dim=1), split_scores, grids, strict=True):
+        split = split.view(scores.shape)
+        remaining.append((exists - split).flatten(1))
+        exists = split_in_four(split, shape, 1.0)
+    remaining = torch.cat([*remaining, exists.flatten(1)], dim=1)
+    # Falling ranks make `topk` return indices in ascending order.
+    ranks = torch.arange(remaining.shape[1], 0, -1, device=remaining.device)
+    return (remaining * ranks).topk(grid[0] * grid[1]).indices
 
 
 class AttentionForecast(nn.Module):
-    """Predicts how much a teacher attends to each cell of a grid, from the pixels of the cells around it.
+    """Predict a teacher's attention to each cell of a grid from the pixels of the cells around it.
 
-    An embedding of patches to few channels, then convolutions that see seven cells far each way. Before training, it
-    predicts the same for all cells.
+    Patches are embedded to few channels; dilated convolutions then reach seven cells in each direction. Before
+    training, the prediction is equal for all cells.
     """
 
     WIDTH = 32
@@ -174,8 +198,8 @@ class AttentionForecast(nn.Module):
         self.head = nn.Conv2d(self.WIDTH, 1, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """`(batch, channels, height, width)`, where a cell has a patch's points, to logits `(batch, rows, columns)` in
-        float32."""
+        """Predict logits, `(batch, rows, columns)` float32, from images `(batch, channels, height, width)` in which a
+        cell has the pixels of a patch."""
         states = self.embedding(image.to(self.embedding.weight.dtype))
         for convolution in self.convolutions:
             states = states + convolution(F.gelu(states))
@@ -183,19 +207,26 @@ class AttentionForecast(nn.Module):
 
 
 class ContentPlacement(nn.Module):
-    """Chooses each image's cells: splitting one is worth the root of the detail that it loses, times a teacher's
-    attention to it."""
+    """Choose the cells of each image. The score for splitting a cell is the root of its lost detail times the
+    teacher's predicted attention to it."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
         self.patch_size = pair(config.patch_size)
-        # It learns from a teacher alone: other trainings would wait for its gradients.
+        # Only bootstrapping trains it. In other trainings, parameters without gradients would block distributed ones.
         self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose as many cells as `grid` has, given the images in the resolution of its blocks of four, of its cells
-        and of one finer grid or more, `(batch, channels, height, width)` float32 each. Return them as `choose_cells`
-        does, and the logits of the `AttentionForecast` for the first of the finer grids."""
+        """
+        Args:
+            levels (`list[torch.Tensor]`):
+                Images at the resolution of the grid's blocks of four, its cells, and at least one finer grid, `(batch,
+                channels, height, width)` float32 each.
+            grid (`tuple[int, int]`): Rows and columns.
+
+        Returns:
+            Indices of cells as of `choose_cells`, and logits of the `AttentionForecast` for the first finer grid.
+        """
         logits = self.forecast(levels[2])
         with torch.no_grad():
             finer = logits.flatten(1).softmax(1).view_as(logits)

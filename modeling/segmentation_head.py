@@ -1,5 +1,5 @@
-"""Dense prediction from a few tokens: section 4.1 of Gao et al., *Bootstrapping SparseFormers from Vision Foundation
-Models* (CVPR 2024), and the loss of semantic segmentation."""
+"""Heads and loss of semantic segmentation from a few tokens (section 4.1 of Gao et al., *Bootstrapping SparseFormers
+from Vision Foundation Models*, CVPR 2024)."""
 
 import torch
 import torch.nn.functional as F
@@ -8,36 +8,42 @@ from torch import nn
 from .layers import MLP, SelfAttention, in_float32
 
 
-# Width and number of transformer blocks of the head.
+# Width and number of transformer blocks of the paper's head.
 HIDDEN_SIZE = 256
 NUM_BLOCKS = 2
-# Label of pixels that do not count.
+# Label of pixels that the loss ignores.
 IGNORED = 255
 
 
 def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Log of a Gaussian over the map for each token, centered in its RoI, with half the RoI's width and height for
-    standard deviations: -1/2 in the middle of an edge, -4.5 one RoI further out.
+    """Return the logarithm of a Gaussian for each token, centered in its RoI.
 
-    The paper says "in the Gaussian-like form w.r.t. token RoIs"; the deviations are our choice. They are at least one
-    cell of the map, so that a token whose RoI has shrunk to a point still speaks for the cell it lies in. RoIs are
-    `(batch, tokens, 4)`, 0 to 1 across the image; the result is `(batch, tokens, height, width)` float32, at most 0.
+    The paper has "the Gaussian-like form w.r.t. token RoIs". Our standard deviations are half the RoI's width and
+    height: the result is -1/2 in the middle of an edge and -4.5 one RoI further out. They are at least one cell of the
+    map, so that a token whose RoI has shrunk to a point keeps its weight in the cell of the point.
+
+    Args:
+        rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.
+        height, width (`int`): Size of the map in cells.
+
+    Returns:
+        `(batch, tokens, height, width)` float32, at most 0.
     """
     left, top, right, bottom = in_float32(rois).unsqueeze(-1).unbind(-2)
 
     def along(low: torch.Tensor, high: torch.Tensor, cells: int) -> torch.Tensor:
-        """`(batch, tokens, cells)`."""
+        """Return the logarithm along one axis, `(batch, tokens, cells)`."""
         centers = (torch.arange(cells, device=rois.device) + 0.5) / cells
         deviation = (0.5 * (high - low).abs()).clamp(min=1 / cells)
         distance = (centers - 0.5 * (low + high)) / deviation
-        # RoIs far outside the image stay finite.
+        # The clamp keeps the result finite for RoIs far outside the image.
         return -0.5 * distance.clamp(-1e3, 1e3).square()
 
     return along(top, bottom, height).unsqueeze(-1) + along(left, right, width).unsqueeze(-2)
 
 
 class SegmentationLayer(nn.Module):
-    """A transformer encoder block at the width of the head."""
+    """Transformer block at the width of the head."""
 
     def __init__(self, config):
         super().__init__()
@@ -53,12 +59,12 @@ class SegmentationLayer(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """Class scores of each token, spread over the map by single-head attention (equations 6 and 7).
+    """Class scores of each token, distributed over the map by single-head attention (equations 6 and 7).
 
-    The paper gives the width (256), two encoder blocks, linear classifier and bias, and a 3 x 3 convolution of the
-    early convolution's map for the queries. It leaves open, and here is: blocks as those of the encoder, with 64
-    channels a head and an MLP four times as wide; a LayerNorm after them, which such blocks need; keys by a linear
-    layer; no constants in the keys and the predictive bias, which the softmax would cancel.
+    The paper specifies the width (256), two encoder blocks, a linear classifier and bias, and a 3 x 3 convolution of
+    the stem's map for the queries. Our choices, which the paper leaves open: blocks are pre-norm, with 64 channels for
+    each head and an MLP of four times the width, and a LayerNorm follows them; keys come from a linear layer; keys and
+    the predictive bias have no constants, which the softmax would cancel.
     """
 
     def __init__(self, config):
@@ -75,9 +81,16 @@ class SegmentationHead(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `(batch, tokens, hidden_size)`, without [CLS], their RoIs and the stem's map, `(batch, stem_channels,
-        height, width)`, to logits `(batch, num_labels, height, width)` and the share of each token in each cell,
-        `(batch, tokens, height, width)`, which sums to 1 over the tokens."""
+        """
+        Args:
+            tokens (`torch.Tensor` of shape `(batch, tokens, hidden_size)`): Latent tokens.
+            rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Their RoIs.
+            features (`torch.Tensor` of shape `(batch, stem_channels, height, width)`): The stem's map.
+
+        Returns:
+            Logits, `(batch, num_labels, height, width)`, and the attention weights of each token in each cell,
+            `(batch, tokens, height, width)`, which sum to 1 over the tokens.
+        """
         tokens = self.reduction(tokens)
         for block in self.blocks:
             tokens = block(tokens, **kwargs)
@@ -85,22 +98,23 @@ class SegmentationHead(nn.Module):
         queries = self.query(features.to(tokens.dtype))
         size = queries.shape[-2:]
         keys = self.key(tokens) * tokens.shape[-1] ** -0.5
-        # The largest tensors have one value for each token and cell, not one for each channel as well.
+        # Classifying before spreading keeps the largest tensors at one value for each token and cell.
         scores = in_float32(keys @ queries.flatten(2) + self.importance(tokens))
-        shares = (scores + geometric_bias(rois, *size).flatten(2)).softmax(1).to(tokens.dtype)
-        logits = self.classifier(tokens).mT @ shares
-        return logits.unflatten(-1, size), shares.unflatten(-1, size)
+        weights = (scores + geometric_bias(rois, *size).flatten(2)).softmax(1).to(tokens.dtype)
+        logits = self.classifier(tokens).mT @ weights
+        return logits.unflatten(-1, size), weights.unflatten(-1, size)
 
 
 class LinearDecoder(nn.Module):
-    """Class scores of each cell of feature maps, side by side, by a linear layer."""
+    """Linear classifier of the concatenated feature maps' cells."""
 
     def __init__(self, config):
         super().__init__()
         self.classifier = nn.Linear(len(config.out_features) * config.hidden_size, config.num_labels)
 
     def forward(self, maps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """`(batch, hidden_size, rows, columns)` each to `(batch, num_labels, rows, columns)`, of the last's size."""
+        """Return logits, `(batch, num_labels, rows, columns)`, of maps `(batch, hidden_size, rows, columns)`, which
+        are resized to the last map."""
         size = maps[-1].shape[-2:]
         maps = [
             features if features.shape[-2:] == size else F.interpolate(features, size, mode="bilinear")
@@ -110,16 +124,17 @@ class LinearDecoder(nn.Module):
 
 
 def semantic_segmentation_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy over the pixels that count, 0 if none does; with a single class, binary cross entropy.
+    """Return the mean cross entropy over pixels with a label, binary for a single class, and 0 without such pixels.
 
     Args:
-        logits (`torch.Tensor`): `(batch, num_labels, height, width)`, at any resolution; interpolated to the labels'.
-        labels (`torch.Tensor`): `(batch, height, width)` class numbers; 255 does not count.
+        logits (`torch.Tensor` of shape `(batch, num_labels, height, width)`):
+            Logits of any resolution, which are interpolated to that of the labels.
+        labels (`torch.Tensor` of shape `(batch, height, width)`): Class indices; 255 is ignored.
     """
     labels = labels.to(logits.device).long()
-    counts = labels != IGNORED
+    is_labeled = labels != IGNORED
     logits = F.interpolate(in_float32(logits), labels.shape[-2:], mode="bilinear", align_corners=False)
     if logits.shape[1] == 1:
         losses = F.binary_cross_entropy_with_logits(logits[:, 0], (labels == 1).to(logits.dtype), reduction="none")
-        return (losses * counts).sum() / counts.sum().clamp(min=1)
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / counts.sum().clamp(min=1)
+        return (losses * is_labeled).sum() / is_labeled.sum().clamp(min=1)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / is_labeled.sum().clamp(min=1)

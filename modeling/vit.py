@@ -1,4 +1,4 @@
-"""The parts of a plain vision transformer that ViTImpulseInit and ViTContextBroadcast share."""
+"""Plain vision transformer, which ViTImpulseInit and ViTContextBroadcast share."""
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +18,16 @@ from .layers import MLP, SelfAttention, drop_path, in_float32
 
 
 def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """Interpolate the positions of a grid, `(1, leading + rows * columns, hidden_size)`, for one of another size,
-    bicubically. Leading positions, of [CLS] and the like, stay."""
-    leading = positions.shape[1] - grid[0] * grid[1]
-    patches = positions[:, leading:].unflatten(1, grid).permute(0, 3, 1, 2)
+    """Interpolate position embeddings, `(1, prefix + rows * columns, hidden_size)`, bicubically from `grid` to `size`.
+    Positions of prefix tokens are kept."""
+    num_prefix_tokens = positions.shape[1] - grid[0] * grid[1]
+    patches = positions[:, num_prefix_tokens:].unflatten(1, grid).permute(0, 3, 1, 2)
     patches = F.interpolate(in_float32(patches), size, mode="bicubic", align_corners=False).flatten(2).mT
-    return torch.cat([positions[:, :leading], patches.to(positions.dtype)], dim=1)
+    return torch.cat([positions[:, :num_prefix_tokens], patches.to(positions.dtype)], dim=1)
 
 
 class ViTPatchEmbeddings(nn.Module):
-    """Pixels `(batch, num_channels, height, width)` to tokens `(batch, patches, hidden_size)`."""
+    """Patch embedding from pixels `(batch, num_channels, height, width)` to tokens `(batch, patches, hidden_size)`."""
 
     def __init__(self, config):
         super().__init__()
@@ -43,7 +43,7 @@ class ViTPatchEmbeddings(nn.Module):
 
 
 class ViTEmbeddings(nn.Module):
-    """Patches and positions, learned or sinusoidal, with [CLS] and a distillation token in front if wanted."""
+    """Patch embeddings with learned or sinusoidal positions, after an optional [CLS] and distillation token."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class ViTEmbeddings(nn.Module):
             self.position_embeddings = nn.Parameter(torch.empty(1, num_tokens, config.hidden_size))
 
     def sincos_positions(self) -> torch.Tensor:
-        """`(1, tokens, hidden_size)`; zero for the tokens in front."""
+        """Return sinusoidal positions, `(1, tokens, hidden_size)`, zero for prefix tokens."""
         encoding = sincos_position_encoding(*self.grid, self.hidden_size)
         return F.pad(encoding, (0, 0, self.num_prefix_tokens, 0))[None]
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
-        """Compute fixed positions, which are not saved; a model that was made on the meta device has none yet."""
+        """Load weights and compute fixed positions, which are not saved and, on the meta device, have no values."""
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         positions = self.position_embeddings
         if not isinstance(positions, nn.Parameter):
@@ -82,7 +82,7 @@ class ViTEmbeddings(nn.Module):
             self.position_embeddings = self.sincos_positions().to(device, positions.dtype)
 
     def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
-        """Positions for images of another size, interpolated bicubically."""
+        """Return positions for images of another size, interpolated bicubically."""
         rows, columns = self.patch_embeddings.patch_size
         return interpolate_positions(self.position_embeddings, self.grid, (height // rows, width // columns))
 
@@ -96,14 +96,14 @@ class ViTEmbeddings(nn.Module):
         if (height, width) != self.patch_embeddings.image_size:
             expected = " x ".join(map(str, self.patch_embeddings.image_size))
             raise ValueError(
-                f"Got images of {height} x {width} pixels, expected {expected}. Resize them, or pass "
+                f"`pixel_values` has images of {height} x {width} pixels, expected {expected}. Resize them, or pass "
                 "`interpolate_pos_encoding=True`."
             )
         return tokens + self.position_embeddings.to(tokens.dtype)
 
 
 class ViTLayer(GradientCheckpointingLayer):
-    """A transformer block: attention and MLP, each of normalized tokens."""
+    """Pre-norm transformer block."""
 
     def __init__(self, config, drop_path_rate: float):
         super().__init__()
@@ -121,7 +121,7 @@ class ViTLayer(GradientCheckpointingLayer):
 
 
 class ViTPreTrainedModel(HubModel):
-    """Base class of both families' base classes."""
+    """Base class of both families' `…PreTrainedModel`."""
 
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
@@ -150,7 +150,7 @@ class ViTPreTrainedModel(HubModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            # At 0.02, small patches would drown in positions.
+            # With a standard deviation of 0.02, embeddings of small patches would be much smaller than positions.
             uniform_init_(module)
         elif isinstance(module, ViTEmbeddings):
             self._init_positions(module)
@@ -165,7 +165,7 @@ class ViTPreTrainedModel(HubModel):
 
 
 class ViTModel(ViTPreTrainedModel):
-    """Base class of both families' bare models, from pixels to tokens."""
+    """Base class of both families' bare models."""
 
     def __init__(self, config, embeddings: ViTEmbeddings):
         super().__init__(config)
@@ -188,11 +188,11 @@ class ViTModel(ViTPreTrainedModel):
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             interpolate_pos_encoding (`bool`, *optional*, defaults to `False`):
-                Take images of another size than the configuration's.
+                Interpolate positions for images of another size than the configuration's.
 
         Returns:
             `BaseModelOutputWithPooling`: `last_hidden_state`, `(batch, prefix + patches, hidden_size)`, and
-            `pooler_output`, `(batch, hidden_size)`, its [CLS], or the mean of all tokens where there is none.
+            `pooler_output`, `(batch, hidden_size)`: [CLS], or the mean of all tokens in models without [CLS].
         """
         pixel_values = pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype)
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
@@ -204,7 +204,7 @@ class ViTModel(ViTPreTrainedModel):
 
 
 def uniform_init_(layer: nn.Module):
-    """Draw weights and biases uniformly in +-1 / sqrt(inputs of an output), PyTorch's default."""
+    """Initialize weights and biases uniformly in +-1 / sqrt(fan_in), PyTorch's default."""
     bound = layer.weight[0].numel() ** -0.5
     for parameter in layer.parameters():
         init.uniform_(parameter, -bound, bound)
