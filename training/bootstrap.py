@@ -4,7 +4,7 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
 the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
-rest frozen, and aligns its final embedding with the teacher's. The paper names no optimizer; AdamW is our choice.
+rest frozen, and aligns its final embedding with the teacher's. The paper does not name an optimizer; we use AdamW.
 Continued bootstrapping starts from `--student`, with more tokens or pixels.
 """
 
@@ -115,36 +115,46 @@ class BootstrapArguments(ImageTrainingArguments):
     )
     metric_for_best_model: str = argument("alignment", "Metric that chooses the best model.")
     num_train_epochs: float | None = argument(None, "Epochs. Default: 20, or 5 with student.")
-    per_device_train_batch_size: int | None = argument(None, "Images of a step on a device. Default: by preset.")
-    learning_rate: float | None = argument(None, "Highest learning rate; a quarter with student. Default: by preset.")
-    inherited_lr_factor: float | None = argument(None, "Factor of inherited weights' rate. Default: by preset.")
-    warmup_steps: float | None = argument(
-        None, "Steps of warm-up, or a share of all; 0 with student. Default: by preset."
+    per_device_train_batch_size: int | None = argument(None, "Training batch size on each device. Default: by preset.")
+    learning_rate: float | None = argument(None, "Peak learning rate. Default: by preset, a quarter with student.")
+    inherited_lr_factor: float | None = argument(
+        None, "Factor of the learning rate of inherited weights. Default: by preset."
     )
-    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, RoIs, token embeddings and [CLS].")
-    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
+    warmup_steps: float | None = argument(
+        None, "Steps of warm-up, or a share of all. Default: by preset, 0 with student."
+    )
+    weight_decay: float = argument(0.05, "Weight decay, except of biases, norms, RoIs, token embeddings and [CLS].")
+    lr_scheduler_type: str = argument("cosine", "Name of a schedule of Transformers.")
     tune: float | None = argument(
-        None, "First blocks to tune, a share or a count. Default: a third, or all (inherited)."
+        None, "Leading blocks to tune, a share or a count. Default: a third, or all with focusing inherited."
     )
     tune_all: bool = argument(False, "Tune every inherited block.")
-    inherit_blocks: bool = argument(True, "Inherit the teacher's blocks, or its classifier alone.")
-    loss: str = argument("cosine", "Distance of embeddings (eq. 5), or of classes.", choices=["cosine", "kl"])
-    temperature: float = argument(3.0, "Temperature of both distributions, for loss kl.")
-    label_loss_weight: float = argument(0.0, "Weight of the cross-entropy with the labels.")
-    token_loss_weight: float | None = argument(
-        None, "Weight of each token's distance, in its RoI. Default: by preset."
+    inherit_blocks: bool = argument(True, "Inherit the teacher's blocks; otherwise its classifier alone.")
+    loss: str = argument(
+        "cosine",
+        "Cosine distance of embeddings (equation 5), or divergence of class probabilities.",
+        choices=["cosine", "kl"],
     )
-    token_layers: list[int] | None = argument(None, "Layers of these tokens, -1 for the last. Default: all.")
-    token_distance: str = argument("normalized", "Distance, raw where a LLaVA reads.", choices=["normalized", "raw"])
-    dense_loss_weight: float = argument(0.0, "Weight of the feature map's distance from the teacher's.")
-    dense_layers: list[int] | None = argument(None, "Layers of these maps, from the last, -1, backwards. Default: -1.")
+    temperature: float = argument(3.0, "Temperature of both distributions with loss kl.")
+    label_loss_weight: float = argument(0.0, "Weight of the cross-entropy with labels.")
+    token_loss_weight: float | None = argument(
+        None, "Weight of the distance of tokens from the teacher's in their RoI. Default: by preset."
+    )
+    token_layers: list[int] | None = argument(None, "Layers of token_loss_weight, -1 for the last. Default: all.")
+    token_distance: str = argument(
+        "normalized", "Distance of tokens; raw for a LLaVA's tower.", choices=["normalized", "raw"]
+    )
+    dense_loss_weight: float = argument(0.0, "Weight of the distance of feature maps from the teacher's.")
+    dense_layers: list[int] | None = argument(
+        None, "Layers of dense_loss_weight as negative indices. Default: -1, the last."
+    )
     crop_scale: list[float] | None = argument(
-        None, "Lowest and highest share of the area of a crop. Default: by preset."
+        None, "Lowest and highest share of the image's area in a crop. Default: by preset."
     )
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
-    zoom_out: float = argument(1.0, "Largest factor of a canvas's sides, onto which half of the images are put.")
-    attn_implementation: str | None = argument(None, "The student's attention. Default: eager on CPUs.")
+    zoom_out: float = argument(1.0, "Place half of the images on a canvas with sides up to this many times theirs.")
+    attn_implementation: str | None = argument(None, "The student's attention implementation. Default: eager on CPUs.")
 
     expected = {
         "tune": (
@@ -199,16 +209,20 @@ def resolve_arguments(args: BootstrapArguments, config, pixels: int) -> Bootstra
 
 class BootstrapTrainer(ImageTrainer):
     """Transformers' `Trainer` that bootstraps a SparseFormer from a vision transformer, without labels (Gao et al.
-    2024, section 3.2). Labels measure accuracy and no more, unless `args.label_loss_weight` is given.
+    2024, section 3.2). Labels are only used to measure accuracy, unless `args.label_loss_weight` is set.
 
     Args:
-        teacher (`PreTrainedModel`): A vision transformer; `processing_class` is its image processor.
-        model (`PreTrainedModel`): The student, of `from_teacher`, or one to go on from.
-        args (`BootstrapArguments`): Its arguments.
-        train_dataset, eval_dataset: Images, with or without labels: a `datasets.Dataset`, a dataset of PyTorch (of
-            images, or pairs of image and label, or dictionaries with `image`), a list of PIL images or of paths, or a
-            folder's name.
-        base_model (`str`, *optional*): The teacher's name, for the card; by default where it was loaded from.
+        teacher (`PreTrainedModel`): A vision transformer.
+        model (`PreTrainedModel`): The student: a new one by `from_teacher`, or one to continue, which was loaded by
+            `from_pretrained`. Arguments that are not given have other defaults for a student to continue, see
+            `resolve_arguments`.
+        args (`BootstrapArguments`): The training arguments.
+        train_dataset: Images, with or without labels: a `datasets.Dataset`, a PyTorch dataset (of images, of pairs of
+            image and label, or of dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
+        eval_dataset (*optional*): Images to choose the best model on, in the same forms.
+        processing_class: The teacher's image processor.
+        base_model (`str`, *optional*): The teacher's name for the card. Default: where it was loaded from.
+        kwargs: See `ImageTrainer`.
     """
 
     base_model_relation = "distill"
@@ -239,14 +253,14 @@ class BootstrapTrainer(ImageTrainer):
         if config.has_patch_embedding and normalizations[0] != normalizations[1]:
             raise ValueError(
                 "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
-                "{} instead of {}. Give image_processor to from_teacher.".format(*normalizations)
+                "{} instead of {}. Pass image_processor to from_teacher.".format(*normalizations)
             )
         args = resolve_arguments(args, config, max(teacher_format.size))
         self.anatomy = teacher
-        self.classify = getattr(model, "classifier", None)
-        self.labels = self.classify and config.id2label
-        if self.classify is None and (args.loss == "kl" or args.label_loss_weight):
-            raise ValueError(f"loss kl and label_loss_weight compare classes, and {base_model} is no classifier.")
+        self.classifier = getattr(model, "classifier", None)
+        self.labels = self.classifier and config.id2label
+        if self.classifier is None and (args.loss == "kl" or args.label_loss_weight):
+            raise ValueError(f"loss kl and label_loss_weight need a classifier, and {base_model} is none.")
         if args.loss == "kl" or args.label_loss_weight:
             check_single_label(config, "loss kl or label_loss_weight")
         teacher.source.eval().requires_grad_(False)
@@ -257,7 +271,7 @@ class BootstrapTrainer(ImageTrainer):
                 raise ValueError("label_loss_weight compares classes, and the images have no labels; expected some.")
             check_classes(class_names(images[0]))
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
-        # A classifier or projection stays frozen, so the base model alone learns; of a backbone, upsamplers, too.
+        # The base model alone learns, as classifier and projection are frozen, except for a backbone's upsamplers.
         reads_maps = isinstance(model, BackboneMixin) and args.dense_loss_weight
         learner = model if reads_maps else model.base_model
         names = [name for name, parameter in learner.named_parameters() if parameter in tuned]
@@ -277,7 +291,7 @@ class BootstrapTrainer(ImageTrainer):
         self.student = model
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
-        # Parts of fused layers are views, which stay where they were: it is read again.
+        # Parts of fused layers are views, which do not move to the device with them, so the teacher is read again.
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
@@ -285,12 +299,12 @@ class BootstrapTrainer(ImageTrainer):
         model.to(args.device)
 
     def evaluation_views(self, images) -> Views:
-        """As in `ImageTrainer`; labels are the student's classes, or are left out."""
+        """As in `ImageTrainer`. Labels are mapped to the student's classes, or left out if they do not fit."""
         images, _, _, classes = match_classes((as_images(images), None, None), self.labels, False)
         return Views(images, self.eval_view, None, self.skip_corrupt, classes)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The mean loss over the counts of tokens that this step trains."""
+        """Return the mean loss over the counts of tokens that this step trains."""
         align = self.align
         reads_states = align.align_tokens or align.align_maps or align.predicts_attention
         recorder = record_hidden_states(self.anatomy) if reads_states else nullcontext()
@@ -304,7 +318,7 @@ class BootstrapTrainer(ImageTrainer):
             if align.align_maps:
                 targets["maps"] = [each.float() for each in align.align_maps.teacher_maps(states)]
         losses = []
-        # The same in all processes, and when a run goes on.
+        # The counts are the same in all processes and in a resumed run.
         for count in token_counts_to_train(self.student.config, f"{self.args.seed}-{self.state.global_step}"):
             outputs = model(inputs["pixel_values"], num_tokens=count, **align.options)
             losses.append(align(outputs, labels=inputs.get("labels"), **targets))
@@ -312,7 +326,8 @@ class BootstrapTrainer(ImageTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """As in Transformers; inherited weights rest during the warm-up if the focusing stage is new."""
+        """As in Transformers, but with a new focusing stage, the learning rate of inherited weights is 0 during the
+        warm-up."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.get_warmup_steps(num_training_steps)
         if not self.student.config.has_patch_embedding and hasattr(scheduler, "lr_lambdas"):
@@ -325,8 +340,8 @@ class BootstrapTrainer(ImageTrainer):
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return the cosine of each image's embedding with the teacher's for each count of tokens and, with labels,
-        whether student and teacher classify it rightly."""
+        """Return, for each image, the cosine of student's and teacher's embedding for each count of tokens and, with
+        labels, whether student and teacher classify it correctly."""
         embeddings = []
         labels = inputs.get("labels")
         with self.accelerator.autocast():
@@ -335,15 +350,19 @@ class BootstrapTrainer(ImageTrainer):
                 outputs = model(inputs["pixel_values"], num_tokens=count, **self.align.embedding_options)
                 embeddings.append(self.align.project(outputs.pooler_output).float())
         found = [F.cosine_similarity(embedding, target) for embedding in embeddings]
-        if labels is not None and self.classify is not None:
-            logits = [*map(self.classify, embeddings), self.anatomy.classifier(target)]
+        if labels is not None and self.classifier is not None:
+            logits = [*map(self.classifier, embeddings), self.anatomy.classifier(target)]
             found += [(scores.argmax(1) == labels).float() for scores in logits]
         found = torch.stack(found, dim=1)
         return None, found, found.new_zeros(len(found))
 
     def measure(self, prediction) -> dict[str, float]:
-        """Return `alignment`, the mean cosine of both embeddings over all counts of tokens, and, of classifiers,
-        `accuracy`, that of the largest count, and `teacher_accuracy`; `…_COUNT` are those of each."""
+        """Return the metrics of an evaluation.
+
+        `alignment` is the mean cosine of both embeddings over images and counts of tokens. Classifiers have
+        `accuracy`, at the largest count, and `teacher_accuracy`. Each count has `alignment_COUNT` and
+        `accuracy_COUNT`.
+        """
         counts = self.student.config.trained_token_counts
         means = prediction.predictions.mean(0).tolist()
         alignments = means[: len(counts)]
@@ -363,7 +382,7 @@ class BootstrapTrainer(ImageTrainer):
         return self.student.state_dict() | {f"{prefix}{key}": value for key, value in learned.items()}
 
     def summary(self, metrics: dict[str, float]) -> str:
-        """The result in a sentence, and a table of it if there are several counts of tokens."""
+        """Return the result in a sentence, and in a table if there are several counts of tokens."""
         counts = self.student.config.trained_token_counts
         with_class = " and [CLS]" if self.student.config.num_class_tokens else ""
         tokens = f"{', '.join(map(str, counts))} latent tokens{with_class}"
@@ -389,17 +408,18 @@ def bootstrap(
     processing_class=None,
     **options,
 ) -> PreTrainedModel:
-    """Bootstrap a SparseFormer, without labels, that embeds images as a vision transformer does. A call that was
-    interrupted goes on when it is made again.
+    """Bootstrap a SparseFormer, without labels, that embeds images as a vision transformer does. Repeating a call that
+    was interrupted resumes it.
 
     Args:
         teacher (`str` or `PreTrainedModel`): A vision transformer, CLIP or SigLIP: its folder or hub id, or the model.
-        images, eval_images (*optional*): See `BootstrapTrainer`; by default the best epoch is chosen on images that a
-            folder or data set has for that, or else on a tenth.
-        num_tokens (`int` or `list[int]`, *optional*): Latent tokens, or the counts that one student is to serve; a
-            quarter of the teacher's by default.
-        output (`str`, *optional*, defaults to `"student"`): Folder of the student, its card and its checkpoints.
-        processing_class (*optional*): The teacher's image processor; needed where `teacher` is a model.
+        images: The images to train on, see `BootstrapTrainer`.
+        num_tokens (`int` or `list[int]`, *optional*): Number of latent tokens, or several numbers between which a
+            student can switch. Default: a quarter of the teacher's patches.
+        output (`str`, *optional*, defaults to `"student"`): Folder for the student, its card and its checkpoints.
+        eval_images (*optional*): Images to choose the best epoch on. Default: the data set's validation split, or else
+            a tenth of the images.
+        processing_class (*optional*): The teacher's image processor, which is required if `teacher` is a model.
         options: Arguments of `frugalvit bootstrap`, for example `num_train_epochs=5`, `placement="content"`.
 
     Returns:
@@ -425,14 +445,14 @@ def bootstrap(
             parts = split_off(parts[0])
     student, data, args = HfArgumentParser([StudentArguments, DataArguments, BootstrapArguments]).parse_dict(options)
     trainer = make_trainer(student, data, args, loaded, parts)
-    # FSDP changes it.
+    # FSDP changes the class of the trained model.
     student_class = type(trainer.student)
     trainer.run()
     return student_class.from_pretrained(output, dtype=torch.float32)
 
 
 def name_of(model: torch.nn.Module) -> str:
-    """Return where a model was loaded from, or else its class."""
+    """Return the folder or hub id that a model was loaded from, or else a description of its class."""
     return getattr(getattr(model, "config", None), "_name_or_path", "") or f"a {type(model).__name__}"
 
 
@@ -447,11 +467,16 @@ def make_trainer(
     teacher: tuple | None = None,
     parts: tuple | None = None,
 ) -> BootstrapTrainer:
-    """Return the trainer for the arguments of the command. `teacher`, with its image processor, and `parts`, images to
-    train and to evaluate on, take the place of those that are named."""
+    """Return the trainer for the arguments of the command.
+
+    Args:
+        options (`StudentArguments`), data (`DataArguments`), args (`BootstrapArguments`): The command's arguments.
+        teacher (`tuple`, *optional*): A loaded teacher and its image processor, instead of `options.teacher`.
+        parts (`tuple`, *optional*): Images to train and to evaluate on, instead of those that `data` names.
+    """
     start(args, options.teacher, options.student)
     if options.upsampler_hidden_size and not args.dense_loss_weight:
-        raise ValueError("upsampler_hidden_size needs dense_loss_weight, for example 1.")
+        raise ValueError("upsampler_hidden_size needs dense_loss_weight above 0, for example 1.")
     train, evaluation, test = (
         (*parts, None) if parts else load_splits(data, args.label_loss_weight > 0, args.skip_corrupt)
     )

@@ -27,7 +27,7 @@ from .files import find_model
 from .loading import load_config, load_model
 
 
-# Classes of students by `focusing`, and by what they inherit.
+# Classes of students by `focusing` and by kind of output.
 STUDENTS = {
     "paper": {
         "map": SparseFormerBackbone,
@@ -46,21 +46,29 @@ STUDENTS = {
 
 @dataclass
 class StudentArguments:
-    """Teacher and student."""
+    """The teacher and the student."""
 
     teacher: str = argument(help="Folder, hub id or open_clip:MODEL:PRETRAINED of a ViT, CLIP, SigLIP or LLaVA.")
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     focusing: str = argument(
-        "inherited", "The teacher's patches at the cells of a grid, or the paper's new stage.", choices=FOCUSINGS
+        "inherited", "Embed cells by the teacher's patches, or learn the paper's focusing stage.", choices=FOCUSINGS
     )
-    placement: str = argument("grid", "Cells of focusing inherited: equal, or small at detail.", choices=PLACEMENTS)
-    num_tokens: list[int] | None = argument(None, "Latent tokens, one or several counts. Default: a quarter.")
-    image_size: int | None = argument(None, "Pixels of the student's images. Default: the teacher's or student's.")
-    config_overrides: str = argument("", "The student's configuration, for example stem_channels=32.")
-    upsampler_hidden_size: int | None = argument(None, "Width of a backbone's upsampler; needs dense_loss_weight.")
-    truncate: float | None = argument(None, "Leading blocks left out, a share or a count. Default: by preset.")
-    break_ties: bool = argument(True, "Move equal initial RoIs apart, which the paper and its code leave.")
-    trust_remote_code: bool = argument(False, "Run code that comes with the teacher.")
+    placement: str = argument(
+        "grid", "Cells with focusing inherited: equal, or smaller at details.", choices=PLACEMENTS
+    )
+    num_tokens: list[int] | None = argument(
+        None, "Numbers of latent tokens, one or several. Default: a quarter of the patches."
+    )
+    image_size: int | None = argument(
+        None, "Size of the student's images in pixels. Default: that of the teacher or student."
+    )
+    config_overrides: str = argument("", "Fields of the student's configuration, for example stem_channels=32.")
+    upsampler_hidden_size: int | None = argument(
+        None, "Train a backbone with an upsampler of this width; needs dense_loss_weight."
+    )
+    truncate: float | None = argument(None, "Leading blocks to leave out, a share or a count. Default: by preset.")
+    break_ties: bool = argument(True, "Move equal initial RoIs apart, unlike the paper and its code.")
+    trust_remote_code: bool = argument(False, "Run the code in the teacher's repository.")
 
     def __post_init__(self):
         check_fields(self)
@@ -107,30 +115,31 @@ def build_student(
 
 
 def kind_of(teacher: Anatomy) -> str:
-    """Return the kind of student, a key of `STUDENTS`, that has a teacher's head."""
+    """Return the kind of student, a key of `STUDENTS`, for a teacher's head."""
     if teacher.classifier is not None:
         return "classifier"
     return "tokens" if teacher.projection is None else "projection"
 
 
 def check_embedding(student: PreTrainedModel, teacher: Anatomy):
-    """Raise a ValueError unless a student's embedding has its teacher's channels and projection."""
+    """Raise a ValueError unless the embeddings of student and teacher have the same width and both or neither are
+    projected."""
     projects = hasattr(student, "visual_projection")
     width = student.config.projection_dim if projects else student.config.pooled_size
     if width != teacher.embedding_size or projects != (teacher.projection is not None):
         student_class = STUDENTS["inherited" if student.config.has_patch_embedding else "paper"][kind_of(teacher)]
         raise ValueError(
             f"The student, a {type(student).__name__}, has embeddings {width} wide, its teacher, a {teacher.name}, "
-            f"{teacher.embedding_size}; expected a student of this teacher: {student_class.__name__}.from_teacher."
+            f"{teacher.embedding_size} wide; expected a student by {student_class.__name__}.from_teacher."
         )
 
 
 def continued_student(options: StudentArguments) -> PreTrainedModel:
-    """Load `options.student`, and set its tokens and their places."""
+    """Load `options.student` to continue its training, and set its number of tokens and their placement."""
     name, revision = find_model(options.student)
     config = load_config(options.student, "a SparseFormer")
     if not is_sparseformer(config):
-        raise ValueError(f"student {options.student} is no SparseFormer but a {config.model_type}.")
+        raise ValueError(f"student is {options.student}, a {config.model_type}, expected a SparseFormer.")
     upsampler = {"upsampler_hidden_size": options.upsampler_hidden_size} if options.upsampler_hidden_size else {}
     if upsampler or any(name.endswith("Backbone") for name in config.architectures or ()):
         backbone_class = MODEL_FOR_BACKBONE_MAPPING[type(config)]
@@ -140,7 +149,7 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
     config = student.config
     if options.placement == "content":
         if not config.has_patch_embedding:
-            raise ValueError("placement content is for tokens that embed patches: focusing inherited.")
+            raise ValueError("placement is content, expected grid for a student with focusing paper.")
         student.set_placement("content")
     if counts := options.num_tokens:
         if max(counts) != config.num_latent_tokens:
@@ -153,18 +162,18 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
 
 
 def parse_overrides(model_type: str, text: str) -> dict:
-    """Read `config_overrides`, fields of a configuration, as a dict."""
+    """Read `config_overrides` as a dict of configuration fields."""
     defaults = AutoConfig.for_model(model_type)
     overrides = read_values("config_overrides", text)
     for name in overrides:
         if not hasattr(defaults, name):
-            raise ValueError(f"config_overrides: {model_type} configurations have no {name!r}.")
+            raise ValueError(f"config_overrides has {name!r}, which {model_type} configurations do not have.")
     return overrides
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """Choose the counts of tokens of a step: the largest, two others and the smallest (the sandwich rule of Yu and
-    Huang, *Universally Slimmable Networks and Improved Training Techniques*)."""
+    """Return the numbers of tokens to train in a step: the largest, two random ones and the smallest (the sandwich
+    rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*)."""
     if len(config.trained_token_counts) == 1:
         return list(config.trained_token_counts)
     smallest, *between, largest = config.trained_token_counts
@@ -172,9 +181,17 @@ def token_counts_to_train(config, seed: str) -> list[int]:
 
 
 def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]:
-    """Freeze a student, in place, but for its focusing stage and the blocks that `args` tunes, of the teacher's
-    `num_blocks`. Without inherited blocks, only classifier, projection and pooling head are frozen. Return the
-    inherited parameters that are tuned."""
+    """Freeze a student in place, except for its focusing stage and the leading blocks that `args` tunes. Without
+    inherited blocks, only classifier, projection and pooling head are frozen.
+
+    Args:
+        student (`PreTrainedModel`): The student.
+        args (`BootstrapArguments`): The training arguments.
+        num_blocks (`int`): Number of the teacher's blocks.
+
+    Returns:
+        `set[nn.Parameter]`: The inherited parameters that are tuned.
+    """
     base = student.base_model
     for owner in (student, base):
         for name in ("classifier", "visual_projection", "pooling_head"):
@@ -189,10 +206,10 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
     if args.tune_all or (inherits_patches and args.tune is None):
         count = len(layers)
     if count > len(layers):
-        raise ValueError(f"tune asks for {count} blocks, the student has {len(layers)}; tune_all tunes them all.")
+        raise ValueError(f"tune is {args.tune}, {count} blocks, expected at most the student's {len(layers)}.")
     layers[count:].requires_grad_(False)
     if inherits_patches:
-        # All but what chooses cells begins as the teacher's.
+        # All weights are inherited, except for those that choose cells.
         placement = (base.embeddings.placement or nn.Module()).requires_grad_(True)
         return {*base.parameters()} - {*placement.parameters()}
     base.layernorm.requires_grad_(False)

@@ -110,7 +110,8 @@ def test_a_layer_as_it_is():
     outputs, held = student.base_model(images, **alignment.arguments), compute_hidden_states(anatomy, images)
     shares, states = alignment.patch_weights(outputs.rois[-1]), outputs.hidden_states[-2]
     patches = held[-2][:, -shares.shape[-1] :]
-    expected = (states[:, alignment.num_prefix_tokens :] - shares @ patches).square().mean() / patches.var((0, 1)).mean()
+    tokens = states[:, alignment.num_prefix_tokens :]
+    expected = (tokens - shares @ patches).square().mean() / patches.var((0, 1)).mean()
     torch.testing.assert_close(alignment(outputs, held), expected)
     for scale, shift, far in ((1, 0, False), (3, 0, True), (1, 1, True)):
         tokens = scale * shares @ patches + shift

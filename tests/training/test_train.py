@@ -158,7 +158,10 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"config_overrides": "hidden_sizes=3"}, "config_overrides: vit configurations have no 'hidden_sizes'"),
+        (
+            {"config_overrides": "hidden_sizes=3"},
+            "config_overrides has 'hidden_sizes', which vit configurations do not have",
+        ),
         ({"context_broadcast": "cb_gate"} | SWIN, "needs a class token"),
     ],
 )
