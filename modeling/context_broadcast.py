@@ -1,12 +1,13 @@
 """Context Broadcasting: uniform attention for any vision transformer.
 
 Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (ICCV 2023, arXiv 2210.08457): add the
-mean of all tokens to each token, at the end of every MLP. Hooks run the module, so that weights keep their names.
+mean of all tokens to each token, at the end of every MLP. Hooks call the module, so that a host's weights keep their
+names.
 
-For `cb`, the end of the MLP and the place before its second linear layer are the same function, as a linear layer
-passes an affine combination on, bias included. For `cb_s` they are not. At the front, says the supplement (2.6, "case
-1"), the weights that follow in the MLP get no gradient. They do, but only through the MLP of the token itself; at the
-end, the loss of token i reaches them through the MLP of every token j.
+For `cb`, the positions at the end of the MLP and before its second linear layer compute the same function, because a
+linear layer with a bias commutes with an average of tokens. For `cb_s`, they differ. The supplement states that the
+weights of the MLP get no gradient with the position at the front (2.6, "case 1"). They do get one, but only through
+the MLP of the token itself; at the end, the loss of token i reaches them through the MLP of every token j.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from ..configuration.configuration_vit_context_broadcast import ContextBroadcast
 
 
 class ContextBroadcast(nn.Module):
-    """Adds what all tokens have in common to each token.
+    """Broadcasts the mean of all tokens, or the class token, to each token.
 
-    With the mean over all tokens, [CLS] and registers included, and the class token x_0:
+    The kinds, where mean is the mean over all tokens, [CLS] and registers included, and x_0 is the class token:
 
     - `"cb"`: (x_i + mean) / 2, without parameters (CB of the main paper);
     - `"cb_s"`: x_i + s * mean with a learned vector s (CB_S of the main paper);
@@ -31,11 +32,11 @@ class ContextBroadcast(nn.Module):
 
     Args:
         kind (`str`, *optional*, defaults to `"cb"`): `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`.
-        hidden_size (`int`, *optional*): Channels, for `"cb_s"`.
+        hidden_size (`int`, *optional*): Number of channels; needed for `"cb_s"`.
         scale_init (`float`, *optional*, defaults to 0.0):
-            Start of s. The paper prints none; 0 leaves a trained model unchanged at first.
+            Initial value of s. The paper gives none; with 0, insertion does not change a trained model's outputs.
         blend (`bool`, *optional*, defaults to `False`):
-            Learn a number b, from 0, and return (1 - b) x_i + b CB(x_i), which starts as x_i (ours).
+            Learn a number b, initially 0, and return (1 - b) x_i + b CB(x_i). This is not part of the paper.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class ContextBroadcast(nn.Module):
             raise ValueError(f"`kind` is {kind!r}, expected one of {get_args(ContextBroadcastKind)}.")
         if kind == "cb_s" and blend and scale_init == 0:
             raise ValueError(
-                "`kind='cb_s'` with `blend=True` and `scale_init=0` never learns; set another `scale_init`."
+                f"`scale_init` is {scale_init}, expected another number for `kind='cb_s'` with `blend=True`: if both "
+                "are 0, neither gets a gradient."
             )
         self.kind = kind
         self.scale_init = scale_init
@@ -64,7 +66,8 @@ class ContextBroadcast(nn.Module):
             init.zeros_(self.blend)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Tokens `(batch, tokens, channels)`, or maps `(batch, height, width, channels)`, to the same shape."""
+        """Broadcast within tokens `(batch, tokens, channels)`, or maps `(batch, height, width, channels)`, and return
+        the same shape."""
         if self.kind == "cb_gate":
             broadcast = torch.addcmul(hidden_states, hidden_states, hidden_states[:, :1])
         else:
@@ -81,7 +84,7 @@ class ContextBroadcast(nn.Module):
 
 
 def has_context_broadcast(model: nn.Module) -> bool:
-    """Whether a module has Context Broadcasting in it."""
+    """Whether a model contains Context Broadcasting."""
     return any(isinstance(module, ContextBroadcast) for module in model.modules())
 
 
@@ -95,12 +98,15 @@ def broadcast_block(
     scale_init: float,
     blend: bool,
 ):
-    """Put a `ContextBroadcast` at each position of a block.
+    """Insert a `ContextBroadcast` at each of the given positions of a block.
 
     Args:
-        mlp, second_linear (`nn.Module`): The MLP, and the layer that takes it back to the width of the tokens.
-        attention (`nn.Module`), attention_side (`str`):
-            The module whose output (`"out"`) or input (`"in"`) is what attention adds to the tokens.
+        mlp (`nn.Module`): The MLP.
+        second_linear (`nn.Linear`): The last layer of the MLP.
+        attention (`nn.Module`): The module before which or after which the output of the attention is broadcast.
+        attention_side (`str`): `"out"` for the output of `attention`, `"in"` for its input.
+        positions (list of `str`): Positions of `insert_context_broadcast`.
+        kind, scale_init, blend: Arguments of `ContextBroadcast`.
     """
     width = second_linear.out_features
     places = {
@@ -122,7 +128,8 @@ def broadcast_block(
         module.add_module(f"context_broadcast_{side}", broadcast)
 
 
-# Hooks are plain functions that find the module by its name, so that copies and pickles of a model work.
+# Hooks are functions of the module's level and find the broadcast by its name, so that models can be copied and
+# pickled.
 def _broadcast_output(module: nn.Module, args, output):
     if isinstance(output, tuple):
         return module.context_broadcast_out(output[0]), *output[1:]

@@ -1,4 +1,4 @@
-"""Context Broadcasting in models of Transformers and timm, in place."""
+"""Insertion of Context Broadcasting into models of Transformers and timm, in place."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ from .hosts import read_anatomy
 from .hosts.anatomy import find
 
 
-# Names of a block's parts in all libraries.
+# Names of a block's parts, of which each library uses one.
 _ATTENTIONS = ("attention", "self_attn", "attn")
 _MLPS = ("mlp", "ffn")
 _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# Blocks whose attention returns windows: the module that is given what is put together from them.
+# For blocks whose attention returns windows: the name of the module whose input is the map merged from the windows.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
@@ -30,13 +30,13 @@ def insert_context_broadcast(
     scale_init: float = 0.0,
     blend: bool = False,
 ) -> list[str]:
-    """Put Context Broadcasting into every block of a vision transformer, in place.
+    """Insert Context Broadcasting into every block of a vision transformer, in place.
 
-    A trained model computes something else from then on and has to be fine-tuned, except with `kind="cb_s"`, whose
-    scale starts at 0, or `blend=True`.
+    Insertion changes the outputs of a trained model, which then has to be fine-tuned, except with `kind="cb_s"`, whose
+    scale is initially 0, or `blend=True`.
 
-    The model keeps its class. `save_pretrained` notes the arguments in `config.context_broadcast` and saves the
-    parameters of `cb_s` and `blend` beside the host's, but `from_pretrained` builds the host without them: call
+    The model keeps its class. `save_pretrained` saves the arguments in `config.context_broadcast` and the parameters
+    of `cb_s` and `blend` beside the host's. `from_pretrained` builds the host without them: call
     `load_context_broadcast` afterwards. To publish a model, train a `ViTContextBroadcastForImageClassification`.
     Families of this package whose configuration has the field `context_broadcast` build it themselves.
 
@@ -44,7 +44,7 @@ def insert_context_broadcast(
         model (`nn.Module`):
             A ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP, Swin, PVT or PVTv2 of Transformers, a VisionTransformer, EVA,
             DINOv3, Swin, SwinV2 or PVTv2 of timm, or a model of this package.
-        kind, scale_init, blend: As in `ContextBroadcast`.
+        kind, scale_init, blend: Arguments of `ContextBroadcast`.
         position (`str` or several, *optional*, defaults to `"mlp_end"`):
             `"mlp_front"`, before the MLP; `"mlp_mid"`, between its activation and its second linear layer;
             `"mlp_end"` and `"attention_end"`, before the residual sums.
@@ -56,18 +56,25 @@ def insert_context_broadcast(
         ValueError: if the model has no known blocks or already has Context Broadcasting, or an argument is invalid.
     """
     if has_context_broadcast(model):
-        raise ValueError(f"This {type(model).__name__} already has Context Broadcasting.")
-    # Raises before the model is changed.
+        raise ValueError(
+            f"This {type(model).__name__} already has Context Broadcasting; call `remove_context_broadcast` first."
+        )
+    # Checks the arguments before the model is changed.
     ContextBroadcast(kind, 1, scale_init=scale_init, blend=blend)
     anatomy = read_anatomy(model)
     positions = _check_positions(kind, position, anatomy.num_class_tokens > 0)
     blocks = find_blocks(anatomy.model)
     if not blocks:
-        raise ValueError(f"{type(model).__name__} has no blocks that are known here (docs/models.md lists models).")
+        raise ValueError(
+            f"{type(model).__name__} has no blocks of a known kind; docs/models.md lists the models that work."
+        )
     for block in blocks:
         has_windows = getattr(block, "window_size", 0) and type(block).__name__ not in _AFTER_ATTENTION
         if "attention_end" in positions and has_windows:
-            raise ValueError(f"`position` 'attention_end' is not supported for {type(block).__name__}.")
+            raise ValueError(
+                f"`position` is {position!r}, but 'attention_end' is not supported for {type(block).__name__}, whose "
+                "attention returns windows; expected positions of the MLP."
+            )
     for block in blocks:
         mlp = find(block, _MLPS)
         attention = find(block, _ATTENTIONS)
@@ -79,12 +86,12 @@ def insert_context_broadcast(
         broadcast_block(mlp, second_linear, attention, side, positions, kind, scale_init=scale_init, blend=blend)
     if hasattr(anatomy.model, "skips_unread_tokens"):
         anatomy.model.skips_unread_tokens = False
-    _note(model, {"kind": kind, "position": positions, "scale_init": scale_init, "blend": blend})
+    _set_config(model, {"kind": kind, "position": positions, "scale_init": scale_init, "blend": blend})
     return [name for name, module in model.named_modules() if isinstance(module, ContextBroadcast)]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of any library's model: those of a list that have an attention and an MLP."""
+    """Return the modules of a model's lists that have an attention and an MLP, whatever its library."""
     return [
         block
         for name, block in model.named_modules()
@@ -95,30 +102,32 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: dict | None = None):
-    """Insert what `config.context_broadcast` notes into a model that `from_pretrained` has loaded, with its weights.
-
-    Does nothing if nothing is noted.
+    """Insert Context Broadcasting into a model of `from_pretrained`, with the arguments in `config.context_broadcast`
+    and the weights in its folder. Nothing happens if the configuration has no such arguments.
 
     Args:
-        model (`PreTrainedModel`): The model.
+        model (`PreTrainedModel`): The model, changed in place.
+        folder (`str` or `Path`): The folder that the model was loaded from.
         loading_info (`dict`, *optional*):
-            What `from_pretrained` returns with `output_loading_info=True`; names that are loaded here are taken out.
+            The second result of `from_pretrained(…, output_loading_info=True)`. Names that are loaded here are removed
+            from its `unexpected_keys`.
 
     Raises:
         ValueError: if weights of Context Broadcasting are missing.
     """
-    noted = getattr(model.config, "context_broadcast", None)
-    if not isinstance(noted, dict) or has_context_broadcast(model):
+    arguments = getattr(model.config, "context_broadcast", None)
+    if not isinstance(arguments, dict) or has_context_broadcast(model):
         return
-    insert_context_broadcast(model, **noted)
+    insert_context_broadcast(model, **arguments)
     names = [name for name in model.state_dict() if ".context_broadcast_" in name]
     if names:
-        # `save_pretrained` gives weights of some models their older names.
+        # `save_pretrained` writes older names for the weights of some models.
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         weights = load_file(Path(folder) / "model.safetensors")
         weights = {apply_renamings(name, renamings): weight for name, weight in weights.items()}
-        if lost := [name for name in names if name not in weights]:
-            raise ValueError(f"{str(folder)!r} has no weight {lost[0]!r}.")
+        missing = [name for name in names if name not in weights]
+        if missing:
+            raise ValueError(f"{str(folder)!r} has no weight {missing[0]!r}, which Context Broadcasting needs.")
         model.load_state_dict({name: weights[name] for name in names}, strict=False)
     if loading_info is not None:
         loading_info["unexpected_keys"] = set(loading_info["unexpected_keys"]) - set(names)
@@ -131,33 +140,37 @@ def remove_context_broadcast(model: nn.Module):
             if isinstance(child, ContextBroadcast):
                 child.hook.remove()
                 delattr(module, name)
-    _note(model, None)
+    _set_config(model, None)
 
 
 def _check_positions(kind: str, position: str | Sequence[str], has_class_token: bool) -> list[str]:
-    """Return positions as a list. Raise a ValueError if a position is unknown or repeated, or the kind needs a class
-    token and there is none."""
+    """Return positions as a list. Raise a ValueError if a position is unknown or repeated, or if the kind needs a
+    class token and the model has none."""
     positions = [position] if isinstance(position, str) else list(position)
     known = get_args(ContextBroadcastPosition)
     if not positions or len(set(positions)) < len(positions) or not {*positions} <= {*known}:
-        raise ValueError(f"`position` is {position!r}, expected one or several different ones of {known}.")
+        raise ValueError(f"`position` is {position!r}, expected one or several different names of {known}.")
     if kind in ("cb_gate", "cb_hybrid") and not has_class_token:
-        raise ValueError(f"`kind={kind!r}` needs a class token in front of the tokens; 'cb' and 'cb_s' do without.")
+        raise ValueError(f"`kind` is {kind!r}, which needs a class token; expected 'cb' or 'cb_s' for this model.")
     return positions
 
 
-def _note(model: nn.Module, noted: dict | None):
-    """Write what was inserted into the configuration, into the fields of a family that has some."""
+def _set_config(model: nn.Module, arguments: dict | None):
+    """Write the arguments of `insert_context_broadcast` into a configuration, or remove them if they are None.
+    Families of this package have fields for them; other configurations get a dict."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     own = next((config for config in configs if hasattr(type(config), "context_broadcast")), None)
-    if own is not None:
-        own.context_broadcast = noted and noted["kind"]
-        for name in ("position", "scale_init", "blend") if noted else ():
-            setattr(own, f"context_broadcast_{name}", noted[name])
-    elif noted and hasattr(model, "config"):
-        model.config.context_broadcast = noted
-    elif hasattr(model, "config"):
+    if own is not None and arguments is None:
+        own.context_broadcast = None
+    elif own is not None:
+        own.context_broadcast = arguments["kind"]
+        own.context_broadcast_position = arguments["position"]
+        own.context_broadcast_scale_init = arguments["scale_init"]
+        own.context_broadcast_blend = arguments["blend"]
+    elif hasattr(model, "config") and arguments is None:
         vars(model.config).pop("context_broadcast", None)
+    elif hasattr(model, "config"):
+        model.config.context_broadcast = arguments
 
 
 __all__ = ["insert_context_broadcast", "load_context_broadcast", "remove_context_broadcast"]

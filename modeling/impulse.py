@@ -1,8 +1,8 @@
-"""Query and key weights whose attention map is a shift: the mathematics of impulse initialization, on tensors alone.
+"""Mathematics of impulse initialization: query and key weights whose attention map is a shift.
 
 After Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139). Attention is
-softmax(X Q K' X' / sqrt(head_dim)) with X, `(positions, hidden_size)`, a pseudo input in place of the tokens that the
-layer will see; here positions are those of a grid in row-major order.
+softmax(X Q K' X' / sqrt(head_dim)). X, `(positions, hidden_size)`, is a pseudo input in the place of the layer's
+tokens, whose positions are the cells of a grid in row-major order.
 """
 
 import math
@@ -11,20 +11,21 @@ import torch
 import torch.nn.functional as F
 
 
-# `solve_closed_form` takes singular values of the pseudo input below this share of the largest for zero. Those
-# of the sinusoidal encoding fall by 5 orders of magnitude. Inverting the small ones as well multiplies the norms by up
-# to 50, and attention to real tokens loses its peaks; between 3e-3 and 3e-2 little changes.
+# Singular values of the pseudo input below this share of the largest count as zero in `solve_closed_form`. The
+# sinusoidal encoding has singular values over 5 orders of magnitude. Inverting all of them multiplies the norms of the
+# weights by up to 50, and attention to real tokens loses its peaks. Values from 3e-3 to 3e-2 give similar results.
 RELATIVE_TOLERANCE = 1e-2
-# The same for maps as sharp as those of Algorithm 1, whose error (eq. 8) larger values do not reach, and the attention
-# at the target where Algorithm 1 ends: 0.97 to 0.997 on grids of 8 to 16 positions a side.
+# The tolerance for maps as sharp as those of Algorithm 1. Larger values do not reach the error (eq. 8) of Algorithm 1.
 SHARP_TOLERANCE = 1e-3
+# Attention at the target after Algorithm 1, which is 0.97 to 0.997 on grids of 8 to 16 positions a side.
 SHARP_MASS = 0.985
 
 
 def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch.Tensor:
-    """Sinusoidal encoding of a grid as Simple-ViT has it (Beyer et al. 2022), `(height * width, hidden_size)`.
+    """Return Simple-ViT's sinusoidal encoding of a grid (Beyer et al. 2022), `(height * width, hidden_size)`.
 
-    Frequencies are 10000^(-i / (hidden_size / 4 - 1)); the order is sin x, cos x, sin y, cos y."""
+    Frequencies are 10000^(-i / (hidden_size / 4 - 1)); the order is sin x, cos x, sin y, cos y.
+    """
     if hidden_size % 4:
         raise ValueError(f"`hidden_size` is {hidden_size}, expected a multiple of 4 (sine and cosine of x and y).")
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -35,14 +36,14 @@ def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch
 
 
 def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
-    """The positions of a kernel relative to its center as (dy, dx), row by row; an even kernel has its center right of
-    and below the middle."""
+    """Return the positions of a kernel relative to its center as (dy, dx), row by row. The center of an even kernel is
+    right of and below the middle."""
     reach = range(-(kernel_size // 2), kernel_size - kernel_size // 2)
     return [(dy, dx) for dy in reach for dx in reach]
 
 
 def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
-    """Draw an impulse for every head: a random position of the kernel, none twice before all have been drawn."""
+    """Draw a random position of the kernel for every head. No position is drawn again before all were drawn."""
     offsets = kernel_offsets(kernel_size)
     drawn = []
     while len(drawn) < num_heads:
@@ -51,15 +52,15 @@ def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | 
 
 
 def pinv_offsets(num_heads: int) -> list[tuple[int, int]]:
-    """The positions of a 3 x 3 kernel in the order in which the NeurIPS 2025 code gives them to heads."""
+    """Return the positions of a 3 x 3 kernel in the order of the heads in the NeurIPS 2025 code."""
     offsets = kernel_offsets(3)
     order = (4, 1, 5, 3, 7, 0, 2, 6, 8)
     return [offsets[order[head % len(order)]] for head in range(num_heads)]
 
 
 def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Tensor:
-    """The convolution with an impulse as a matrix, `(height * width, height * width)`: row i has a one at the position
-    `offset` away from i. Rows whose target lies outside the grid are zero."""
+    """Return the matrix of the convolution with an impulse, `(height * width, height * width)`: row i has a one at the
+    position `offset` away from i. Rows whose target lies outside of the grid are zero."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     target_y = (y + offset[0]).flatten()
     target_x = (x + offset[1]).flatten()
@@ -70,50 +71,50 @@ def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Te
 
 
 def attention_map(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """softmax(X Q K' X' / sqrt(head_dim)) (Algorithm 1), `(…, positions, positions)`."""
+    """Return softmax(X Q K' X' / sqrt(head_dim)) (Algorithm 1), `(…, positions, positions)`."""
     return attention_logits(inputs, query, key).softmax(-1)
 
 
 def attention_logits(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The logits of which `attention_map` takes the softmax, `(…, positions, positions)`."""
+    """Return the logits of `attention_map`, `(…, positions, positions)`."""
     return (inputs @ query) @ (inputs @ key).mT / query.shape[-1] ** 0.5
 
 
 def interior_mass(attention: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The attention of a position to its target, 0 to 1, averaged over the positions whose target lies on the grid."""
+    """Return the attention of a position to its target, averaged over the positions whose target lies on the grid."""
     return (attention * target).sum((-2, -1)) / target.sum((-2, -1)).clamp(min=1)
 
 
 def solve_closed_form(
     inputs: torch.Tensor, target: torch.Tensor, head_dim: int, mass: float | None = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and K without iteration: the least-squares shift of the pseudo input, of rank `head_dim`, at a temperature.
+    """Solve for Q and K in closed form: the least-squares shift of the pseudo input, of rank `head_dim`.
 
-    A shift acts on a sinusoidal encoding as a rotation within each frequency pair, so there is an R with X R = S X
-    (S the impulse matrix, up to the LayerNorm), and X R X' holds the products of each position's target with all
-    positions, largest at the target itself. R is solved on the well-determined directions of X only (see
-    `RELATIVE_TOLERANCE`), its rank is cut by an SVD, which Q and K share evenly, and one factor sets the sharpness.
+    A shift acts on a sinusoidal encoding as a rotation within each frequency pair. So there is an R with X R = S X,
+    where S is the impulse matrix, up to the LayerNorm. X R X' holds the products of each position's target with all
+    positions, which are largest at the target itself. R is solved on the well-determined directions of X (see
+    `RELATIVE_TOLERANCE`), an SVD reduces its rank and is split evenly between Q and K, and one factor sets the
+    sharpness of the softmax.
 
-    With a `head_dim` of 16 or more, every position whose target lies on the grid attends to it most; below, the map
-    becomes a blur around the target.
+    With a `head_dim` of 16 or more, the attention of every position is largest at its target, if that lies on the
+    grid. With a smaller `head_dim`, the map is a blur around the target.
 
-    Without a `mass`, the maps are those that Algorithm 1 reaches: as sharp, and even where the impulse leaves the
-    grid, as eq. 8 wants no attention there; R then sends those positions to zero (`results/impulse_speed.json`).
+    Without a `mass`, the maps are as sharp as those of Algorithm 1. Positions whose target lies outside of the grid
+    then attend evenly, as in the minimum of eq. 8: R maps these positions to zero (`results/impulse_speed.json`).
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
         target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.
         head_dim (`int`): Width of the head.
-        mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the interior;
-            where no temperature reaches it, 95 % of the most that one gives.
+        mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the positions
+            whose target lies on the grid. Where no sharpness reaches it, 95 % of the largest share is used.
 
     Returns:
         Two tensors `(hidden_size, head_dim)`.
     """
     inside = target.sum(1) > 0
     if not inside.any() or len(target) == 1:
-        # An impulse that leaves this grid from everywhere, for example on a single row; or a grid of one position,
-        # which has all attention anyway.
+        # No target lies on the grid, as for a vertical offset on a single row, or the grid has one position.
         zeros = inputs.new_zeros(inputs.shape[1], head_dim)
         return zeros, zeros.clone()
     solved = slice(None) if mass is None else inside
@@ -132,8 +133,8 @@ def solve_closed_form(
 
 
 def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float:
-    """The smallest factor on the logits that brings this much attention to the target, or, where none does, 95 % of
-    the most that any factor brings."""
+    """Return the smallest factor on the logits with which the attention at the target is `mass` or, where no factor
+    reaches it, 95 % of the largest attention that a factor reaches."""
     low = -2.0
     high = 3.0
     wanted = None
@@ -152,14 +153,14 @@ def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float
 def solve_pinv(
     inputs: torch.Tensor, target: torch.Tensor, head_dim: int, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and K by pseudo-inverse and SVD, as the code of the paper's NeurIPS 2025 version has it.
+    """Solve for Q and K by pseudo-inverse and SVD, as in the code of the paper's NeurIPS 2025 version.
 
-    The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere; A = X+ W X+' with X+ cut
-    to `head_dim` eigenvectors of X'X; the SVD of A is split evenly and each factor scaled to a Frobenius norm of 7.
-    That code has random positions, whose eigenvalues are alike. On the sinusoidal encoding the smallest of them
-    outweigh the rest, and what is left of the peaks after scaling is close to nothing.
+    The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere. A = X+ W X+', where X+ is
+    restricted to `head_dim` eigenvectors of X'X. The SVD of A is split evenly, and each factor is scaled to a
+    Frobenius norm of 7. That code has random positions, whose eigenvalues are similar. On the sinusoidal encoding, the
+    inverses of the smallest eigenvalues dominate, and hardly any peaks remain after scaling.
 
-    Args and returns as in `solve_closed_form`; `generator` is the noise's.
+    Arguments and returns are those of `solve_closed_form`; `generator` draws the noise.
     """
     noise = torch.nn.init.trunc_normal_(torch.empty_like(target), std=0.6, generator=generator)
     wanted = torch.where(target > 0, torch.full_like(target, 1000.0), 3 * noise)
@@ -184,15 +185,24 @@ def solve_adam(
     generator: torch.Generator | None = None,
     renormalize_every: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
+    """Solve for Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
 
-    Heads are solved at once, for targets `(heads, positions, positions)`, into two tensors `(heads, hidden_size,
-    head_dim)`. The algorithm leaves the start open; here it is uniform in +-1 / sqrt(hidden_size), as PyTorch's.
+    The algorithm does not specify initial weights; here they are uniform in +-1 / sqrt(hidden_size), PyTorch's
+    default. As printed, the algorithm runs until the softmax is saturated. The authors' code averages the error over
+    heads and bounds the weights every 100 steps (`renormalize_every`): each column of Q and each row of K is scaled to
+    the mean initial length of Q's columns. The authors multiply logits by 0.1 for any width; here they are divided by
+    sqrt(head_dim), as in a model.
 
-    As printed, the algorithm does not stop before the softmax is saturated. The authors' code averages the error over
-    heads and bounds the weights every 100 steps (`renormalize_every`): each column of Q and each row of K gets the
-    mean length that columns of Q have at the start. Their logits are multiplied by 0.1, whatever the width; ours, as a
-    model's, are divided by sqrt(head_dim).
+    Args:
+        inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
+        targets (`torch.Tensor`): `(heads, positions, positions)`, see `impulse_matrix`.
+        head_dim (`int`): Width of a head.
+        steps (`int`), learning_rate (`float`): Steps and learning rate of Adam.
+        generator (`torch.Generator`, *optional*): Draws the initial weights.
+        renormalize_every (`int`, *optional*): Number of steps between rescalings of the weights; never by default.
+
+    Returns:
+        Two tensors `(heads, hidden_size, head_dim)`.
     """
     bound = inputs.shape[1] ** -0.5
     query, key = (
@@ -210,7 +220,7 @@ def solve_adam(
                         part.mul_(length / part.norm(dim=axis, keepdim=True))
             optimizer.zero_grad()
             losses = ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1))
-            # Adam's epsilon tells a mean, as the authors' code has it, from a sum, by which heads are independent.
+            # Because of Adam's epsilon, the mean of the authors' code differs from a sum, whose heads are independent.
             (losses.mean() if renormalize_every else losses.sum()).backward()
             optimizer.step()
     return tuple(part.detach() for part in parameters)
@@ -219,7 +229,7 @@ def solve_adam(
 def rotate_head(
     query: torch.Tensor, key: torch.Tensor, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same head in another random basis: Q O and K O with an orthogonal O, which leaves Q K' as it is."""
+    """Rotate a head to a random basis: return Q O and K O with an orthogonal O, so that Q O (K O)' = Q K'."""
     rotation, triangle = torch.linalg.qr(torch.randn(2 * [query.shape[-1]], generator=generator, dtype=torch.float32))
     rotation = (rotation * triangle.diagonal().sign()).to(query)
     return query @ rotation, key @ rotation
@@ -228,8 +238,8 @@ def rotate_head(
 def mimetic_factors(
     size: int, noise: float, identity: float, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of noise * Z + identity * I, with Z uniform of variance 1 / size, by a symmetrically split SVD (Trockman
-    & Kolter 2023): two tensors `(size, size)` whose product it is."""
+    """Return two tensors `(size, size)` whose product is noise * Z + identity * I, with Z uniform and of variance
+    1 / size. The SVD of the product is split symmetrically (Trockman & Kolter 2023)."""
     bound = math.sqrt(3 / size)
     z = torch.empty(size, size, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
     u, s, vh = torch.linalg.svd(noise * z + identity * torch.eye(size, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Initializations of attention that need less data, in place, on vision transformers that a user already has."""
+"""Initializations of attention for training on little data, in place, for vision transformers of several libraries."""
 
 import copy
 import functools
@@ -31,17 +31,24 @@ VALUE_INITS = ("default", "mimetic")
 
 @dataclass
 class HeadReport:
-    """A head's attention on its layer's pseudo input, after initialization: how well it shows its target."""
+    """How close a head's attention on its layer's pseudo input is to its target, after initialization.
+
+    Args:
+        layer, head (`int`): Indices of the layer and the head.
+        offset (pair of `int`): Rows and columns from a position to its target; (0, 0) for initializations without
+            impulses.
+        error (`float`): Mean squared error of the attention map (eq. 8).
+        peak_rate (`float`): Share of the interior positions whose largest attention is at their target. A position is
+            interior if its target lies on the grid.
+        mass (`float`): Attention at the target, averaged over the interior positions.
+        query_norm, key_norm (`float`): Frobenius norms of the weights.
+    """
 
     layer: int
     head: int
-    # The target relative to a position, (dy, dx); (0, 0) for initializations without impulses.
     offset: tuple[int, int]
-    # Mean squared error of the attention map (eq. 8).
     error: float
-    # Share of the interior positions that attend most to their target.
     peak_rate: float
-    # Attention at the target, averaged over the interior positions.
     mass: float
     query_norm: float
     key_norm: float
@@ -54,7 +61,7 @@ class InitializationReport:
     heads: list[HeadReport] = field(default_factory=list)
 
     def mean(self, name: str) -> float:
-        """The mean of a number over all heads, for example `"mass"`."""
+        """Return the mean of a field of `HeadReport`, for example `"mass"`, over all heads."""
         return sum(getattr(head, name) for head in self.heads) / len(self.heads)
 
     def __str__(self) -> str:
@@ -64,7 +71,7 @@ class InitializationReport:
 
 @dataclass
 class BlockParts:
-    """A block, its norm before the attention and its projections, with `weight` and `bias`."""
+    """A block, the norm before its attention and the linear projections of its attention."""
 
     block: nn.Module
     norm: nn.Module
@@ -79,21 +86,26 @@ class BlockParts:
         return len(self.query.weight) // self.num_heads
 
     def head(self, projection: nn.Module, head: int) -> torch.Tensor:
-        """A head's rows of the weight of `query` or `key`, `(head_dim, hidden_size)`."""
+        """Return a head's rows of the weight of `query` or `key`, `(head_dim, hidden_size)`."""
         return projection.weight[head * self.head_dim : (head + 1) * self.head_dim]
 
 
 @dataclass
 class TransformerParts:
-    """The parts of a vision transformer that initializations read and write."""
+    """The parts of a vision transformer that initializations read and write.
+
+    Args:
+        layers (list of `BlockParts`): The blocks.
+        positions (`torch.Tensor`): Positions of [CLS], registers and patches, `(prefix + patches, hidden_size)`.
+        learns_positions (`bool`): Whether the positions are trained.
+        grid (pair of `int`): Rows and columns of patches.
+        pre_norm (`nn.Module`, *optional*): Norm before the first block.
+    """
 
     layers: list[BlockParts]
-    # (prefix + height * width, hidden_size), those of [CLS] and registers first.
     positions: torch.Tensor
     learns_positions: bool
-    # Height and width in patches.
     grid: tuple[int, int]
-    # The norm of tokens before the first block.
     pre_norm: nn.Module | None = None
 
     @property
@@ -102,14 +114,16 @@ class TransformerParts:
 
 
 def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
-    """Return the parts of a plain vision transformer that adds positions to its tokens. Raise a ValueError if the
-    model is none."""
+    """Return the parts of a plain vision transformer that adds positions to its tokens. Raise a ValueError for other
+    models."""
     if isinstance(model, TransformerParts):
         return model
     try:
         from frugalvit.modeling.hosts import read_anatomy
     except ModuleNotFoundError as error:
-        raise ImportError("Initializing a model needs frugalvit: pip install frugalvit") from error
+        raise ImportError(
+            "Initializing the attention of a model needs the package frugalvit; its README says how to install it."
+        ) from error
     anatomy = read_anatomy(model)
     anatomy.require_plain("initialize")
     for reason, applies in (
@@ -121,27 +135,45 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
             raise ValueError(f"Cannot initialize {type(model).__name__}: {reason}.")
     layers = []
     for block in anatomy.blocks:
-        parts = block.attention
-        projections = parts.query, parts.key, parts.value, parts.output
-        layers.append(BlockParts(block.module, block.attention_norm, parts.num_heads, *projections))
+        attention = block.attention
+        layers.append(
+            BlockParts(
+                block.module,
+                block.attention_norm,
+                attention.num_heads,
+                query=attention.query,
+                key=attention.key,
+                value=attention.value,
+                output=attention.output,
+            )
+        )
     positions = anatomy.position_table
     return TransformerParts(layers, positions, positions.requires_grad, anatomy.grid, pre_norm=anatomy.pre_norm)
 
 
 def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts:
-    """The parts of a base model of this package, or of Transformers' ViT, with a grid of patches."""
+    """Return the parts of a base model of this package, or of Transformers' ViT, with a grid of patches."""
     layers = []
     for layer in model.layers:
         attention = layer.attention
-        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        layers.append(BlockParts(layer, layer.layernorm_before, model.config.num_attention_heads, *projections))
+        layers.append(
+            BlockParts(
+                layer,
+                layer.layernorm_before,
+                model.config.num_attention_heads,
+                query=attention.q_proj,
+                key=attention.k_proj,
+                value=attention.v_proj,
+                output=attention.o_proj,
+            )
+        )
     positions = model.embeddings.position_embeddings
     return TransformerParts(layers, positions[0], positions.requires_grad, grid)
 
 
 def is_drawn(model: nn.Module) -> bool:
-    """Whether the attention of a base model of this package, or of Transformers' ViT, is fresh: its weights are
-    neither loaded, which marks them, nor on the meta device."""
+    """Whether the attention weights of a base model of this package, or of Transformers' ViT, are fresh. Transformers
+    marks loaded weights; weights on the meta device will be loaded."""
     weights = [layer.attention.q_proj.weight for layer in model.layers]
     return not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights)
 
@@ -163,52 +195,59 @@ def impulse_init_(
     """Initialize queries and keys so that every head's attention map is a random impulse filter, in place (Zheng et
     al., arXiv 2404.01139).
 
-    The defaults are not the paper's method, which is `solver="adam", value_init="default"` as printed and
-    `solver="adam_bounded", value_init="default"` as its authors ran it; see docs/impulse_initialization.md.
+    The defaults differ from the paper's method, which is `solver="adam", value_init="default"` as printed, and
+    `solver="adam_bounded", value_init="default"` in its authors' code; see docs/impulse_initialization.md.
 
-    Biases of queries and keys become zero. The layer's own LayerNorm is applied to the pseudo input. [CLS] and
-    registers take no part: attention maps are those among patches.
+    Biases of queries and keys become zero. The layer's own LayerNorm is applied to the pseudo input. Attention maps
+    are maps among patches; [CLS] and registers are left out.
 
     Args:
         model (`nn.Module`):
             A plain vision transformer that adds positions to its tokens, see docs/models.md.
-        kernel_size (`int`, *optional*, defaults to 3): Size of the filters; each head gets one position of it.
+        kernel_size (`int`, *optional*, defaults to 3):
+            Height and width of the filters; each head gets an impulse at one position of the kernel.
         solver (`str`, *optional*, defaults to `"closed_form"`):
-            `"closed_form"`, ours; `"adam"`, Algorithm 1 as printed, which saturates the softmax; `"adam_bounded"`, the
-            same with weights brought to length every 100 steps, as its authors' code has it; `"pinv"`, the code of the
-            NeurIPS 2025 version, which fixes the offsets. Algorithm 1 takes seconds to minutes a layer.
+            `"closed_form"`, which is not part of a paper; `"adam"`, Algorithm 1 as printed, which saturates the
+            softmax; `"adam_bounded"`, Algorithm 1 with weights rescaled every 100 steps, as in the authors' code; or
+            `"pinv"`, the code of the NeurIPS 2025 version, which fixes the offsets. Algorithm 1 takes seconds to
+            minutes a layer.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
             Inputs in the place of tokens, for the first and for the following layers (table 6): `"pe"`, the positions;
             `"uniform"` in -1..1; `"gaussian"`; or `"pe+uniform"`.
         per_layer (`bool`, *optional*, defaults to `True`): Whether layers differ in offsets and weights.
         value_init (`str`, *optional*, defaults to `"mimetic"`):
-            `"mimetic"` sets values and output projections as `mimetic_init_` does, `"default"` leaves them alone.
+            `"mimetic"` initializes values and output projections as `mimetic_init_` does; `"default"` keeps them.
         mass (`float`, *optional*, defaults to 0.2):
-            For `solver="closed_form"`: attention at the target, above 0 and below 1; `None` for the maps of Algorithm
-            1. Smaller values trained better than larger ones (`results/impulse_solvers.json`).
+            For `solver="closed_form"`: attention at the target, above 0 and below 1; `None` for maps as sharp as
+            those of Algorithm 1. Smaller values trained better than larger ones (`results/impulse_solvers.json`).
         positions (`str`, *optional*, defaults to `"sincos"`):
-            Learned positions are set to the sinusoidal encoding, those of [CLS] to zero; `"keep"` solves against the
-            given ones.
+            `"sincos"` sets learned positions of patches to the sinusoidal encoding, and of [CLS] to zero; `"keep"`
+            solves for the model's positions.
         steps (`int`, *optional*, defaults to 10,000): Steps of Algorithm 1.
-        generator (`torch.Generator`, *optional*): Source of chance, on CPU.
+        generator (`torch.Generator`, *optional*): Random number generator on the CPU.
         offsets (`torch.Tensor` or `Callable`, *optional*):
-            Rows and columns from a patch to the one that each head attends to, `(heads, 2)`, the same in all layers or
-            by a function of a layer's index. Drawn from the kernel by default.
+            Rows and columns from a patch to the patch that each head attends to, `(heads, 2)` integers for all layers,
+            or a function from a layer's index to such a tensor. Drawn from the kernel by default.
+
+    Returns:
+        `InitializationReport`: A report on every head.
 
     Raises:
-        ValueError: if the model is no such transformer, or an argument is invalid; the model is then unchanged.
+        ValueError: if the model is no such transformer, or an argument is invalid. The model is unchanged then.
     """
     first_and_later = (pseudo_input, pseudo_input) if isinstance(pseudo_input, str) else tuple(pseudo_input)
     _check("solver", solver, SOLVERS)
     _check("value_init", value_init, VALUE_INITS)
     if len(first_and_later) != 2:
-        raise ValueError(f"`pseudo_input` is {pseudo_input!r}, expected one name or two, for first and later layers.")
+        raise ValueError(
+            f"`pseudo_input` is {pseudo_input!r}, expected one name, or two names for the first and the later layers."
+        )
     for kind in first_and_later:
         _check("pseudo_input", kind, PSEUDO_INPUTS)
     if mass is not None and not 0 < mass < 1:
         raise ValueError(f"`mass` is {mass}, expected a number above 0 and below 1, or None.")
     if solver == "pinv" and kernel_size != 3:
-        raise ValueError(f"`kernel_size` is {kernel_size}, but `solver='pinv'` has an order for 3 x 3 kernels only.")
+        raise ValueError(f"`kernel_size` is {kernel_size}, expected 3 for `solver='pinv'`.")
     vit = read_parts(model)
     if not 1 <= kernel_size < 2 * min(vit.grid):
         grid = " x ".join(map(str, vit.grid))
@@ -218,7 +257,7 @@ def impulse_init_(
 
     _set_positions(vit, positions)
     inputs = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(first_and_later)}
-    # All before anything else is drawn, so that they do not depend on the solver.
+    # Offsets are drawn first, so that they do not depend on the solver.
     if offsets is not None:
         given = [offsets(index) if callable(offsets) else offsets for index in range(len(vit.layers))]
         all_offsets = [check_offsets(each, layer.num_heads) for each, layer in zip(given, vit.layers, strict=True)]
@@ -239,7 +278,7 @@ def impulse_init_(
         first_of_kind = index < 2 and (index == 0 or first_and_later[0] != first_and_later[1])
         if per_layer or first_of_kind:
             targets = [impulse_matrix(*vit.grid, offset).to(normalized) for offset in offsets]
-            # Layers often have the same inputs.
+            # Solutions are reused by layers with equal inputs.
             if solved_inputs is None or not torch.equal(solved_inputs, normalized):
                 solved_inputs = normalized
                 solved = {}
@@ -277,9 +316,10 @@ def mimetic_init_(
 ) -> InitializationReport:
     """Initialize attention so that it mimics trained transformers (Trockman & Kolter 2023), in place.
 
-    Query-key products become 0.7 Z + 0.7 I for every head, value-output products 0.4 Z - 0.4 I for every layer, and
-    learned positions the sinusoidal encoding, on which the identity in the query-key product acts as locality. Biases
-    of queries and keys become zero. Arguments, returns and errors as in `impulse_init_`.
+    Query-key products become 0.7 Z + 0.7 I for every head, and value-output products 0.4 Z - 0.4 I for every layer,
+    with Z of random numbers. Learned positions become the sinusoidal encoding, on which the identity in the query-key
+    product acts as locality. Biases of queries and keys become zero. Arguments, returns and errors are those of
+    `impulse_init_`.
     """
     _check("value_init", value_init, VALUE_INITS)
     vit = read_parts(model)
@@ -301,9 +341,11 @@ def trunc_normal_init_(
     generator: torch.Generator | None = None,
     value_init: str = "default",
 ) -> InitializationReport:
-    """Initialize all linear layers of the blocks as timm does, in place: normal, cut at -2 and 2, biases zero.
+    """Initialize all linear layers of the blocks as timm does, in place: a normal distribution, truncated at -2 and 2,
+    and biases of zero.
 
-    With `value_init="mimetic"`, values and output projections are those of `mimetic_init_`. The rest as there.
+    With `value_init="mimetic"`, values and output projections are initialized as by `mimetic_init_`. Other arguments,
+    returns and errors are those of `impulse_init_`.
     """
 
     def draw(linear: nn.Linear):
@@ -317,8 +359,8 @@ def trunc_normal_init_(
 def kaiming_uniform_init_(
     model: nn.Module, generator: torch.Generator | None = None, value_init: str = "default"
 ) -> InitializationReport:
-    """Initialize all linear layers of the blocks, weights and biases, uniformly in +-1 / sqrt(inputs), PyTorch's
-    default; in place. The rest as in `trunc_normal_init_`."""
+    """Initialize weights and biases of the blocks' linear layers uniformly in +-1 / sqrt(inputs), PyTorch's default,
+    in place. Arguments are those of `trunc_normal_init_`."""
 
     def draw(linear: nn.Linear):
         bound = linear.in_features**-0.5
@@ -349,14 +391,15 @@ INITIALIZATIONS = {
 
 
 def initialize_attention_(model: nn.Module, initialization: str = "impulse", **options) -> InitializationReport:
-    """Apply one of `INITIALIZATIONS` by name, for example `initialize_attention_(vit, "mimetic")`."""
+    """Apply one of `INITIALIZATIONS` by name, for example `initialize_attention_(vit, "mimetic")`. `options` are the
+    arguments of its function."""
     _check("initialization", initialization, INITIALIZATIONS)
     return INITIALIZATIONS[initialization](model, **options)
 
 
 def start_attention_(model: nn.Module | TransformerParts, config, positions: str = "sincos") -> InitializationReport:
-    """Initialize the attention of a fresh model as its `AttentionStartConfig` has it, `positions` as in
-    `impulse_init_`."""
+    """Initialize the attention of a fresh model by its configuration, an `AttentionStartConfig`. `positions` is an
+    argument of `impulse_init_`."""
     options = dict(config.initialization_options)
     if config.initialization in ("impulse", "mimetic"):
         options["positions"] = positions
@@ -366,7 +409,7 @@ def start_attention_(model: nn.Module | TransformerParts, config, positions: str
 
 
 def check_offsets(offsets: torch.Tensor, num_heads: int) -> list[tuple[int, int]]:
-    """Return the offsets of a layer's heads, `(heads, 2)`, as pairs; raise a ValueError if there are others."""
+    """Return the offsets of a layer's heads, `(heads, 2)` integers, as pairs. Raise a ValueError for other tensors."""
     pairs = torch.as_tensor(offsets)
     if pairs.shape != (num_heads, 2) or pairs.is_floating_point():
         raise ValueError(
@@ -390,7 +433,7 @@ def _set_positions(vit: TransformerParts, positions: str):
 
 
 def _pseudo_input(kind: str, vit: TransformerParts, generator: torch.Generator | None) -> torch.Tensor:
-    """Inputs of the first block in the place of tokens, `(patches, hidden_size)` in float32."""
+    """Return inputs of the first block in the place of tokens, `(patches, hidden_size)` in float32."""
     positions = vit.patch_positions.float()
     if vit.pre_norm is not None:
         positions = _normalize(vit.pre_norm, positions)
@@ -406,6 +449,7 @@ def _pseudo_input(kind: str, vit: TransformerParts, generator: torch.Generator |
 
 
 def _normalize(norm: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Apply a norm in float32."""
     return copy.deepcopy(norm).float()(inputs)
 
 
@@ -423,7 +467,7 @@ def _set_values(layer: BlockParts, value_init: str, generator: torch.Generator |
 
 
 def _report(vit: TransformerParts) -> InitializationReport:
-    """Report attention on positions, with the position itself as target."""
+    """Report on attention to positions, where each position is its own target."""
     report = InitializationReport()
     for index, layer in enumerate(vit.layers):
         inputs = _normalize(layer.norm, _pseudo_input("pe", vit, None))

@@ -1,7 +1,7 @@
 """A SparseFormer as a vision tower of the original LLaVA code base (github.com/haotian-liu/LLaVA).
 
-Its `build_vision_tower` returns a `CLIPVisionTower`; return `SparseFormerVisionTower(name, args)` there instead, for a
-folder or hub id of a SparseFormer. Nothing here imports that code base.
+LLaVA's `build_vision_tower` returns a `CLIPVisionTower`; return `SparseFormerVisionTower(name, args)` there instead,
+with a folder or hub id of a SparseFormer. LLaVA's code is not imported.
 """
 
 import torch
@@ -12,13 +12,13 @@ from ..configuration.configuration_base import pair
 
 
 class SparseFormerVisionTower(nn.Module):
-    """The interface of LLaVA's `CLIPVisionTower`, over a SparseFormer.
+    """A SparseFormer with the interface of LLaVA's `CLIPVisionTower`.
 
     Args:
         vision_tower (`str`): Folder or hub id of a SparseFormer that was bootstrapped from a CLIP.
-        args: LLaVA's model arguments: `mm_vision_select_layer`, and where they are given `mm_vision_select_feature`
-            ("patch", the default, or "cls_patch") and `unfreeze_mm_vision_tower`.
-        delay_load (`bool`, *optional*, defaults to `False`): Read the configuration alone until `load_model`.
+        args: LLaVA's model arguments: `mm_vision_select_layer`, and optionally `mm_vision_select_feature` ("patch",
+            the default, or "cls_patch") and `unfreeze_mm_vision_tower`.
+        delay_load (`bool`, *optional*, defaults to `False`): Load only the configuration until `load_model` is called.
     """
 
     def __init__(self, vision_tower: str, args, delay_load: bool = False):
@@ -34,11 +34,11 @@ class SparseFormerVisionTower(nn.Module):
             self.load_model()
 
     def load_model(self, device_map=None):
-        """Load the weights, frozen, and the image processor; nothing happens the second time."""
+        """Load the frozen weights and the image processor, unless they are loaded already."""
         if self.is_loaded:
             return
         self.image_processor = AutoImageProcessor.from_pretrained(self.vision_tower_name)
-        # LLaVA reads it, whether images are cropped or not.
+        # LLaVA reads `crop_size` also of processors that do not crop.
         height, width = pair(self.cfg_only.image_size)
         self.image_processor.crop_size = {"height": height, "width": width}
         self.vision_tower = AutoModel.from_pretrained(self.vision_tower_name, device_map=device_map).base_model
@@ -47,8 +47,12 @@ class SparseFormerVisionTower(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """Images `(batch, 3, height, width)`, or a list of images `(3, height, width)`, to the tokens
-        `(batch, tokens, hidden_size)` of the chosen layer, with or without [CLS]."""
+        """Return the tokens of the selected layer, `(batch, tokens, hidden_size)`, with or without [CLS].
+
+        Args:
+            images (`torch.Tensor` or list of `torch.Tensor`): `(batch, 3, height, width)`, or images `(3, height,
+                width)`, for which a list is returned.
+        """
         if isinstance(images, list):
             return [self(image.unsqueeze(0)) for image in images]
         outputs = self.vision_tower(images.to(self.device, self.dtype), output_hidden_states=True)
@@ -77,5 +81,5 @@ class SparseFormerVisionTower(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Tokens of an image, [CLS] not counted; `vision_tower.set_num_tokens` chooses them."""
+        """Number of tokens of an image without [CLS]; `vision_tower.set_num_tokens` sets it."""
         return self.config.default_num_tokens

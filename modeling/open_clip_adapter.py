@@ -1,6 +1,7 @@
-"""SparseFormers in open_clip: the visual tower of an open_clip model, and whole models from and to Transformers.
+"""SparseFormers in open_clip: a visual tower for open_clip's models, and conversion of models from and to
+Transformers.
 
-Nothing here imports open_clip but `to_open_clip`, which builds one of its models.
+Only `to_open_clip`, which builds a model of open_clip, imports the library.
 """
 
 import copy
@@ -23,10 +24,10 @@ from .modeling_sparseformer_clip import (
 )
 
 
-# open_clip's names of PIL's resampling filters.
+# PIL's resampling filters by open_clip's names.
 RESAMPLE = {"bilinear": 2, "bicubic": 3, "random": 3}
-# Parts of names of open_clip's text transformers, where queries, keys and values are one tensor, and, without
-# "text_model.", of Transformers'.
+# Parts of the names of text weights in open_clip and in Transformers, without "text_model.". In open_clip, queries,
+# keys and values are one tensor.
 TEXT_NAMES = {
     "transformer.resblocks.": "encoder.layers.",
     "token_embedding.": "embeddings.token_embedding.",
@@ -45,8 +46,8 @@ class OpenClipVisual(nn.Module):
     """A SparseFormer with the interface of open_clip's visual towers: `clip.visual = OpenClipVisual(model)`.
 
     Args:
-        model (`SparseFormerVisionModelWithProjection`, of a SigLIP `SparseFormerVisionModel`):
-            Bootstrapped from the tower that it replaces.
+        model (`SparseFormerVisionModelWithProjection`, or `SparseFormerVisionModel` for a SigLIP):
+            A SparseFormer that was bootstrapped from the replaced tower.
     """
 
     def __init__(self, model: SparseFormerVisionModelWithProjection | SparseFormerVisionModel):
@@ -75,18 +76,19 @@ class OpenClipVisual(nn.Module):
         }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images `(batch, 3, height, width)` to embeddings `(batch, output_dim)`, not normalized."""
+        """Return embeddings, `(batch, output_dim)`, which are not normalized, of images `(batch, 3, height,
+        width)`."""
         outputs = self.model(x)
         return outputs.image_embeds if self.projects else outputs.pooler_output
 
     def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False):
-        """Freeze the tower."""
+        """Freeze the whole tower."""
         if unlocked_groups:
             raise ValueError(f"unlocked_groups is {unlocked_groups}, expected 0: the tower is frozen as a whole.")
         self.requires_grad_(False)
 
     def set_grad_checkpointing(self, enable: bool = True):
-        """Trade time for memory in training."""
+        """Switch gradient checkpointing on or off."""
         if enable:
             self.model.activation_checkpointing_enable()
         else:
@@ -94,7 +96,8 @@ class OpenClipVisual(nn.Module):
 
 
 def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImageProcessor:
-    """Return the image processor of Transformers that prepares images as an open_clip model takes them."""
+    """Return the image processor of Transformers that is equivalent to an open_clip model's preprocessing. Raise a
+    ValueError if there is none."""
     wanted = getattr(model, "visual", model).preprocess_cfg
     height, width = pair(wanted["size"])
     normalization = {
@@ -116,22 +119,30 @@ def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImage
 
 @torch.no_grad()
 def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSiglipModel:
-    """Convert open_clip's `CLIP` or `CustomTextCLIP` with an `OpenClipVisual` into a model of Transformers, a SigLIP
-    where its logits have a bias. It is in evaluation mode, with copies of the weights. Raise a ValueError if the
-    visual tower is another one, or the text side computes something else than that of Transformers' CLIP, or
-    SigLIP."""
+    """Convert a model of open_clip with an `OpenClipVisual` to Transformers, in evaluation mode, with copies of its
+    weights.
+
+    Args:
+        clip (`open_clip.CLIP` or `open_clip.CustomTextCLIP`): The model.
+
+    Returns:
+        A `SparseFormerSiglipModel` if the logits have a bias, else a `SparseFormerCLIPModel`.
+
+    Raises:
+        ValueError: if the model has another visual tower, or its text side differs from Transformers' CLIP or SigLIP.
+    """
     visual = getattr(clip, "visual", None)
     is_siglip = getattr(clip, "logit_bias", None) is not None
     if not isinstance(visual, OpenClipVisual) or visual.projects == is_siglip:
         raise ValueError(
             f"The visual tower of this {type(clip).__name__} is a {type(visual).__name__}, expected an OpenClipVisual "
-            "with a SparseFormerVisionModelWithProjection, or of a SigLIP with a SparseFormerVisionModel."
+            "of a SparseFormerVisionModelWithProjection or, in a SigLIP, of a SparseFormerVisionModel."
         )
     text = getattr(clip, "text", clip)
     has_matrix = isinstance(text.text_projection, nn.Parameter)
     block = text.transformer.resblocks[0]
-    unlike = f"The text side of this {type(clip).__name__} is not like that of Transformers' "
-    unlike += "SigLIP." if is_siglip else "CLIP."
+    expected_side = f"Transformers' {'SigLIP' if is_siglip else 'CLIP'}"
+    unlike = f"The text side of this {type(clip).__name__} differs from the text side of {expected_side}."
     has_cls = getattr(text, "cls_emb", None) is not None
     if has_matrix == is_siglip or has_cls or not isinstance(block.attn, nn.MultiheadAttention):
         raise ValueError(unlike)
@@ -167,7 +178,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     else:
         pooling = getattr(text, "pool_type", getattr(text, "text_pool_type", "argmax"))
         eos_token_id = getattr(text, "eos_id", getattr(text, "text_eos_id", 2))
-        # Transformers takes the highest token id of a text for its end where the configuration says 2.
+        # With `eos_token_id=2`, Transformers takes the position of the highest token id for the end of a text.
         text_config |= {"eos_token_id": eos_token_id if pooling == "eos" else 2, "pad_token_id": 0}
         config = SparseFormerCLIPConfig(
             text_config=text_config,
@@ -182,7 +193,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     model.logit_scale.copy_(clip.logit_scale.squeeze())
     model.vision_model.load_state_dict(visual.model.base_model.state_dict())
     model.eval()
-    # Random token ids, padded with 0.
+    # Texts of random token ids, padded with 0.
     config = model.config.text_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (8, config.max_position_embeddings), generator=generator)
@@ -195,8 +206,8 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
 
 
 def text_names(text: nn.Module) -> dict[str, str]:
-    """Return a dict from open_clip's names of a text side's weights to Transformers', with `qkv` for three
-    projections in one; without the projection of the embedding."""
+    """Return a dict from open_clip's names of a text side's weights to Transformers' names, without the projection of
+    the embedding. `qkv` stands for queries, keys and values in one tensor."""
     names = {}
     for theirs in text.state_dict():
         if theirs.startswith(("transformer.", "token_embedding.", "positional_embedding", "ln_final.")):
@@ -208,8 +219,15 @@ def text_names(text: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.Module:
-    """Convert a CLIP with a SparseFormer into open_clip's `CLIP`, or a SigLIP into its `CustomTextCLIP`, with an
-    `OpenClipVisual`, in evaluation mode, with copies of the weights. open_clip must be installed."""
+    """Convert a model of Transformers with a SparseFormer to open_clip, in evaluation mode, with copies of its
+    weights. open_clip must be installed.
+
+    Args:
+        model (`SparseFormerCLIPModel` or `SparseFormerSiglipModel`): The model.
+
+    Returns:
+        open_clip's `CLIP` or, for a SigLIP, `CustomTextCLIP`, with an `OpenClipVisual`.
+    """
     import open_clip
 
     config = model.config.text_config
@@ -220,7 +238,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         "width": config.hidden_size,
         "heads": config.num_attention_heads,
         "layers": config.num_hidden_layers,
-        # Of the product with the width, open_clip drops the fraction.
+        # open_clip truncates the product with the width to an integer.
         "mlp_ratio": (config.intermediate_size + 0.5) / config.hidden_size,
         "norm_kwargs": {"eps": config.layer_norm_eps},
         "act_kwargs": {"approximate": "tanh"} if config.hidden_act == "gelu_pytorch_tanh" else None,
@@ -231,7 +249,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         text |= {"pool_type": "eos", "eos_id": config.eos_token_id}
     clip = (open_clip.CustomTextCLIP if is_siglip else open_clip.CLIP)(
         embed_dim=config.projection_size if is_siglip else model.config.projection_dim,
-        # A tower to be replaced.
+        # A small tower that is replaced below.
         vision_cfg={"layers": 1, "width": 64, "head_width": 64, "patch_size": 16, "image_size": 16},
         text_cfg=text,
         quick_gelu=config.hidden_act == "quick_gelu",

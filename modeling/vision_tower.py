@@ -1,4 +1,4 @@
-"""Puts a SparseFormer into a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision, in the place of its vision tower."""
+"""Replacement of the vision tower of a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision by a SparseFormer."""
 
 import copy
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_sparseformer_vlm import image_grid as grid_of
+from ..configuration.configuration_sparseformer_vlm import image_grid as image_grid_of
 from .image_format import set_size
 from .modeling_sparseformer_vlm import (
     SparseFormerGemma3ForConditionalGeneration,
@@ -33,7 +33,7 @@ MODELS = {
     "gemma3": SparseFormerGemma3ForConditionalGeneration,
     "llava_onevision": SparseFormerLlavaOnevisionForConditionalGeneration,
 }
-# Their towers have a grid of patches.
+# Model types that expect a square grid of features from their vision tower.
 GRID_MODELS = ("gemma3", "llava_onevision")
 
 
@@ -43,7 +43,7 @@ def swap_vision_tower(
 ) -> PreTrainedModel:
     """Return a VLM with its vision tower replaced by a SparseFormer.
 
-    Layers of a tower are counted from its end, where both towers have the same blocks: `vision_feature_layer=22` of a
+    The `vision_feature_layer` is converted to a negative index, as the last blocks of both towers correspond: 22 of a
     tower with 24 blocks becomes -3.
 
     Args:
@@ -51,29 +51,30 @@ def swap_vision_tower(
             `LlavaForConditionalGeneration` (LLaVA 1.5), `PaliGemmaForConditionalGeneration`,
             `Gemma3ForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`, also with a `device_map`. Its
             language model and projector become part of the new model; they are not copied.
-        vision_model (`SparseFormerVisionModel`, `...WithProjection` or `SparseFormerModel`, or with `Patch`):
-            Bootstrapped from the tower that it replaces, or a CLIP or SigLIP with one that was. It is copied, in that
-            one's precision, to where `vlm` takes its inputs.
+        vision_model (`SparseFormerVisionModel`, `SparseFormerVisionModelWithProjection` or `SparseFormerModel`):
+            A SparseFormer or PatchSparseFormer that was bootstrapped from the replaced tower, or a CLIP or SigLIP with
+            such a tower. It is copied to the device of the VLM's inputs, in the dtype of the replaced tower.
         image_grid (`int`, *optional*):
-            Rows, and columns, of the grid of a Gemma 3 or a LLaVA-OneVision; by default as before. Of a smaller one,
-            the language model reads fewer tokens.
+            Rows and columns of the grid of features in a Gemma 3 or a LLaVA-OneVision; the VLM's own by default. With
+            a smaller grid, the language model reads fewer tokens.
         new_first_layer (`bool`, *optional*, defaults to `False`):
-            Take a tower of another width, too, of a LLaVA or a PaliGemma: the first layer of the projector is then a
-            new one, which has to be trained.
+            Accept a vision model of another width for a LLaVA or a PaliGemma. The first layer of the projector is then
+            a fresh layer that has to be trained.
 
     Raises:
-        ValueError: if `vlm` or `vision_model` is another model, the widths differ, or there is no such grid.
+        ValueError: if `vlm` or `vision_model` is another kind of model, the widths differ, or `image_grid` does not
+            divide the images.
     """
     tower = getattr(vision_model, "vision_model", vision_model).base_model
     tower_fields = tower.config.to_dict()
     tower_fields["model_type"] = tower_fields.get("model_type", "").removesuffix("_projection")
     if tower_fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
-    # A part of a VLM has no head.
+    # The base model of a VLM has its model type, but no head.
     if not hasattr(vlm, "lm_head") or vlm.config.model_type not in MODELS:
         raise ValueError(
             f"Got a {type(vlm).__name__}, expected a Llava-, PaliGemma-, Gemma3- or "
-            "LlavaOnevisionForConditionalGeneration of Transformers. For the original code base of LLaVA there is "
+            "LlavaOnevisionForConditionalGeneration of Transformers. In LLaVA's original code base, use "
             "`SparseFormerVisionTower`."
         )
     model_class = MODELS[vlm.config.model_type]
@@ -88,8 +89,8 @@ def swap_vision_tower(
     sparseformer.to(input_device(vlm), next(old.vision_tower.parameters()).dtype)
     new_parts = {"vision_tower": new.vision_tower}
     if has_grid and image_grid is not None:
-        # The old weights, with the new grid.
-        check_projector_is_held(vlm)
+        # The projector depends on the grid, and its weights do not.
+        check_projector_on_device(vlm)
         new.multi_modal_projector.load_state_dict(old.multi_modal_projector.state_dict(), assign=True)
         new_parts["multi_modal_projector"] = new.multi_modal_projector
     elif not has_grid:
@@ -97,11 +98,11 @@ def swap_vision_tower(
         width = first_layer(new.multi_modal_projector).in_features
         if width != expected and not new_first_layer:
             raise ValueError(
-                f"The projector takes {expected} channels, the vision model gives {width}; bootstrap it from the "
-                "tower that it is to replace, or let the projector learn to read another one: frugalvit align-llava."
+                f"The vision model has {width} channels, but the projector takes {expected} channels. Bootstrap a "
+                "vision model from the tower that it replaces, or train the projector: frugalvit align-llava."
             )
         if width != expected:
-            check_projector_is_held(vlm)
+            check_projector_on_device(vlm)
             new_parts["multi_modal_projector"] = with_new_first_layer(old.multi_modal_projector, width)
     for name, part in old.named_children():
         setattr(new, name, new_parts.get(name, part))
@@ -117,35 +118,36 @@ def swap_vision_tower(
 def swapped_config(
     config_class: type, old: PreTrainedConfig, tower_fields: dict, image_grid: int | None
 ) -> PreTrainedConfig:
-    """Return the configuration of a VLM with another tower."""
+    """Return the configuration of a VLM whose vision tower has the fields `tower_fields`; other arguments are those of
+    `swap_vision_tower`."""
     fields = old.to_dict()
     for name in ("model_type", "auto_map", "architectures", "quantization_config"):
         fields.pop(name, None)
     if "vision_feature_layer" in fields:
-        fields["vision_feature_layer"] = count_from_end(old.vision_feature_layer, old.vision_config.num_hidden_layers)
+        fields["vision_feature_layer"] = negative_index(old.vision_feature_layer, old.vision_config.num_hidden_layers)
     if old.model_type not in GRID_MODELS:
         if image_grid is not None:
             raise ValueError(
-                f"`image_grid` is {image_grid}, but a {old.model_type} reads tokens of any number; `set_num_tokens` "
-                "chooses that."
+                f"`image_grid` is {image_grid}, expected None: a {old.model_type} reads any number of tokens, which "
+                "`set_num_tokens` sets."
             )
         return config_class(**fields | {"vision_config": tower_fields})
     if tower_fields["hidden_size"] != old.vision_config.hidden_size:
         raise ValueError(
-            f"The tower of this {old.model_type} has {old.vision_config.hidden_size} channels, the vision model "
-            f"{tower_fields['hidden_size']}; bootstrap it from the tower that it is to replace."
+            f"The vision model has {tower_fields['hidden_size']} channels, but the tower of this {old.model_type} has "
+            f"{old.vision_config.hidden_size} channels. Bootstrap a vision model from the tower that it replaces."
         )
-    rows = grid_of(old)
+    rows = image_grid_of(old)
     size = pair(old.vision_config.image_size)[0]
     cell = pair(old.vision_config.patch_size)[0]
     if image_grid not in (None, rows):
-        # A Gemma 3 pools cells, of several rows and columns, into a token.
+        # A Gemma 3 pools squares of cells into one token each.
         pooled = rows // int(old.mm_tokens_per_image**0.5) if old.model_type == "gemma3" else 1
         cell = size // max(image_grid, 1)
         if not pooled <= image_grid < rows or image_grid % pooled or size // cell != image_grid:
             raise ValueError(
-                f"`image_grid` is {image_grid}, expected at most {rows}, in steps of {pooled}, with cells of whole "
-                f"pixels in images of {size}."
+                f"`image_grid` is {image_grid}, expected a multiple of {pooled} up to {rows} whose cells are whole "
+                f"pixels in images of {size} pixels."
             )
         if old.model_type == "gemma3":
             fields["mm_tokens_per_image"] = (image_grid // pooled) ** 2
@@ -153,20 +155,20 @@ def swapped_config(
     return config_class(**fields | {"vision_config": grid})
 
 
-def count_from_end(layers: int | list[int], blocks: int) -> int | list[int]:
-    """Convert layer indices of a tower to negative indices."""
+def negative_index(layers: int | list[int], blocks: int) -> int | list[int]:
+    """Convert layer indices of a tower with this number of blocks to negative indices."""
     if isinstance(layers, int):
         return layers if layers < 0 else layers - blocks - 1
-    return [count_from_end(layer, blocks) for layer in layers]
+    return [negative_index(layer, blocks) for layer in layers]
 
 
 def first_layer(projector: nn.Module) -> nn.Linear:
-    """Return the layer of a LLaVA's or a PaliGemma's projector that reads the vision tower's tokens."""
+    """Return the first linear layer of a LLaVA's or a PaliGemma's projector."""
     return projector.linear_1 if hasattr(projector, "linear_1") else projector.linear
 
 
 def with_new_first_layer(projector: nn.Module, width: int) -> nn.Module:
-    """Return a copy of a projector that reads another number of channels."""
+    """Return a copy of a projector whose first layer takes `width` channels and has fresh weights."""
     projector = copy.deepcopy(projector)
     layer = first_layer(projector)
     layer.in_features = width
@@ -176,58 +178,57 @@ def with_new_first_layer(projector: nn.Module, width: int) -> nn.Module:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Return the device of a model's inputs, also if Accelerate shared the model out among devices."""
+    """Return the device of a model's inputs, also if Accelerate dispatched the model to several devices."""
     hook = getattr(model, "_hf_hook", None)
     return next(model.parameters()).device if hook is None else torch.device(hook.execution_device)
 
 
 def dispatch_to_devices(model: PreTrainedModel, vlm: PreTrainedModel, new_parts: dict[str, nn.Module]):
-    """Let tensors follow a model's parts on several devices. Parts of `vlm` keep the hooks that Accelerate gave them;
-    new ones have none yet."""
+    """Add Accelerate's hooks, which move tensors between devices, to a model and its new parts. Parts that come from
+    `vlm` have their hooks already."""
     device = input_device(vlm)
     for part in new_parts.values():
         add_hook_to_module(part, AlignDevicesHook(next(part.parameters()).device))
     skip_keys = model._skip_keys_device_placement
     add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys))
-    # Saving and training read it.
+    # Transformers reads the device map when it saves and trains.
     tower = "model.vision_tower"
     model.hf_device_map = {name: place for name, place in vlm.hf_device_map.items() if not name.startswith(tower)}
     if "" not in model.hf_device_map:
         model.hf_device_map[tower] = device
 
 
-def check_projector_is_held(vlm: nn.Module):
-    """Raise a ValueError if Accelerate keeps a projector's weights elsewhere between calls."""
+def check_projector_on_device(vlm: nn.Module):
+    """Raise a ValueError if Accelerate offloads the projector's weights between calls."""
     if any(parameter.is_meta for parameter in vlm.model.multi_modal_projector.parameters()):
-        raise ValueError("The projector is offloaded, but is to change; choose a `device_map` that gives it a device.")
+        raise ValueError("The projector is offloaded, and cannot be changed; set a device for it in `device_map`.")
 
 
 @torch.no_grad()
 def match_channels_(
     model: PreTrainedModel, original: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Let the projector read channels with the mean and the standard deviation that they had before the swap.
+    """Match mean and standard deviation of each channel of the projector's input to the original model's, in place.
 
-    A SparseFormer's tokens are averages of patches, so their channels spread less, and a projector that was trained on
-    patches misreads them. The two numbers a channel are folded into its first layer, a new one: nothing is trained,
-    and nothing is added to the model. Ours, not part of a paper.
+    A SparseFormer's tokens are averages of patches, so the standard deviations of their channels are smaller, and the
+    outputs of a projector that was trained on patches are off. The factors and shifts are folded into a copy of the
+    projector's first layer, without training or additional parameters. This is not part of a paper.
 
     Args:
-        model, original (`PreTrainedModel`):
-            The result of `swap_vision_tower` of a LLaVA 1.5 or PaliGemma, changed in place, and the model before the
-            swap, which is not changed and may share its projector.
-        batches (iterable of pairs of `torch.Tensor`): Pixel values of the same images, `(batch, 3, height, width)`, as
-            `model` and as `original` want them.
+        model (`PreTrainedModel`): The result of `swap_vision_tower` for a LLaVA 1.5 or PaliGemma; changed in place.
+        original (`PreTrainedModel`): The model before the swap. It is not changed, and may share its projector.
+        batches (iterable of pairs of `torch.Tensor`): Pixel values of equal images, `(batch, 3, height, width)`,
+            prepared for `model` and for `original`.
 
     Raises:
-        ValueError: if the models have a grid, the projector has no bias or is offloaded, or there is no image.
+        ValueError: if the models have a grid, the projector has no bias or is offloaded, or there are no images.
     """
     if original.config.model_type in GRID_MODELS:
-        raise ValueError(f"Channels are matched in a LLaVA 1.5 or PaliGemma, not a {original.config.model_type}.")
-    check_projector_is_held(original)
+        raise ValueError(f"Got a {original.config.model_type}, expected a LLaVA 1.5 or a PaliGemma.")
+    check_projector_on_device(original)
     old = first_layer(original.model.multi_modal_projector)
     if old.bias is None:
-        raise ValueError("The projector has no bias to put the channels' means into.")
+        raise ValueError("The first layer of the projector has no bias; matching channels needs one.")
     counts = torch.zeros(2, 1, dtype=torch.float64)
     sums = torch.zeros(2, old.in_features, dtype=torch.float64)
     squares = torch.zeros_like(sums)
@@ -238,13 +239,14 @@ def match_channels_(
             sums[index] += tokens.sum(0)
             squares[index] += tokens.square().sum(0)
     if not counts.any():
-        raise ValueError("There are no images to match the channels on.")
-    mean, wanted_mean = sums / counts
-    std, wanted_std = (squares / counts - (sums / counts).square()).clamp(min=0).sqrt()
-    # A channel that never changes has nothing to spread.
+        raise ValueError("`batches` is empty; matching channels needs images.")
+    means = sums / counts
+    mean, wanted_mean = means
+    std, wanted_std = (squares / counts - means.square()).clamp(min=0).sqrt()
+    # A constant channel cannot be rescaled.
     scale = torch.where(std > 1e-6 * wanted_std, wanted_std / std, 1.0)
     weight = old.weight.double().cpu()
-    # The original may have the same one.
+    # The original model may share the projector.
     model.model.multi_modal_projector = copy.deepcopy(model.model.multi_modal_projector)
     new = first_layer(model.model.multi_modal_projector)
     new.weight.copy_(weight * scale)
@@ -252,28 +254,31 @@ def match_channels_(
 
 
 def record_projector_inputs(vlm: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return the tokens that the projector reads, `(batch, tokens, channels)`."""
-    read = []
-    handle = vlm.model.multi_modal_projector.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    """Return the input of the projector, `(batch, tokens, channels)`, for images."""
+    recorded = []
+    projector = vlm.model.multi_modal_projector
+    handle = projector.register_forward_pre_hook(lambda module, inputs: recorded.append(inputs[0]))
     try:
         vlm.get_image_features(pixel_values)
     finally:
         handle.remove()
-    return read[0]
+    return recorded[0]
 
 
 def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> ProcessorMixin:
-    """Return the processor for a model with a SparseFormer as its vision tower. It inserts as many image tokens as the
-    model makes of an image, and pads prompts on the left, as `generate` wants them. A LLaVA's also inserts the number
-    that its call chooses (`num_image_tokens`).
+    """Return the processor for a VLM with a SparseFormer as its vision tower.
+
+    It inserts the model's number of tokens for each image, and pads prompts on the left, as `generate` needs. A
+    LLaVA's processor takes other numbers in its call (`num_image_tokens`).
 
     Args:
-        processor (`ProcessorMixin`):
-            The processor of the model whose tower was replaced, whose resizing, cropping and normalization stay.
-        model (`SparseFormerLlavaForConditionalGeneration` and the like): The model it is for.
+        processor (`ProcessorMixin`): The processor of the model before the swap. Its resizing, cropping and
+            normalization are kept.
+        model (`PreTrainedModel`): The result of `swap_vision_tower`.
 
     Returns:
-        A `SparseFormerLlavaProcessor`, or one of the class of `processor`; save it beside the model.
+        A `SparseFormerLlavaProcessor` for a LLaVA, else a processor of the class of `processor`. Save it beside the
+        model.
     """
     config = model.config
     parts = {name: copy.deepcopy(getattr(processor, name)) for name in processor.get_attributes()}
@@ -297,9 +302,9 @@ def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> Pro
     strategy = config.vision_feature_select_strategy
     return SparseFormerLlavaProcessor(
         **parts,
-        # No image is a million pixels high: all tokens are "additional" ones.
+        # Images are smaller than such a patch, so that all tokens are "additional" tokens.
         patch_size=10**6,
-        # `LlavaProcessor` takes one away for the [CLS] that "default" leaves out.
+        # `LlavaProcessor` subtracts one token for [CLS], which "default" leaves out.
         num_additional_image_tokens=config.image_seq_length + (strategy == "default"),
         vision_feature_select_strategy=strategy,
         image_token=processor.image_token,

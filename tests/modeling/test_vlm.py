@@ -63,7 +63,7 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     vlm.make_tower().save_pretrained(tmp_path / "tower")
     command = ["swap", "--model", str(tmp_path / "vlm"), "--vision-model", str(tmp_path / "tower")]
     assert main([*command, "--output", str(tmp_path / "out"), "--image-grid", "4"]) == 0
-    assert "7 tokens instead of 64 patches make a grid of 4 x 4" in capsys.readouterr().out
+    assert "7 tokens in the place of 64 patches, placed on a grid of 4 x 4" in capsys.readouterr().out
     loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert type(loaded) is getattr(frugalvit, f"SparseFormer{vlm.name}ForConditionalGeneration")
     assert type(AutoModel.from_pretrained(tmp_path / "out")).__name__ == f"SparseFormer{vlm.name}Model"
