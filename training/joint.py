@@ -2,10 +2,10 @@
 
     accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
 
-The defaults are the reference implementation's for CIFAR-10, its start (`initialization="reference"`), places of
-dropout and clipping among them. Not as there: hints fade with every step, not with every epoch, and biases and norms
-do not decay. The agent's BatchNorm reads the images of its own process alone, so that several processes do not have
-the losses of one to the digit.
+The defaults are those of the reference implementation for CIFAR-10, including its initialization
+(`initialization="reference"`), dropout and clipping. Unlike there, the weight of the hints decays with every step
+instead of every epoch, and biases and norms have no weight decay. The agent's BatchNorm uses the images of its own
+process alone, so that the losses of several processes differ slightly from those of one.
 """
 
 import dataclasses
@@ -35,23 +35,25 @@ from .views import labeled_images
 
 
 PROG = "frugalvit joint"
-# Folders of the two models within that of the pair, and the names of their accuracies.
+# Subfolders for the two models, and the names of their accuracies.
 PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
-# The reference's clipping of the ViT's gradient; for Joint- and Shared-S, and with SAM, it has none.
+# Norm to which the reference implementation clips the ViT's gradient. It does not clip with the small variants or SAM.
 CLIPPING = {"joint-base": 2.0, "shared-base": 0.1}
 
 
 @dataclass
 class TwinArguments:
-    """The two models and what they teach each other."""
+    """The two models and the hints between them."""
 
     variant: str = argument("joint-small", "The paper's models.", choices=JOINT_VARIANTS)
-    vit: str = argument("", "Other values of the ViT's configuration, for example image_size=32,patch_size=4.")
-    agent: str = argument("", "Other values of the agent's, for example patch_size=4.")
-    config_overrides: str = argument("", "Other values of the pair's, for example hint_weight=5,temperature=2.")
-    without_hint_at: list[float] = argument([], "Relative depths without a hint, above 0 to 1, the last block.")
+    vit: str = argument("", "Fields of the ViT's configuration, for example image_size=32,patch_size=4.")
+    agent: str = argument("", "Fields of the agent's configuration, for example patch_size=4.")
+    config_overrides: str = argument("", "Fields of the pair's configuration, for example hint_weight=5.")
+    without_hint_at: list[float] = argument([], "Relative depths without a hint, in (0, 1].")
     initialization: str = argument(
-        REFERENCE, "The paper's, Transformers', or the attention's.", choices=[REFERENCE, "default", *INITIALIZATIONS]
+        REFERENCE,
+        "Initialization of the paper, of Transformers, or of the attention.",
+        choices=[REFERENCE, "default", *INITIALIZATIONS],
     )
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
 
@@ -63,27 +65,29 @@ class TwinArguments:
 
 @dataclass
 class JointArguments(SmallDataArguments):
-    """Training of both: views of images and clipping."""
+    """Arguments of the training of both models: views of images and clipping."""
 
-    num_train_epochs: float = argument(240, "Epochs, in whose steps the weight of the hints decays linearly to 0.")
-    per_device_train_batch_size: int = argument(64, "Images of a step on a device.")
-    max_grad_norm: float = argument(0.0, "Norm that the gradient of both models is clipped to; 0 clips none.")
+    num_train_epochs: float = argument(240, "Epochs, over which the weight of the hints decays linearly to 0.")
+    per_device_train_batch_size: int = argument(64, "Training batch size on each device.")
+    max_grad_norm: float = argument(0.0, "Norm to which the gradient of both models is clipped; 0 turns it off.")
     vit_max_grad_norm: float | None = argument(
-        None, "The same of the ViT's. Default: the reference's for the variant."
+        None, "Norm to which the ViT's gradient is clipped. Default: the reference implementation's."
     )
-    padding_mode: str = argument("constant", "What they show: the image, or black.", choices=["reflect", "constant"])
-    crop_size: int | None = argument(32, "Pixels of the images for crop padded, before they are resized.")
-    crop_scale: list[float] = argument([0.6, 1.0], "Lowest and highest share of the area for crop resized.")
+    padding_mode: str = argument(
+        "constant", "Content of the padding: the reflected image, or black.", choices=["reflect", "constant"]
+    )
+    crop_size: int | None = argument(32, "Size of the crop in pixels, for crop padded, before it is resized.")
+    crop_scale: list[float] = argument([0.6, 1.0], "Lowest and highest share of the image's area, for crop resized.")
 
 
 class HintDecayCallback(TrainerCallback):
     """Decay the weight of a `BootstrappedViTForImageClassification`'s hints linearly to 0 (Zhang et al., arXiv
-    2112.03552), step by step, in any `Trainer`. Afterwards the model's `hint_share` is 1 again."""
+    2112.03552) over the steps of any `Trainer`. At the end of the training, the model's `hint_share` is 1."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        # PEFT and others may have wrapped it.
+        # The model may be wrapped, for example by PEFT.
         [self.pair] = [module for module in model.modules() if "hint_share" in vars(module)]
-        # A tensor, as a compiled model would be compiled anew for each number.
+        # A compiled model would be recompiled for each value of a number, but not of a tensor.
         self.pair.hint_share = torch.ones((), device=args.device)
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -94,9 +98,16 @@ class HintDecayCallback(TrainerCallback):
 
 
 class JointTrainer(SharpnessAwareTrainer):
-    """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.). After `run()`, the
-    folders `vit` and `agent` in `output_dir` have each of the two models alone. `train_dataset` and `eval_dataset` are
-    images with labels, see `BootstrapTrainer`."""
+    """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.). `run()` also saves
+    each of the two models alone, in `vit` and `agent` in `output_dir`.
+
+    Args:
+        model (`BootstrappedViTForImageClassification`): The pair.
+        args (`JointArguments`): The training arguments.
+        train_dataset: Images with labels, in the forms that `BootstrapTrainer` accepts.
+        eval_dataset (*optional*): Images with labels to choose the best model on.
+        callbacks (`list`, *optional*), kwargs: See `ImageTrainer`.
+    """
 
     def __init__(
         self,
@@ -124,7 +135,7 @@ class JointTrainer(SharpnessAwareTrainer):
         self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in Transformers; clips the ViT's gradient before each step."""
+        """As in `ImageTrainer`; the optimizer clips the ViT's gradient before each step."""
         optimizer = super().create_optimizer(model)
         norm = self.args.vit_max_grad_norm
         if norm and self.is_deepspeed_enabled:
@@ -139,14 +150,14 @@ class JointTrainer(SharpnessAwareTrainer):
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # No hints in evaluation.
+        # The loss of an evaluation has no hints.
         hints = {} if model.training else {"hint_share": 0.0}
         outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"], **hints)
         logits = {"vit": outputs.logits, "agent": outputs.agent_logits}
         return (outputs.loss, logits) if return_outputs else outputs.loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to the ViT's `accuracy` and to `agent_accuracy`; return these with the last one."""
+        """Add a batch to the ViT's `accuracy` and to `agent_accuracy`. Return both with the last batch."""
         labels = torch.as_tensor(prediction.label_ids).cpu().numpy()
         for metric, logits in zip(self.accuracies.values(), prediction.predictions, strict=True):
             metric.add_batch(predictions=torch.as_tensor(logits).float().cpu().numpy(), references=labels)
@@ -177,7 +188,7 @@ class JointTrainer(SharpnessAwareTrainer):
 
 
 def build_twins(options: TwinArguments, names: list[str]) -> BootstrappedViTForImageClassification:
-    """Return a new ViT and its agent for these class names, in float32."""
+    """Return a new ViT and its agent, in float32, for images of these class names."""
     values = VARIANTS[options.variant]
     fields = {
         **values,

@@ -1,13 +1,13 @@
-"""Fine-tune a model for semantic segmentation: SparseFormers, and all of Transformers that have a class for it.
+"""Fine-tune a SparseFormer, or another model of Transformers, for semantic segmentation.
 
     accelerate launch -m frugalvit.training.segment --model BOOTSTRAPPED --num_latent_tokens 255 --image_size 512 \\
         --dataset ADE20K --train_split training --eval_split validation --reduce_labels --num_labels 150 \\
         --output_dir OUT
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the recipe of
-ViT-Adapter (Chen et al. 2023) with 80,000 iterations and more images a step. The defaults are what that has for both
-sizes of AugReg models; where they differ, the head's rate, weight decay and drop path of base (large: 1, 0.05, 0.4)
-and the layer decay of large (base: 1).
+ViT-Adapter (Chen et al. 2023) with 80,000 iterations and larger batches. The defaults are those of ViT-Adapter for
+AugReg models. Where its two sizes differ, the head's learning rate, weight decay and drop path are those of base
+(large: 1, 0.05, 0.4), and the layer decay is that of large (base: 1).
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ from .views import PlainImages, reset_format
 
 
 PROG = "frugalvit segment"
-# Kind of the checkpoint to start from, for messages.
-KIND = "a model to go on from"
+# Description of the checkpoint to fine-tune, for messages.
+KIND = "a model to fine-tune"
 # Largest share of a class in a crop, and probability of each change of colors, as in MMSegmentation.
 MOST_OF_A_CLASS = 0.75
 DISTORTION = 0.5
@@ -59,13 +59,15 @@ DISTORTION = 0.5
 class SegmenterArguments:
     """The segmentation model to train."""
 
-    model: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer or a segmentation model.")
+    model: str | None = argument(
+        None, "Folder or hub id (owner/name@revision) of a SparseFormer or segmentation model."
+    )
     model_type: str | None = argument(None, "Architecture to train from scratch instead, a model_type.")
-    config_overrides: str = argument("", "Its configuration, for example hidden_sizes=[32,64,160,256].")
-    num_latent_tokens: int | None = argument(None, "Tokens of a SparseFormer, [CLS] not counted; 255 in the paper.")
-    image_size: list[int] = argument([512], "Pixels of the crop, one number or height and width.")
+    config_overrides: str = argument("", "Configuration of a new model, for example hidden_sizes=[32,64,160,256].")
+    num_latent_tokens: int | None = argument(None, "Latent tokens of a SparseFormer, without [CLS]; 255 in the paper.")
+    image_size: list[int] = argument([512], "Size of the crop in pixels, one number or height and width.")
     drop_path: float = argument(0.3, "Largest stochastic depth rate.")
-    trust_remote_code: bool = argument(False, "Run code that comes with the model.")
+    trust_remote_code: bool = argument(False, "Run the code in the model's repository.")
 
     expected = {
         "drop_path": NOT_NEGATIVE,
@@ -74,17 +76,17 @@ class SegmenterArguments:
 
     def __post_init__(self):
         if (self.model is None) == (self.model_type is None):
-            raise ValueError("Give either model, to go on from, or model_type, to train from scratch.")
+            raise ValueError("Pass either model, to fine-tune it, or model_type, to train from scratch.")
         check_fields(self)
 
 
 @dataclass
 class MaskedDataArguments(DataArguments):
-    """Images with masks to train and evaluate on, by their names."""
+    """Images with masks to train and evaluate on."""
 
     dataset: list[str] = argument(help="Hub id, parquet files, or folder with images/ and annotations/ or labelme's.")
-    mask_column: str | None = argument(None, "Name of the column of masks, where there are several.")
-    num_labels: int | None = argument(None, "Number of classes, where class_names does not name them.")
+    mask_column: str | None = argument(None, "Name of the column of masks. Default: the only one.")
+    num_labels: int | None = argument(None, "Number of classes, if class_names is not given.")
 
     expected = {"num_labels": (f"2 to {IGNORED}", lambda count: 2 <= count <= IGNORED)}
 
@@ -96,23 +98,27 @@ class MaskedDataArguments(DataArguments):
 
 @dataclass
 class SegmentationArguments(ImageTrainingArguments):
-    """Training of segmentation: augmentation, learning rates, and labels that do not count."""
+    """Arguments of the training of segmentation: augmentation, learning rates, and ignored labels."""
 
     metric_for_best_model: str = argument("mean_iou", "Metric that chooses the best model.")
-    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
-    num_train_epochs: float | None = argument(None, "Epochs. Default: as many as max_steps needs.")
+    batch_eval_metrics: bool = argument(True, "Compute metrics batch by batch instead of keeping all logits.")
+    num_train_epochs: float | None = argument(None, "Epochs. Default: as many as max_steps requires.")
     max_steps: int = argument(-1, "Optimizer steps. Default: 80,000 without num_train_epochs.")
-    per_device_train_batch_size: int = argument(32, "Images of a step on a device.")
-    per_device_eval_batch_size: int = argument(16, "Images of an evaluation step on a device.")
-    learning_rate: float = argument(2e-5, "Highest learning rate, that of the last block.")
-    weight_decay: float = argument(0.01, "Weight decay; none on biases, norms, positions and [CLS].")
-    warmup_steps: float = argument(0.01875, "Steps of linear warm-up from 0, or a share of all: 1,500 of 80,000.")
-    lr_scheduler_type: str = argument("linear", "Schedule after the warm-up, a name of Transformers.")
-    head_multiplier: float = argument(10.0, "The head's learning rate, in those of the last block.")
+    per_device_train_batch_size: int = argument(32, "Training batch size on each device.")
+    per_device_eval_batch_size: int = argument(16, "Evaluation batch size on each device.")
+    learning_rate: float = argument(2e-5, "Peak learning rate of the last block.")
+    weight_decay: float = argument(0.01, "Weight decay, except of biases, norms, positions and [CLS].")
+    warmup_steps: float = argument(
+        0.01875, "Steps of linear warm-up, or a share of all. The default is 1,500 of 80,000 steps."
+    )
+    lr_scheduler_type: str = argument("linear", "Name of a schedule of Transformers.")
+    head_multiplier: float = argument(10.0, "Factor of the head's learning rate.")
     layer_decay: float = argument(0.95, "Factor of the learning rate from a block to the one before it.")
-    scale: list[float] = argument([0.5, 2.0], "Shorter side of the resized image, in shorter sides of the crop.")
-    ignored_labels: list[int] = argument([], "Numbers in the masks that do not count, besides 255.")
-    reduce_labels: bool = argument(False, "0 in the masks does not count, 1 is the first class (ADE20K).")
+    scale: list[float] = argument(
+        [0.5, 2.0], "Range of the resized image's shorter side, relative to that of the crop."
+    )
+    ignored_labels: list[int] = argument([], "Labels in the masks to ignore, besides 255.")
+    reduce_labels: bool = argument(False, "Ignore label 0 in the masks; label 1 is the first class (ADE20K).")
 
     expected = {
         "layer_decay": ("a number above 0, up to 1", lambda value: 0 < value <= 1),
@@ -130,17 +136,21 @@ class SegmentationArguments(ImageTrainingArguments):
 def resize_pair(
     image: Image.Image, mask: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Resize an image, to a tensor, and its mask as torchvision does. The mask takes the nearest *centers*:
-    torchvision's other mode, which it uses for `tv_tensors.Mask`, is half a pixel off the image."""
+    """Return a resized image, as a tensor, and its resized mask. The mask is interpolated by `NEAREST_EXACT`, because
+    `NEAREST`, which torchvision uses for `tv_tensors.Mask`, is half a pixel off the image."""
     pixels = v2.functional.resize(v2.functional.pil_to_tensor(image), size, interpolation, antialias=True)
     return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
 
 
 class SegmentationView:
-    """Views for training segmentation: random resize, crop, flip and photometric distortion, alike for image and mask.
+    """Views for training segmentation: random resizing, crop and flip of image and mask, and photometric distortion of
+    the image. A crop is drawn again, up to 10 times, while one class has more than `MOST_OF_A_CLASS` of the labeled
+    pixels.
 
-    `scale` is the range of the resized image's shorter side, in crops. A crop in which one class has more than
-    `MOST_OF_A_CLASS` of the pixels that count is drawn anew, up to 10 times.
+    Args:
+        image_format (`ImageFormat`): The model's image format.
+        read_mask (`Callable`): Reads a mask, see `MaskReader`.
+        scale (`tuple[float, float]`): Range of the resized image's shorter side, relative to that of the crop.
     """
 
     def __init__(self, image_format: ImageFormat, read_mask, scale: Sequence[float] = (0.5, 2.0)):
@@ -154,7 +164,7 @@ class SegmentationView:
         self.flip_and_distort = v2.Compose([v2.RandomHorizontalFlip(), *jitters])
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        # A part of a strip: resized whole, it would take gigabytes.
+        # A long strip is cut first, because resizing all of it would take gigabytes.
         part = v2.RandomCrop([min(length, LONGEST * min(mask.shape)) for length in mask.shape])
         image, mask = part(image, tv_tensors.Mask(mask))
         shorter = int(torch.randint(self.sides[0], self.sides[1] + 1, ()))
@@ -170,7 +180,7 @@ class SegmentationView:
 
 
 class SegmentationEvalView:
-    """Views for evaluating segmentation: image and mask, resized to the model's size."""
+    """Views for evaluating segmentation: image and mask resized to the model's image size."""
 
     def __init__(self, image_format: ImageFormat, read_mask):
         self.formats = {"pixel_values": image_format}
@@ -183,7 +193,8 @@ class SegmentationEvalView:
 
 
 class PlainPairs(PlainImages):
-    """A PyTorch dataset, for example torchvision's `VOCSegmentation`, or a list of pairs of an image and its mask."""
+    """Pairs of an image and its mask, a PyTorch dataset such as torchvision's `VOCSegmentation` or a list, with the
+    interface of a `datasets.Dataset`."""
 
     def __init__(self, source):
         super().__init__(source, datasets.Features(dict.fromkeys(("image", "mask"), datasets.Image())))
@@ -194,9 +205,17 @@ class PlainPairs(PlainImages):
 
 
 class SegmentationTrainer(ImageTrainer):
-    """Transformers' `Trainer` of semantic segmentation, with ViT-Adapter's recipe. `train_dataset` and `eval_dataset`
-    are a `datasets.Dataset` or stream with the columns `image` and `mask`, a dataset of PyTorch or a list of pairs of
-    PIL images, or the name of what `load_masked_images` loads; `processing_class` is the model's image processor."""
+    """Transformers' `Trainer` of semantic segmentation, with the settings of ViT-Adapter.
+
+    Args:
+        model (`PreTrainedModel`): A model for semantic segmentation.
+        args (`SegmentationArguments`): The training arguments.
+        train_dataset: A `datasets.Dataset` or stream with the columns `image` and `mask`, a PyTorch dataset or a list
+            of pairs of PIL images, or a name that `load_masked_images` accepts.
+        eval_dataset (*optional*): Images to choose the best model on, in the same forms.
+        processing_class: The model's image processor.
+        kwargs: See `ImageTrainer`.
+    """
 
     def __init__(
         self, model, args: SegmentationArguments, train_dataset, eval_dataset=None, processing_class=None, **kwargs
@@ -207,7 +226,7 @@ class SegmentationTrainer(ImageTrainer):
         if self.num_labels < 2:
             raise ValueError(f"The model has {self.num_labels} class, expected two or more to learn (num_labels).")
         read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
-        # Evaluation leaves them out, too.
+        # The saved configuration tells evaluation which labels to ignore.
         model.config.ignored_labels = list(args.ignored_labels)
         super().__init__(
             model,
@@ -220,7 +239,7 @@ class SegmentationTrainer(ImageTrainer):
             learning_rate_factors=learning_rate_factors(model, args.head_multiplier, args.layer_decay),
             **kwargs,
         )
-        # Models that do not compute a loss themselves have labels, too.
+        # `Trainer` finds label names in the signature of `forward`, which some models lack.
         self.label_names = ["labels"]
         self.scores = SegmentationScores(self.num_labels)
 
@@ -240,7 +259,7 @@ class SegmentationTrainer(ImageTrainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to the scores, at the masks' resolution; return these with the last one."""
+        """Add a batch to the scores, at the masks' resolution. Return the scores with the last batch."""
         logits = torch.as_tensor(prediction.predictions).float()
         labels = torch.as_tensor(prediction.label_ids)
         check_scores(logits)
@@ -250,7 +269,7 @@ class SegmentationTrainer(ImageTrainer):
             return {}
         scores = self.scores.compute()
         if scores["mean_iou"] is None:
-            raise ValueError("No pixel of the evaluation masks counts; check ignored_labels and reduce_labels.")
+            raise ValueError("All pixels of the evaluation masks are ignored; check ignored_labels and reduce_labels.")
         return {name: value for name, value in scores.items() if name != "iou"}
 
     def summary(self, metrics: dict[str, float]) -> str:
@@ -263,7 +282,7 @@ class SegmentationTrainer(ImageTrainer):
 
 
 def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_labels: bool):
-    """Return the model for the data's classes, in float32, and its image processor."""
+    """Return the model, in float32, for the classes of the images, and its image processor."""
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
     if data.class_names:
         labels = label_fields(data.class_names)
@@ -275,14 +294,17 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
         config = load_config(options.model, KIND, trust, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
-                f"model {options.model} is no segmentation model, which has classes; give num_labels or class_names."
+                f"model is {options.model}, which has no classes for segmentation; pass num_labels or class_names."
             )
         set_drop_path(config, options.drop_path)
         if is_sparseformer(config):
             config.image_size = [height, width]
             config.resize_size = None
         elif options.num_latent_tokens:
-            raise ValueError(f"num_latent_tokens is {options.num_latent_tokens}, and {options.model} no SparseFormer.")
+            raise ValueError(
+                f"num_latent_tokens is {options.num_latent_tokens}, expected a SparseFormer as model, which "
+                f"{options.model} is not."
+            )
         model = load_with_new_head(AutoModelForSemanticSegmentation, options.model, config, KIND, trust)
         if options.num_latent_tokens:
             model.resize_tokens(options.num_latent_tokens)
@@ -292,7 +314,7 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])
     else:
         if not labels:
-            raise ValueError(f"A new {options.model_type} needs its classes: class_names or num_labels.")
+            raise ValueError(f"A new {options.model_type} needs class_names or num_labels.")
         config = new_config(options.model_type, options.config_overrides, options.drop_path, **labels)
         model = AutoModelForSemanticSegmentation.from_config(config)
     size = {"height": height, "width": width}

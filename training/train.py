@@ -1,4 +1,4 @@
-"""Train an image classifier from scratch or go on from a checkpoint: the standard recipe for little data.
+"""Train an image classifier on little data, from scratch or from a checkpoint.
 
     accelerate launch -m frugalvit.training.train --output_dir OUT --model_type vit --config_overrides patch_size=4,…
 
@@ -49,42 +49,52 @@ FEW_STEPS = 100
 class ModelArguments:
     """The classifier to train."""
 
-    model: str | None = argument(None, "Folder or hub id (@revision, too) of an image classifier to go on from.")
+    model: str | None = argument(None, "Folder or hub id (owner/name@revision) of an image classifier to fine-tune.")
     model_type: str | None = argument(None, "Architecture to train from scratch, a model_type. Default: vit.")
-    config_overrides: str = argument("", "Its configuration, for example image_size=32,patch_size=4,hidden_size=192.")
+    config_overrides: str = argument(
+        "", "Configuration of a new model, for example image_size=32,patch_size=4,hidden_size=192."
+    )
     initialization: str = argument(
-        "default", "Of a ViT's attention, or all (reference).", choices=["default", *INITIALIZATIONS, REFERENCE]
+        "default",
+        "Initialization of a new ViT's attention, or of all its weights (reference).",
+        choices=["default", *INITIALIZATIONS, REFERENCE],
     )
     initialization_options: str = argument("", "Arguments of initialize_attention_, for example kernel_size=5.")
-    context_broadcast: str | None = argument(None, "Kind to insert into every block.", choices=[*CONTEXT_BROADCASTS])
-    context_broadcast_position: list[str] = argument(["mlp_end"], "Where.", choices=[*CONTEXT_BROADCAST_POSITIONS])
+    context_broadcast: str | None = argument(
+        None, "Kind of Context Broadcasting to insert into every block.", choices=[*CONTEXT_BROADCASTS]
+    )
+    context_broadcast_position: list[str] = argument(
+        ["mlp_end"], "Where to insert it.", choices=[*CONTEXT_BROADCAST_POSITIONS]
+    )
     context_broadcast_scale_init: float = argument(0.0, "Initial scale of cb_s.")
-    context_broadcast_blend: bool = argument(False, "Insert it with a learned blend that begins at 0.")
-    drop_path: float = argument(0.0, "Probability of leaving a block's branch out, where the model has that.")
-    image_size: int | None = argument(None, "Pixels of the images, where model or architecture takes several sizes.")
-    image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, of values in 0..1, from scratch.")
-    image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, from scratch.")
+    context_broadcast_blend: bool = argument(False, "Insert it with a learned blend that starts at 0.")
+    drop_path: float = argument(0.0, "Probability of dropping a block's branch, if the model has stochastic depth.")
+    image_size: int | None = argument(None, "Size of the images in pixels, if the model takes several sizes.")
+    image_mean: list[float] = argument([0.5, 0.5, 0.5], "Mean of the channels, in 0..1, for a new model.")
+    image_std: list[float] = argument([0.5, 0.5, 0.5], "Standard deviation of the channels, in 0..1, for a new model.")
 
     def __post_init__(self):
         if not (self.model or self.model_type or self.config_overrides):
-            raise ValueError("Give model, to go on from, or model_type and config_overrides, to train from scratch.")
+            raise ValueError("Pass model, to fine-tune it, or model_type or config_overrides, to train from scratch.")
 
 
 @dataclass
 class SmallDataArguments(ImageTrainingArguments):
-    """Training of classifiers from little data: the optimizer, crops and flips."""
+    """Arguments of trainings on little data: the optimizer, crops and flips."""
 
     metric_for_best_model: str = argument("accuracy", "Metric that chooses the best model.")
-    batch_eval_metrics: bool = argument(True, "Measure batch by batch, instead of keeping all logits.")
-    learning_rate: float = argument(1e-3, "Highest learning rate.")
-    weight_decay: float = argument(0.05, "Weight decay; none on biases, norms, positions and [CLS].")
-    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
-    attn_implementation: str | None = argument(None, "Attention in training. Default: eager on CPUs.")
-    crop: str = argument("padded", "Crop of the padded image, or a random part.", choices=["padded", "resized"])
-    crop_padding: int = argument(4, "Pixels of padding on each side for crop padded.")
-    padding_mode: str = argument("reflect", "What they show: the image, or black.", choices=["reflect", "constant"])
-    crop_size: int | None = argument(None, "Pixels of the images for crop padded. Default: the model's.")
-    crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the area for crop resized.")
+    batch_eval_metrics: bool = argument(True, "Compute metrics batch by batch instead of keeping all logits.")
+    learning_rate: float = argument(1e-3, "Peak learning rate.")
+    weight_decay: float = argument(0.05, "Weight decay, except of biases, norms, positions and [CLS].")
+    lr_scheduler_type: str = argument("cosine", "Name of a schedule of Transformers.")
+    attn_implementation: str | None = argument(None, "Attention implementation in training. Default: eager on CPUs.")
+    crop: str = argument("padded", "Random crop of the padded image, or resized crop.", choices=["padded", "resized"])
+    crop_padding: int = argument(4, "Padding on each side in pixels, for crop padded.")
+    padding_mode: str = argument(
+        "reflect", "Content of the padding: the reflected image, or black.", choices=["reflect", "constant"]
+    )
+    crop_size: int | None = argument(None, "Size of the crop in pixels, for crop padded. Default: the model's.")
+    crop_scale: list[float] = argument([0.08, 1.0], "Lowest and highest share of the image's area, for crop resized.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
     sam_rho: float = argument(0.0, "Radius of sharpness-aware minimization around optim; 0 turns it off.")
 
@@ -98,7 +108,14 @@ class SmallDataArguments(ImageTrainingArguments):
 
 
 class SmallDataView:
-    """Views for training from little data: crop, flip, RandAugment, random erasing, all of torchvision."""
+    """Views for training on little data: torchvision's random crop, flip, RandAugment and random erasing.
+
+    Args:
+        image_format (`ImageFormat`): The model's image format.
+        args (`SmallDataArguments`): Crop, padding and flip.
+        randaugment_layers (`int`), randaugment_magnitude (`int`): RandAugment's number and strength of operations.
+        erasing (`float`): Probability of erasing a rectangle.
+    """
 
     def __init__(self, image_format: ImageFormat, args, randaugment_layers=0, randaugment_magnitude=9, erasing=0.0):
         self.formats = {"pixel_values": image_format}
@@ -111,7 +128,7 @@ class SmallDataView:
             steps = [v2.RandomResizedCrop(size, args.crop_scale, interpolation=interpolation), flip]
         else:
             if padding >= min(before):
-                raise ValueError(f"crop_padding is {padding}, expected less than the images' {min(before)} pixels.")
+                raise ValueError(f"crop_padding is {padding}, expected less than the image size, {min(before)}.")
             crop = v2.RandomCrop(before, padding or None, padding_mode=args.padding_mode)
             steps = [v2.Resize(before, interpolation), flip, crop, v2.Resize(size, interpolation)]
         if randaugment_layers:
@@ -128,7 +145,7 @@ class SmallDataView:
 
 @dataclass
 class ImageClassificationArguments(SmallDataArguments):
-    """Training of a classifier: augmentation, distillation, and learning rates of head and layers."""
+    """Arguments of the training of a classifier: augmentation, distillation, and learning rates of head and layers."""
 
     num_train_epochs: float = argument(100, "Epochs.")
     per_device_train_batch_size: int | None = argument(
@@ -139,19 +156,21 @@ class ImageClassificationArguments(SmallDataArguments):
         f"Highest learning rate. Default: {FINE_TUNING_LEARNING_RATE} with model, {SCRATCH_LEARNING_RATE} without.",
     )
     warmup_steps: float = argument(0.05, "Steps of warm-up, or a share of all.")
-    label_smoothing_factor: float = argument(0.1, "Share of the target that is spread over all classes.")
-    randaugment_layers: int = argument(2, "RandAugment's operations for an image; 0 turns it off.")
+    label_smoothing_factor: float = argument(0.1, "Share of the target that is distributed over all classes.")
+    randaugment_layers: int = argument(2, "RandAugment's number of operations; 0 turns it off.")
     randaugment_magnitude: int = argument(9, "RandAugment's strength, 0 to 30.")
-    erasing: float = argument(0.0, "Probability of erasing a rectangle, which then shows the mean.")
-    mixup: float = argument(0.2, "Mixup's Beta parameter; 0 turns it off.")
-    cutmix: float = argument(0.0, "CutMix's Beta parameter; 0 turns it off.")
-    distill_from: str | None = argument(None, "Folder or hub id (@revision, too) of a classifier to learn from.")
-    distill_weight: float = argument(0.5, "Weight of its loss, the labels' loss has the rest.")
-    distill_kind: str = argument("soft", "Divergence from it, or its best class.", choices=["soft", "hard"])
-    distill_temperature: float = argument(1.0, "Temperature of both distributions in the divergence.")
+    erasing: float = argument(0.0, "Probability of erasing a rectangle, which is filled with the mean.")
+    mixup: float = argument(0.2, "Parameter of mixup's Beta distribution; 0 turns it off.")
+    cutmix: float = argument(0.0, "Parameter of CutMix's Beta distribution; 0 turns it off.")
+    distill_from: str | None = argument(None, "Folder or hub id (owner/name@revision) of a teacher, a classifier.")
+    distill_weight: float = argument(0.5, "Weight of the teacher's loss; that of the labels is 1 minus it.")
+    distill_kind: str = argument(
+        "soft", "Learn the teacher's probabilities, or its best class.", choices=["soft", "hard"]
+    )
+    distill_temperature: float = argument(1.0, "Temperature of both distributions with distill_kind soft.")
     head_multiplier: float = argument(1.0, "Factor of the classifier's learning rate.")
     layer_decay: float = argument(1.0, "Factor of the learning rate from a block to the one before it.")
-    trust_remote_code: bool = argument(False, "Run code that comes with the model or the teacher.")
+    trust_remote_code: bool = argument(False, "Run the code in the repository of model or teacher.")
 
 
 def resolve_arguments(args: ImageClassificationArguments, config, images) -> ImageClassificationArguments:
@@ -174,9 +193,17 @@ def resolve_arguments(args: ImageClassificationArguments, config, images) -> Ima
 
 
 class ImageClassificationTrainer(SharpnessAwareTrainer):
-    """Transformers' `Trainer` with the recipe for little data: RandAugment, mixup, CutMix, label smoothing, learning
-    rates that fall from block to block, and distillation. `train_dataset` and `eval_dataset` are images with labels,
-    see `BootstrapTrainer`; `processing_class` is the model's image processor."""
+    """Transformers' `Trainer` for classifiers on little data, with RandAugment, mixup, CutMix, label smoothing,
+    layer-wise decay of the learning rate, and distillation.
+
+    Args:
+        model (`PreTrainedModel`): An image classifier.
+        args (`ImageClassificationArguments`): The training arguments.
+        train_dataset: Images with labels, in the forms that `BootstrapTrainer` accepts.
+        eval_dataset (*optional*): Images with labels to choose the best model on.
+        processing_class: The model's image processor.
+        kwargs: See `ImageTrainer`.
+    """
 
     def __init__(
         self,
@@ -208,7 +235,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        # Models that do not compute a loss themselves have labels, too.
+        # `Trainer` finds label names in the signature of `forward`, which some models lack.
         self.label_names = ["labels"]
         self.accuracies = accuracies()
         self.teacher = None
@@ -233,17 +260,19 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
             loss = F.cross_entropy(logits.float(), labels)
             return (loss, {"logits": logits}) if return_outputs else loss
         outputs = model(pixel_values=pixel_values)
-        # A distilled model has two classifiers: one learns from the labels, one from the teacher if there is one.
-        of_labels = outputs.logits
-        of_teacher = outputs.logits
+        # A model with a distillation token has two classifiers, of which one learns from the teacher.
+        class_logits = outputs.logits
+        distillation_logits = outputs.logits
         if getattr(outputs, "cls_logits", None) is not None:
-            of_labels = outputs.cls_logits
-            of_teacher = outputs.distillation_logits
-        loss = F.cross_entropy(of_labels, labels, label_smoothing=args.label_smoothing_factor)
+            class_logits = outputs.cls_logits
+            distillation_logits = outputs.distillation_logits
+        loss = F.cross_entropy(class_logits, labels, label_smoothing=args.label_smoothing_factor)
         if self.teacher:
-            loss = torch.lerp(loss, self.teacher_loss(of_teacher, pixel_values), args.distill_weight)
-        elif of_teacher is not of_labels:
-            loss = (loss + F.cross_entropy(of_teacher, labels, label_smoothing=args.label_smoothing_factor)) / 2
+            loss = torch.lerp(loss, self.teacher_loss(distillation_logits, pixel_values), args.distill_weight)
+        elif distillation_logits is not class_logits:
+            loss = (
+                loss + F.cross_entropy(distillation_logits, labels, label_smoothing=args.label_smoothing_factor)
+            ) / 2
         return (loss, outputs) if return_outputs else loss
 
     def teacher_loss(self, logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -278,7 +307,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         return metrics
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to `accuracy` and `top5_accuracy`; return these with the last one."""
+        """Add a batch to `accuracy` and `top5_accuracy`. Return both with the last batch (`compute_result`)."""
         logits, labels = (torch.as_tensor(each).cpu() for each in (prediction.predictions, prediction.label_ids))
         self.accuracies.add_batch(predictions=logits.float().numpy(), references=labels.numpy())
         return self.accuracies.compute() if compute_result else {}

@@ -104,9 +104,9 @@ def test_pairs_in_python(options, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"ignored_labels": [0, 1, 2, 3]}, "No pixel of the evaluation masks counts; check ignored_labels"),
+        ({"ignored_labels": [0, 1, 2, 3]}, "All pixels of the evaluation masks are ignored; check ignored_labels"),
         ({"class_names": ["a"], "num_labels": None}, "The model has 1 class, expected two or more"),
-        ({"class_names": None}, "is no segmentation model, which has classes; give num_labels or class_names"),
+        ({"class_names": None}, "which has no classes for segmentation; pass num_labels or class_names"),
     ],
 )
 def test_wrong_calls_are_one_line(wrong, message, options, tmp_path, capsys):
