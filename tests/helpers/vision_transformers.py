@@ -1,6 +1,6 @@
-"""A small random model of every kind that can be a teacher, built from its own library's classes, and what it can do.
+"""Small random models of every kind of teacher, built from the libraries' own classes.
 
-`docs/models.md` has a row for each kind; a test compares.
+`docs/models.md` has a row for each kind, which a test compares with `KINDS`.
 """
 
 import copy
@@ -23,7 +23,7 @@ from torch import nn
 
 
 def randomize(model: nn.Module, scale: float = 0.2) -> nn.Module:
-    """Weights far from their initialization, so that nothing is equal by being zero or one; norms near one."""
+    """Draw weights far from their initialization, in place, so that no parameter is 0 or 1. Norms stay near 1."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,7 +42,7 @@ SIZES_OF_TIMM = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "
 
 
 def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[], nn.Module]:
-    """Makes one of Transformers' models; `intermediate_size` goes where a family has it."""
+    """Return a function that builds one of Transformers' models."""
 
     def make() -> nn.Module:
         config_class = getattr(transformers, f"{family}Config")
@@ -52,7 +52,8 @@ def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[],
 
 
 def of_two_sides(family: str, model: str = "Model", vision=IMAGES, text=(), **fields) -> Callable[[], nn.Module]:
-    """Makes one of Transformers' models for images and texts, or the classifier of its image side."""
+    """Return a function that builds one of Transformers' models for images and texts, or the classifier of its vision
+    tower."""
 
     def make() -> nn.Module:
         sides = {"vision_config": SIZES | vision, "text_config": TEXT | dict(text)}
@@ -67,12 +68,12 @@ def of_timm(model_class=VisionTransformer, **arguments) -> Callable[[], nn.Modul
 
 
 def in_timm(architecture: str, **options) -> Callable[[], nn.Module]:
-    """Makes an architecture of timm, small."""
+    """Return a function that builds a small model of one of timm's architectures."""
     return lambda: randomize(timm.create_model(architecture, **SIZES_OF_TIMM | options))
 
 
 def open_clip_config(trunk: str | None = None, **fields) -> dict:
-    """The fields of a small model of open_clip; a trunk is an architecture of timm."""
+    """Return the configuration of a small model of open_clip. `trunk` is an architecture of timm."""
     vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2}
     if trunk:
         vision = {"image_size": 32, "timm_model_name": small_trunk(trunk)}
@@ -86,7 +87,7 @@ def of_open_clip(trunk: str | None = None, **fields) -> Callable[[], nn.Module]:
 
 
 def small_trunk(name: str) -> str:
-    """Another name, in timm's registry, for an architecture made small: open_clip asks for trunks by name alone."""
+    """Register a small model of one of timm's architectures and return its name, as open_clip takes names alone."""
 
     def create(pretrained=False, **arguments):
         return timm.create_model(name, **SIZES_OF_TIMM | arguments)
@@ -98,17 +99,22 @@ def small_trunk(name: str) -> str:
 
 
 def conv_stem() -> Callable[..., nn.Module]:
-    """Makes MobileCLIP-B's convolutions in the place of a patch embedding, of 16 pixels each."""
+    """Return an `embed_layer` of MobileCLIP-B's convolutions, for patches of 16 pixels."""
     stem = ConvStem(channels=(8, 8, 48), stride=(4, 2, 2), kernel_size=(4, 2, 2), padding=0, act_layer=nn.GELU)
     return partial(HybridEmbed, backbone=stem, proj=False)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of vision transformer: its row in docs/models.md, and what builds a small one.
+    """A kind of vision transformer.
 
-    Unless it says otherwise, attention can be initialized (`impulses`), Context Broadcasting may gate by a class
-    token, patches are embedded by one linear map, and its own library takes images of another size (`resizes`).
+    Args:
+        row (`str`): Its row in docs/models.md.
+        build (`Callable`): Builds a small model.
+        impulses (`bool`): Whether its attention can be initialized.
+        class_token (`bool`): Whether Context Broadcasting can gate by a class token.
+        patches (`bool`): Whether patches are embedded by one linear map.
+        resizes (`bool`): Whether its own library takes images of another size.
     """
 
     row: str
@@ -123,7 +129,7 @@ class Kind:
         return self.build()
 
     def make(self) -> nn.Module:
-        """A small model; to copy one takes less time than to build and initialize it again."""
+        """Return a copy of the small model, which takes less time than building it again."""
         return copy.deepcopy(self._model)
 
 
@@ -261,7 +267,7 @@ KINDS = {
 
 
 def save_kind(kind: str, folder: Path) -> str:
-    """Write a small model of open_clip or Transformers as its own library does; returns what `--teacher` is to be."""
+    """Save a small model of open_clip or Transformers as its own library does, and return the value of `--teacher`."""
     model = KINDS[kind].make()
     if kind == "open_clip":
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A tiny random model of each kind that counts on a grid of patches, with its processor."""
+"""Tiny random VLMs that expect a grid of features from their vision tower, with their processors."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from frugalvit import PatchSparseFormerVisionModel, SparseFormerVisionModel
 from tiny import SMALL, randomize, word_tokenizer
 
 
-# What processors ask a tokenizer for.
+# Special tokens that processors read from a tokenizer.
 SPECIAL = {"image_token": "<image>", "video_token": "<video>", "boi_token": "<start>", "eoi_token": "<end>"}
 WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "?", *SPECIAL.values()]
 IMAGE = WORDS.index("<image>")
@@ -35,12 +35,13 @@ class VLM:
     fields: dict
     processor: dict
     pixels: dict
-    # What stands for an image, and the rows, and columns, of cells that become one token.
+    # The text that stands for an image.
     prompt: str = "<image>"
+    # Rows and columns of the cells that are pooled into one token.
     cells: int = 1
 
     def make(self) -> PreTrainedModel:
-        """A model; the weights are the same each time."""
+        """Build the model, with equal weights in every call."""
         torch.manual_seed(0)
         vision = transformers.SiglipVisionConfig(image_size=SIZE, patch_size=SIZE // ROWS, **VISION)
         config_class = getattr(transformers, f"{self.name}Config")
@@ -49,7 +50,7 @@ class VLM:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """One for tests that leave it as it is."""
+        """A model for tests that do not change it."""
         return self.make()
 
     def make_processor(self) -> ProcessorMixin:
@@ -60,13 +61,13 @@ class VLM:
         )
 
     def make_tower(self, num_tokens: int = 7, **fields) -> SparseFormerVisionModel:
-        """A student of its tower, with weights of its own, the same each time."""
+        """Build a student of its tower with random weights, which are equal in every call."""
         torch.manual_seed(0)
         tower = self.model.model.vision_tower
         return randomize(SparseFormerVisionModel.from_teacher(tower, num_tokens, **NORMALIZATION, **SMALL, **fields))
 
     def inherit(self) -> PatchSparseFormerVisionModel:
-        """A student of its tower with a token for each patch."""
+        """Build a student of its tower with a token for each patch."""
         return PatchSparseFormerVisionModel.from_teacher(self.model.model.vision_tower, ROWS**2, **NORMALIZATION)
 
 

@@ -55,7 +55,7 @@ def wrapped_timm() -> transformers.TimmWrapperForImageClassification:
     return transformers.TimmWrapperForImageClassification(config)
 
 
-# How to make it, and places at the end of an MLP. tests/modeling/test_hosts.py has more.
+# A function that builds each host, and its number of blocks. tests/modeling/test_hosts.py has more hosts.
 HOSTS = {
     "ViT": (lambda: of_transformers("ViT", SMALL), 2),
     "Swin": (lambda: of_transformers("Swin", SWIN), 3),
@@ -77,7 +77,7 @@ def output_of(model: nn.Module) -> torch.Tensor:
     if not isinstance(model, transformers.PreTrainedModel):
         return model(pixel_values)
     text = {"input_ids": torch.tensor([[1, 2, 3]] * 2)} if hasattr(model, "text_model") else {}
-    # Of all tokens, with Context Broadcasting and without.
+    # Models without Context Broadcasting may otherwise skip tokens that are not pooled.
     whole = {"output_tokens": True} if hasattr(model, "sparseformer") else {}
     outputs = model(pixel_values=pixel_values, **text, **whole)
     return next(outputs[name] for name in ("logits", "logits_per_image", "pooler_output") if name in outputs)
@@ -91,7 +91,7 @@ def set_scales(model: nn.Module):
 
 
 def by_hand(kind: str, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Tokens `(tokens, channels)`, one by one."""
+    """Broadcast within tokens `(tokens, channels)`, one by one."""
     mean = sum(x) / len(x)
     rows = {
         "cb": lambda token: (token + mean) / 2,
@@ -133,7 +133,7 @@ def test_a_blend_leads_from_the_tokens_to_what_the_kind_makes_of_them(kind):
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_is_what_one_would_write_by_hand(host):
-    """The end of every MLP, by wrapping its forward; afterwards the model is as it was."""
+    """Insertion equals wrapping the forward of every MLP, and removal restores the model."""
     model = make(host)
     before, weights = output_of(model), set(model.state_dict())
     inserted = insert_context_broadcast(model)
@@ -155,7 +155,7 @@ def test_is_what_one_would_write_by_hand(host):
     assert (broadcast - before).abs().max() > 1e-3
 
 
-# How blocks are found differs from host to host, what is done with them does not.
+# Blocks are found in three ways; the other hosts share one of them.
 @pytest.mark.parametrize("host", ["ViT", "Swin", "timm ViT"])
 def test_positions_and_copies(host):
     model, outputs = make(host), {}
@@ -180,7 +180,7 @@ def test_positions_and_copies(host):
     [("ViT", True), ("ViT", False), ("CLIP", True), ("timm in Transformers", True), ("SparseFormer", True)],
 )
 def test_is_loaded_again(host, original, tmp_path):
-    """The host keeps its class; what was inserted is noted, and comes back when it is asked for."""
+    """The host keeps its class, and `load_context_broadcast` restores what was inserted."""
     model = make(host)
     model_class = type(model)
     insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)

@@ -1,4 +1,4 @@
-"""Every kind of vision transformer of docs/models.md: read exactly, and of use to every method that its row says."""
+"""Every kind of vision transformer of docs/models.md is read exactly, and works with the methods in its row."""
 
 import re
 from dataclasses import replace
@@ -29,10 +29,14 @@ from frugalvit.modeling.hosts.running import (
 # The tanh approximation of GELU differs by 5e-5.
 TOLERANCE = 1e-5
 TINY_FOCUS = {
-    **{"stem_channels": 4, "num_sampling_points": 4, "num_mixed_points": 4, "mixing_hidden_size": 8},
-    **{"num_focusing_iterations": 2, "num_latent_tokens": 5},
+    "stem_channels": 4,
+    "num_sampling_points": 4,
+    "num_mixed_points": 4,
+    "mixing_hidden_size": 8,
+    "num_focusing_iterations": 2,
+    "num_latent_tokens": 5,
 }
-# What is one piece of code for all hosts is tested on one of each library.
+# One host of each library, for tests of code that all hosts share.
 FEW = ("dinov2-registers-classifier", "timm-registers", "open_clip")
 WITH_PATCHES = [name for name, kind in KINDS.items() if kind.patches]
 OF_TRANSFORMERS = [name for name in WITH_PATCHES if not name.startswith(("timm", "open_clip"))]
@@ -40,7 +44,7 @@ OF_TRANSFORMERS = [name for name in WITH_PATCHES if not name.startswith(("timm",
 
 @torch.no_grad()
 def make(name: str) -> nn.Module:
-    """A small random model whose matrices have mean 0: a mean of their own would hide what attention does."""
+    """Return a small random model whose matrices have mean 0; with another mean, attention would be nearly uniform."""
     model = KINDS[name].make().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -68,7 +72,7 @@ def make_student(anatomy, **options) -> nn.Module:
 
 @torch.no_grad()
 def changed(student: nn.Module) -> nn.Module:
-    """Changes a student in place as training does: all that learns."""
+    """Change all parameters that require gradients, in place, as training does."""
     generator = torch.Generator().manual_seed(0)
     for parameter in student.parameters():
         if parameter.requires_grad:
@@ -78,7 +82,7 @@ def changed(student: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def difference_from(anatomy, outputs, images: torch.Tensor) -> float:
-    """The largest difference of a student's logits or embedding from its teacher's, relative to the largest value."""
+    """Return the relative difference of a student's logits or embedding from its teacher's."""
     if anatomy.classifier is not None:
         return relative_difference(outputs.logits, anatomy.run_classifier(images)).item()
     return relative_difference(outputs.get("image_embeds", outputs.get("pooler_output")), anatomy.embed(images)).item()
@@ -86,7 +90,7 @@ def difference_from(anatomy, outputs, images: torch.Tensor) -> float:
 
 @torch.no_grad()
 def parity(anatomy) -> float:
-    """`difference_from` of a student with all patches."""
+    """Return `difference_from` of a student with all patches."""
     images = make_example(anatomy)
     return difference_from(anatomy, inherit(anatomy)(images), images)
 
@@ -122,7 +126,7 @@ def check_other_methods(name: str):
     if KINDS[name].impulses:
         report = impulse_init_(model, mass=0.8, generator=torch.Generator().manual_seed(0))
         assert len(report.heads) == sum(block.attention.num_heads for block in anatomy.blocks)
-        # Twelve channels a head are few.
+        # The rate is below 1 because heads have only twelve channels.
         assert report.mean("peak_rate") > 0.6
         mimetic_init_(model)
     else:
@@ -144,7 +148,7 @@ def check_other_methods(name: str):
 class TestReading:
     @pytest.mark.parametrize("name", ["vit", "dinov3", "timm-registers", "open_clip-timm-siglip"])
     def test_at_another_size_too(self, name):
-        """Positions are those that its own library interpolates or computes."""
+        """Positions are interpolated or computed as the model's own library does it."""
         assert parity(read_anatomy(make(name), (24, 16))) < TOLERANCE
 
     @pytest.mark.parametrize("name", ["dinov3", "timm-eva02", "timm-pe-core"])
@@ -153,7 +157,7 @@ class TestReading:
         wrong = {
             "theta": rotary.theta * 2,
             "scale": (rotary.scale[0], rotary.scale[1] * 1.1),
-            # A shift of all patches rotates none against another, only against what is not rotated.
+            # A common shift rotates patches only relative to prefix tokens, which are not rotated.
             "shift": (rotary.shift[0] + 0.1, rotary.shift[1] - 0.1),
             "channels": rotary.channels.flip(0),
         }
@@ -185,7 +189,7 @@ class TestReading:
 
 
 class TestInheritedStarts:
-    """Students that begin as their teacher at a lower resolution."""
+    """Untrained students are their teacher at a lower resolution."""
 
     @pytest.mark.parametrize("name", ["vit", "radio", "siglip2-vision", "timm-registers", "timm-dinov3"])
     def test_before_training_a_student_is_its_teacher_at_a_lower_resolution(self, name):
@@ -204,7 +208,7 @@ class TestPlainViTs:
     def test_a_trained_student_goes_back_into_its_teachers_class(self, name, tmp_path):
         student = changed(inherit(read_anatomy(make(name))))
         host = student.to_plain_vit(16)
-        # Without what reads text.
+        # The text side is left out.
         assert type(host) is type(make(name)) or name in ("clip", "siglip", "siglip2")
         host.save_pretrained(tmp_path)
         anatomy = read_anatomy(type(host).from_pretrained(tmp_path))

@@ -1,4 +1,4 @@
-"""A SparseFormer from a teacher: its inherited parts, its new parts, and the teachers that are refused."""
+"""`from_teacher`: a student's inherited parts, its new parts, and the teachers that are refused."""
 
 import pytest
 import timm
@@ -117,7 +117,7 @@ def test_a_mean_pooled_teacher_gives_a_mean_pooled_student():
         0,
         16,
     )
-    # A [CLS] that is not pooled takes part in attention.
+    # Tokens attend to [CLS] also if it is not pooled.
     config = SparseFormerForImageClassification.from_teacher(timm_vit(global_pool="avg", fc_norm=False)).config
     assert (config.pooling, config.final_norm, config.num_class_tokens) == ("latent_mean", "before_pooling", 1)
 
@@ -133,7 +133,7 @@ def test_truncate_counts_or_shares():
 
 @pytest.mark.parametrize("model_class", [SparseFormerModel, PatchSparseFormerModel])
 def test_layer_scale_stays_a_parameter(model_class):
-    """Folded into weights, fine-tuning forgives fewer learning rates."""
+    """Fine-tuning works with fewer learning rates if layer scale is folded into weights."""
     teacher = KINDS["dinov2"].make()
     student = model_class.from_teacher(teacher, 16, truncate=1)
     for layer, block in zip(student.layers, teacher.encoder.layer[1:], strict=True):
@@ -145,7 +145,7 @@ def test_layer_scale_stays_a_parameter(model_class):
 
 
 class Block(timm.models.vision_transformer.Block):
-    """Has the parameters of a plain block and computes something else."""
+    """A block with the parameters of a plain block and another forward."""
 
     def forward(self, x):
         return 2 * super().forward(x)
@@ -188,7 +188,7 @@ def test_registers_start_as_the_teachers_are_in_a_blank_image():
 
 
 def test_tokens_that_start_on_one_roi_are_moved_apart():
-    """The tokens have one embedding. On one RoI, they would get equal gradients and stay copies of each other."""
+    """Tokens share one initial embedding. With equal RoIs, they would get equal gradients and stay equal."""
     student = SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=15)
     rois = student.sparseformer.latents.initial_rois
     assert len(rois.unique(dim=0)) == 15

@@ -1,4 +1,4 @@
-"""Changes of a ViT's weights in place: attention that starts with structure, positions for other sizes."""
+"""Initializations of a ViT's attention in place, and positions for images of other sizes."""
 
 import pytest
 import timm
@@ -101,7 +101,7 @@ def test_heads_take_all_positions_of_the_kernel_before_one_again(kernel_size, nu
 
 
 def test_offsets_are_those_that_are_given():
-    """One for each head, by layer or not."""
+    """Offsets are given for each head, for all layers or by layer."""
     offsets = torch.tensor([[0, 1], [-1, 0], [0, 0], [1, 1]])
     model = vit(num_hidden_layers=2, num_attention_heads=4)
     assert [head.offset for head in impulse_init_(model, offsets=offsets).heads] == 2 * [
@@ -151,7 +151,7 @@ def test_adam_does_what_the_algorithm_says():
 
 
 def test_bounded_adam_averages_over_heads_and_keeps_lengths():
-    """As the authors' code does. Gradients are so small that Adam's epsilon tells a mean from a sum."""
+    """The authors' code does so. Gradients are so small that, by Adam's epsilon, a mean and a sum differ."""
     inputs = 0.01 * encoding(3, 4, 16)
     targets = torch.stack([impulse_matrix(3, 4, offset) for offset in ((0, 1), (1, 0))])
     found = solve_adam(inputs, targets, 8, steps=4, learning_rate=0.01, generator=seeded(), renormalize_every=2)
@@ -191,7 +191,7 @@ HOSTS = {
 
 
 def grid_attention(model, grid):
-    """The real maps among patches of the first layer, on tokens that are positions alone: `(heads, N, N)`."""
+    """Return the first layer's attention among patches, `(heads, N, N)`, for tokens that equal their positions."""
     found = {}
     read = read_parts(model)
     module = getattr(model, "base_model", model)
@@ -223,7 +223,7 @@ def test_every_head_of_every_host_attends_to_its_offset(name):
     maps = grid_attention(model, grid)
     for head, attention in zip(report.heads, maps, strict=False):
         target = impulse_matrix(*grid, head.offset)
-        # What the report says is what the model computes.
+        # The report agrees with the model's attention.
         assert interior_mass(attention, target).item() == pytest.approx(head.mass, abs=5e-3)
         assert ((attention.argmax(1) == target.argmax(1)) | (target.sum(1) == 0)).all() and head.peak_rate == 1
         assert 0.7 < head.mass < 0.82 and head.query_norm > 0.5
@@ -246,7 +246,7 @@ def test_baselines_draw_what_they_say():
     model = vit(num_hidden_layers=1)
     trunc_normal_init_(model, generator=seeded())
     weight = model.vit.layers[0].mlp.fc1.weight
-    # timm's: cut at 2, so hardly, and not at two standard deviations.
+    # timm truncates at 2, not at two standard deviations.
     assert weight.abs().max() > 0.06 and weight.std().item() == pytest.approx(0.02, rel=0.05)
     torch.manual_seed(0)
     timms = timm.layers.trunc_normal_(torch.empty_like(weight), std=0.02)

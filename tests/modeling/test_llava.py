@@ -99,7 +99,7 @@ def test_each_image_of_a_prompt_has_tokens_of_its_own(strategy):
     inputs = processor(**prompt, num_image_tokens=[4, 9, 4], padding=True, return_tensors="pt")
     assert inputs["num_image_tokens"].tolist() == [4, 9, 4]
     assert count_image_tokens(inputs) == 4 + 9 + 4 + 3 * (strategy == "full")
-    # Each image's features in the place of its own tokens, one after the other.
+    # Each image's features replace its own tokens, in order.
     features = [
         model.get_image_features(inputs["pixel_values"][[index]], num_tokens=count).pooler_output[0]
         for index, count in enumerate([4, 9, 4])

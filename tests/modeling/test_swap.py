@@ -30,7 +30,7 @@ def test_the_command_swaps_as_the_function_does(tmp_path, capsys):
     )
     tower = SparseFormerVisionModel.from_pretrained(tmp_path / "tower")
     expected = swap_vision_tower(llava, tower).bfloat16()(**inputs)
-    # RoIs were rounded at another place.
+    # bfloat16 rounds RoIs at different points of the two computations.
     torch.testing.assert_close(model(**inputs).logits, expected.logits, atol=0.02, rtol=0.1)
 
 
@@ -62,7 +62,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     model.save_pretrained(tmp_path)
     processor = matching_processor(make_processor(llava), model)
     inputs = processor(images=noise(), text="<image> what is this ?", return_tensors="pt")
-    # Registers are tokens, too.
+    # Registers count as tokens.
     assert int((inputs["input_ids"] == IMAGE).sum()) == 7 + 2
     loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()) and torch.equal(loaded(**inputs).logits, model(**inputs).logits)
@@ -71,7 +71,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
 @torch.no_grad()
 def test_channels_are_matched(make):
-    """The first layer of the projector returns the mean that it had before, and each channel its old spread."""
+    """Each channel of the projector's input gets the original's mean and standard deviation."""
     original = make()
     before = {name: value.clone() for name, value in original.state_dict().items()}
     model = swap_vision_tower(original, make_tower(original))

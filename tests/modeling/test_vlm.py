@@ -1,4 +1,4 @@
-"""Models that count on a grid of patches, and PaliGemma, with a SparseFormer as their vision tower."""
+"""VLMs that expect a grid of features, and PaliGemma, with a SparseFormer as their vision tower."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def processor(vlm):
 
 
 def ask(processor, vlm: VLM, size=(75, 40)) -> dict:
-    """A prompt with an image of that width and height, which is cut into tiles where the processor does so."""
+    """Return the inputs of a prompt with an image of this width and height, which some processors cut into tiles."""
     return processor(images=noise(size), text=f"{vlm.prompt}what is this ?", return_tensors="pt")
 
 
@@ -78,7 +78,7 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
 
 def ask_paligemma(processor) -> dict:
     inputs = dict(processor(images=[[noise()]], text=["<image>what is this ?"], return_tensors="pt"))
-    # Those of a prompt without an answer.
+    # A prompt without an answer has no labels.
     assert (inputs.pop("labels") == -100).all()
     return inputs
 
