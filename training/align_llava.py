@@ -1,11 +1,11 @@
-"""Let a LLaVA learn to read a SparseFormer: the projector alone, without labels.
+"""Align the projector of a LLaVA with a SparseFormer as its vision tower, without labels.
 
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
 
-The tower takes the place of that of a LLaVA or a PaliGemma, as in `frugalvit swap`; tower and language model are
-frozen. The original model is the teacher: it answers a question about each image, and the new one learns the
-distribution of each token of the answer, and the mean of the projected tokens.
+The SparseFormer replaces the tower of a LLaVA or a PaliGemma, as in `frugalvit swap`; tower and language model are
+frozen. The original model is the teacher: it generates an answer to a question about each image. The new model learns
+the distribution of each token of the answer and the mean of the projected tokens.
 """
 
 import copy
@@ -53,30 +53,33 @@ print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 @dataclass
 class LlavaArguments:
-    """The LLaVA and the tower that it is to read."""
+    """The LLaVA and its new vision tower."""
 
-    model: str = argument(help="Folder or hub id (@revision, too) of a LLaVA in the style of 1.5 or a PaliGemma.")
-    vision_model: str = argument(help="Folder or hub id of a SparseFormer that was bootstrapped, best from its tower.")
+    model: str = argument(help="Folder or hub id (owner/name@revision) of a LLaVA 1.5 or a PaliGemma.")
+    vision_model: str = argument(help="Folder or hub id of a SparseFormer, preferably bootstrapped from the tower.")
 
 
 @dataclass
 class AlignLlavaArguments(ImageTrainingArguments):
-    """Questions about the images, and what learns. With `bf16` or `fp16`, frozen weights have that precision, too."""
+    """Arguments of the alignment. With `bf16` or `fp16`, frozen weights have that precision, too."""
 
     metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
     num_train_epochs: float = argument(1.0, "Epochs.")
-    per_device_train_batch_size: int = argument(32, "Images of a step on a device.")
-    per_device_eval_batch_size: int = argument(32, "Images of an evaluation step on a device.")
-    learning_rate: float = argument(1e-3, "Highest learning rate.")
+    per_device_train_batch_size: int = argument(32, "Training batch size on each device.")
+    per_device_eval_batch_size: int = argument(32, "Evaluation batch size on each device.")
+    learning_rate: float = argument(1e-3, "Peak learning rate.")
     warmup_steps: float = argument(0.03, "Steps of warm-up, or a share of all.")
-    lr_scheduler_type: str = argument("cosine", "Schedule, a name of Transformers.")
-    num_tokens: int | None = argument(None, "Latent tokens of the tower. Default: its own.")
+    lr_scheduler_type: str = argument("cosine", "Name of a schedule of Transformers.")
+    num_tokens: int | None = argument(
+        None, "Number of latent tokens of the tower. Default: that of its configuration."
+    )
     questions: list[str] = argument(
-        ["What is in the image?", "Describe the image.", "What is this?"], "Questions, one for each view of an image."
+        ["What is in the image?", "Describe the image.", "What is this?"],
+        "Questions, of which one is drawn for each view of an image.",
     )
     prompt: str | None = argument(None, "Text with {image} and {question}. Default: LLaVA 1.5's or PaliGemma's.")
-    answer_tokens: int = argument(16, "Most tokens of an answer that the LLaVA gives.")
-    feature_loss_weight: float = argument(1.0, "Weight of the distance of projected tokens' means.")
+    answer_tokens: int = argument(16, "Largest number of tokens in an answer.")
+    feature_loss_weight: float = argument(1.0, "Weight of the distance between means of projected tokens.")
 
     expected = {
         "prompt": ("a text with {image} and {question}", lambda text: "{image}" in text and "{question}" in text),
@@ -87,24 +90,31 @@ class AlignLlavaArguments(ImageTrainingArguments):
 
 
 def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int]:
-    """Return the token ids of a question about an image, which is `image_tokens` long; `prompt` is the text around."""
+    """Return the token ids of a prompt.
+
+    Args:
+        processor: The processor of a LLaVA or a PaliGemma.
+        image_tokens (`int`): Number of tokens of the image.
+        question (`str`): The question.
+        prompt (`str`): Text with `{image}` and `{question}`.
+    """
     tokenizer = processor.tokenizer
     if isinstance(processor, PaliGemmaProcessor):
-        # Its text starts after its image.
-        front = []
-        behind = tokenizer.bos_token or ""
+        # PaliGemma's text starts with [BOS] after the image.
+        first_ids = []
+        separator = tokenizer.bos_token or ""
     else:
-        front = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        behind = "\n"
-    text = prompt.format(image=f"{processor.image_token * image_tokens}{behind}", question=question)
-    return front + tokenizer(text, add_special_tokens=False)["input_ids"]
+        first_ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        separator = "\n"
+    text = prompt.format(image=f"{processor.image_token * image_tokens}{separator}", question=question)
+    return first_ids + tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def pad(
     questions: Sequence[list[int]], answers: Sequence[list[int]], processor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a model's inputs besides the images, and the labels, `(images, length)`, of token ids of questions and
-    answers. Padding is at the left, so that all texts end together."""
+    """Return a model's text inputs and labels, `(images, length)` each, for token ids of questions and answers. They
+    are padded at the left, so that generation continues all texts at the same position."""
     rows = [question + answer for question, answer in zip(questions, answers, strict=True)]
     length = max(map(len, rows))
 
@@ -117,16 +127,27 @@ def pad(
         "attention_mask": stack([[1] * len(row) for row in rows], 0),
     }
     if isinstance(processor, PaliGemmaProcessor):
-        # 0 up to the answer: these tokens attend to each other.
+        # Tokens of type 0, before the answer, attend to each other.
         inputs["token_type_ids"] = (labels != NO_ANSWER).long()
     return inputs, labels
 
 
 @torch.no_grad()
 def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], prompt: str, length: int) -> tuple:
-    """Generate the likeliest answer of a LLaVA or a PaliGemma to a question about each image, of at most `length`
-    tokens. Return the token ids of each answer, the logits of all of them, `(answer tokens, vocabulary)`, and the mean
-    projected token of each image, `(images, channels)`."""
+    """Generate the answer of a LLaVA or a PaliGemma to a question about each image, by greedy decoding.
+
+    Args:
+        llava (`PreTrainedModel`): The model.
+        processor: Its processor.
+        pixel_values (`torch.Tensor`): The images, `(images, channels, height, width)`.
+        questions (`list[str]`): A question for each image.
+        prompt (`str`): Text with `{image}` and `{question}`.
+        length (`int`): Largest number of tokens in an answer.
+
+    Returns:
+        The token ids of each answer, the logits of all answers, `(answer tokens, vocabulary)`, and the mean projected
+        token of each image, `(images, channels)`.
+    """
     features = llava.get_image_features(pixel_values).pooler_output
     asked = [encode(processor, len(features[0]), question, prompt) for question in questions]
     inputs, _ = pad(asked, [[]] * len(asked), processor)
@@ -140,19 +161,19 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
         output_logits=True,
     )
     tokens = given.sequences[:, inputs["input_ids"].shape[1] :].cpu()
-    # Up to the end of a text, which is a part of the answer.
+    # An answer ends with its first end-of-text token, which is part of it.
     end = llava.generation_config.eos_token_id
     ends = torch.isin(tokens, torch.tensor([end] if isinstance(end, int) else end or [], dtype=tokens.dtype))
     kept = ends.cumsum(1) - ends.int() == 0
-    seen = torch.stack([each.float().mean(0) for each in features])
+    mean_features = torch.stack([each.float().mean(0) for each in features])
     answers = [row[mask].tolist() for row, mask in zip(tokens, kept, strict=True)]
     logits = torch.stack(given.logits, dim=1)
-    return answers, logits[kept.to(logits.device)].float(), seen
+    return answers, logits[kept.to(logits.device)].float(), mean_features
 
 
 class Learner(nn.Module):
-    """A LLaVA, which may share its language model with another one. Its projector, a copy in float32, learns; the
-    state has its parameters and no others."""
+    """A LLaVA whose projector, a copy in float32, is trainable. The state dict contains the projector alone, because
+    other weights are frozen and may be shared with the teacher."""
 
     def __init__(self, llava: PreTrainedModel):
         super().__init__()
@@ -162,7 +183,7 @@ class Learner(nn.Module):
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
     def train(self, mode: bool = True):
-        """Stay in evaluation mode: no layer behaves otherwise in training."""
+        """Stay in evaluation mode, so that no layer behaves differently in training."""
         return super().train(False)
 
     def forward(self, **inputs):
@@ -170,18 +191,24 @@ class Learner(nn.Module):
 
 
 def drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
-    # A head that is its model's embeddings has two names.
+    # A head that is tied to the embeddings has two names.
     named = learner.named_parameters(remove_duplicate=False)
     for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
         del state[name]
 
 
 class AlignLlavaTrainer(ImageTrainer):
-    """Transformers' `Trainer` of a LLaVA or a PaliGemma, `original`, that learns to read a SparseFormer, `tower`: its
-    projector.
+    """Transformers' `Trainer` that aligns the projector of a LLaVA or a PaliGemma with a new vision tower.
 
-    `train_dataset` and `eval_dataset` are images, see `BootstrapTrainer`, about which `original` is asked;
-    `processing_class` is its processor.
+    Args:
+        original (`PreTrainedModel`): The LLaVA or PaliGemma, which is the teacher.
+        tower (`SparseFormerPreTrainedModel`): The new vision tower.
+        args (`AlignLlavaArguments`): The training arguments.
+        train_dataset: Images, in the forms that `BootstrapTrainer` accepts.
+        eval_dataset (*optional*): Images to choose the best projector on.
+        processing_class: The processor of `original`.
+        base_model (`str`, *optional*): Name of `original` for the card. Default: where it was loaded from.
+        kwargs: See `ImageTrainer`.
     """
 
     def __init__(
@@ -206,12 +233,12 @@ class AlignLlavaTrainer(ImageTrainer):
         processor = matching_processor(processing_class, self.llava)
         widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
         if len(widths) > 1:
-            # A tower of another family than the LLaVA's own.
+            # Towers of another width are of another family, and normalize images in their own way.
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std
         formats = [ImageFormat.from_processor(each.image_processor) for each in (processor, processing_class)]
-        # A PaliGemma's processor ends the line itself.
+        # PaliGemma's processor adds the line break itself.
         token = processing_class.image_token
         image = token if self.prompt.endswith("\n") else f"{token}\n"
         prompt = self.prompt.removesuffix("\n").format(image=image, question=args.questions[0])
@@ -229,11 +256,11 @@ class AlignLlavaTrainer(ImageTrainer):
             **kwargs,
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError("What learns is small and the rest stays as it is: train without FSDP and DeepSpeed.")
+            raise ValueError("align-llava trains a small projector, expected no FSDP and no DeepSpeed.")
 
-    def ask(self, batch: dict) -> tuple:
-        """Return a question about each image of a batch, the token ids of the teacher's answers, their logits and the
-        images' mean projected tokens."""
+    def ask_teacher(self, batch: dict) -> tuple:
+        """Return a random question about each image of a batch, the token ids of the teacher's answers, their logits
+        and the images' mean projected tokens."""
         args = self.args
         indices = batch["index"].tolist()
         epochs = batch["epoch"].tolist() if "epoch" in batch else [0] * len(indices)
@@ -246,46 +273,46 @@ class AlignLlavaTrainer(ImageTrainer):
             given = answer(self.original, self.processor, pixel_values, questions, self.prompt, args.answer_tokens)
         return questions, *given
 
-    def read(self, model, batch: dict, questions: list, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the new LLaVA predict each token of the answers. Return its logits, `(answer tokens, vocabulary)`, and
-        the mean projected token of each image."""
+    def predict_answers(self, model, batch: dict, questions: list, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new LLaVA's logits for each token of the answers, `(answer tokens, vocabulary)`, and the mean
+        projected token of each image, `(images, channels)`."""
         length = self.llava.config.image_seq_length
         asked = [encode(self.processing_class, length, question, self.prompt) for question in questions]
         inputs, labels = pad(asked, answers, self.processing_class)
         inputs = {name: value.to(self.args.device) for name, value in inputs.items()}
-        # No logits of what stands before the answers, but of the last token before them.
+        # Logits are computed from the last token before the longest answer on, which predicts its first token.
         length = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
         outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=length + 1, **inputs)
         labels = labels[:, -length:]
         answered = labels != NO_ANSWER
         features = torch.cat(list(outputs.image_outputs.pooler_output))
-        seen = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
-        return outputs.logits[:, :-1][answered.to(outputs.logits.device)].float(), seen
+        mean_features = features.reshape(len(labels), -1, features.shape[-1]).float().mean(1)
+        return outputs.logits[:, :-1][answered.to(outputs.logits.device)].float(), mean_features
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        questions, answers, logits, expected = self.ask(inputs)
-        said, seen = self.read(model, inputs, questions, answers)
-        distance = (seen - expected).square().sum(1) / expected.square().sum(1)
-        return divergence(said, logits, 1.0) + self.args.feature_loss_weight * distance.mean()
+        questions, answers, logits, expected = self.ask_teacher(inputs)
+        predicted, features = self.predict_answers(model, inputs, questions, answers)
+        distance = (features - expected).square().sum(1) / expected.square().sum(1)
+        return divergence(predicted, logits, 1.0) + self.args.feature_loss_weight * distance.mean()
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return, for each image, the share of the answer's tokens that the model predicts."""
-        questions, answers, *_ = self.ask(inputs)
+        """Return, for each image, the share of the answer's tokens that the model predicts correctly."""
+        questions, answers, *_ = self.ask_teacher(inputs)
         with self.accelerator.autocast():
-            said, _ = self.read(model, inputs, questions, answers)
-        found = said.argmax(-1).split([len(given) for given in answers])
-        tokens = [torch.tensor(given, device=said.device) for given in answers]
+            logits, _ = self.predict_answers(model, inputs, questions, answers)
+        found = logits.argmax(-1).split([len(given) for given in answers])
+        tokens = [torch.tensor(given, device=logits.device) for given in answers]
         shares = torch.stack([(a == b).float().mean() for a, b in zip(found, tokens, strict=True)])
         return None, shares, torch.zeros_like(shares)
 
     def measure(self, prediction) -> dict[str, float]:
-        """`agreement`, the mean share of the answers' tokens that are predicted."""
+        """Return `agreement`, the mean share of the answers' tokens that are predicted correctly."""
         return {"agreement": prediction.predictions.mean()}
 
     def weights(self) -> dict[str, torch.Tensor]:
         weights = self.llava.state_dict()
-        # In the precision that they had.
+        # The projector gets back the precision of the other weights.
         projector = {name: value.to(self.llava.dtype) for name, value in weights.items() if "projector." in name}
         return weights | projector
 

@@ -149,7 +149,8 @@ class ImageClassificationArguments(SmallDataArguments):
 
     num_train_epochs: float = argument(100, "Epochs.")
     per_device_train_batch_size: int | None = argument(
-        None, f"Images of a step on a device. Default: 8 to 128, for {STEPS_PER_EPOCH} steps or more in an epoch."
+        None,
+        f"Training batch size on each device. Default: 8 to 128, for {STEPS_PER_EPOCH} steps or more in an epoch.",
     )
     learning_rate: float | None = argument(
         None,
