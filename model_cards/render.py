@@ -1,4 +1,4 @@
-"""Write a card for each recipe, `papers/NAME.md`, for each template, in `checkpoints/`, and a list of them.
+"""Write a card for each recipe (`papers/NAME.md`), a card for each template (in `checkpoints/`), and a list of all.
 
 python model_cards/render.py
 """
@@ -17,7 +17,7 @@ from frugalvit.training.arguments import RECIPES
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS, RESULTS = HERE.parent / "checkpoints", HERE.parent / "results"
-# What a model is loaded as, and what it gives, by the kind of model.
+# Auto class, and lines that use its outputs, by the kind of model.
 KINDS = {
     "classifier": ("AutoModelForImageClassification", "logits = model(**inputs).logits  # (1, classes)"),
     "vision tower": ("AutoModel", "embedding = model(**inputs).image_embeds  # (1, channels), beside a CLIP's texts"),
@@ -36,7 +36,7 @@ COUNTED = re.compile(r"Counted: ([\d,]+) parameters(?: of both)?(?:, ([\d.]+) G 
 
 
 def describe_recipe(file: Path) -> dict:
-    """Read a recipe's arguments, and the description, commands and notes in its comment."""
+    """Read the arguments of a recipe, and the description, commands and notes in its comment."""
     text = file.read_text(encoding="utf-8")
     lines = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
     # Commands are indented.
@@ -67,10 +67,10 @@ def card_of(name: str, recipe: dict) -> str:
     about = [
         f"# {name}",
         recipe["about"],
-        "**Weights are not published here.** These lines make them:",
+        "**Weights are not published here.** These commands train them:",
         "```bash\n" + "\n".join(recipe["commands"]) + "\n```",
         *recipe["notes"],
-        "**Use**, once it is trained.",
+        "**Use** after training.",
         f"```python\nimport frugalvit\nfrom transformers import AutoImageProcessor, {auto_class}\n\n"
         f'processor = AutoImageProcessor.from_pretrained("{name}")\n'
         f'model = {auto_class}.from_pretrained("{name}")\n'
@@ -81,8 +81,11 @@ def card_of(name: str, recipe: dict) -> str:
 
 
 def render_card(template: Path, results: Path = RESULTS) -> str:
-    """Render a shipped model's card, a Jinja template, with numbers of JSON files: `results("name")` is the content of
-    `name.json`, `row("name", "value", "column")` the first row of its table with that value in a column."""
+    """Render the Jinja template of a shipped model's card.
+
+    In a template, `results("name")` is the content of `name.json`, and `row("name", "value", "column")` is the first
+    row of its table with that value in the column.
+    """
 
     def read(name: str) -> dict:
         return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
@@ -103,7 +106,7 @@ def render_card(template: Path, results: Path = RESULTS) -> str:
 
 
 def list_of(recipes: dict[str, dict]) -> str:
-    """The list of all cards in Markdown."""
+    """Return the list of all cards in Markdown."""
     shipped = []
     for folder in sorted(path for path in CHECKPOINTS.iterdir() if (path / "README.md").is_file()):
         [result] = ModelCard.load(folder / "README.md").data.eval_results
@@ -117,12 +120,12 @@ def list_of(recipes: dict[str, dict]) -> str:
     return "\n".join(
         [
             "# Model cards\n",
-            "Models that ship, measured here. Their cards are made of `templates/` and `results/`.\n",
+            "These models ship and were measured here. `templates/` and `results/` make their cards.\n",
             "| | |\n| --- | --- |",
             *shipped,
-            "\nModels of the papers and of today's backbones, with the command that makes each. **Their weights are\n"
-            "not published here**, and the numbers in their cards are the papers'. Sizes are counted.\n"
-            "`python model_cards/render.py` wrote these cards.\n",
+            "\nThese cards are for recipes: models of the papers and of today's backbones, with the command for each.\n"
+            "**Their weights are not published here.** Accuracies in these cards are the papers'; sizes are counted.\n"
+            "`python model_cards/render.py` writes all cards.\n",
             "| | | parameters | multiply-accumulates |\n| --- | --- | --- | --- |",
             *rows,
             "",
