@@ -123,7 +123,7 @@ def list_of(recipes: dict[str, dict]) -> str:
             "These models ship and were measured here. `templates/` and `results/` make their cards.\n",
             "| | |\n| --- | --- |",
             *shipped,
-            "\nThese cards are for recipes: models of the papers and of today's backbones, with the command for each.\n"
+            "\nThese cards are for recipes: models of the papers and of today's backbones, with their commands.\n"
             "**Their weights are not published here.** Accuracies in these cards are the papers'; sizes are counted.\n"
             "`python model_cards/render.py` writes all cards.\n",
             "| | | parameters | multiply-accumulates |\n| --- | --- | --- | --- |",
