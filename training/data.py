@@ -116,7 +116,7 @@ def load_images(
     names = class_names or own or default_names
     if isinstance(loaded, datasets.IterableDataset):
         if names is None:
-            raise ValueError("The stream's labels have no names; give them with --class-names.")
+            raise ValueError("The stream's labels have no names; give them with class_names.")
     elif "string" in feature.dtype:
         names = names or sorted(text for text in loaded.unique("label") if text is not None)
     else:
@@ -126,7 +126,7 @@ def load_images(
             return loaded.remove_columns("label")
         count = len(names) if names else MOST_CLASSES
         if highest >= count:
-            raise ValueError(f"The labels go up to {highest}, expected less than {count:,} (--class-names).")
+            raise ValueError(f"The labels go up to {highest}, expected less than {count:,} (class_names).")
         names = names or [str(number) for number in range(highest + 1)]
     if names == own:
         return loaded

@@ -296,7 +296,7 @@ def loading_errors(name: str | os.PathLike, kind: str):
             if (folder / "adapter_config.json").is_file():
                 message = "it is an adapter of peft; merge it first: merge_and_unload, save_pretrained."
         elif "trust_remote_code" in str(error):
-            message = "it brings its own code. Read that, and if you trust it, pass --trust-remote-code."
+            message = "it brings its own code. Read that, and if you trust it, pass trust_remote_code."
         elif isinstance(error, OSError) and not folder.exists():
             message = f"there is no such folder here, and of the hub: {shorten(str(error), 300)}"
         raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error

@@ -150,7 +150,7 @@ def check_same_classes(names: list[str] | None, images):
     others = None if images is None else class_names(images)
     if names and others and names != others:
         both = f"{shortened(names)} to train and {shortened(others)} to evaluate on"
-        raise ValueError(f"There are the classes {both}; expected the same in the same order (--class-names).")
+        raise ValueError(f"There are the classes {both}; expected the same in the same order (class_names).")
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
@@ -207,7 +207,7 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
         for name, indices in found.items():
             if len(indices) > 1:
                 numbers = ", ".join(map(str, indices))
-                raise ValueError(f"The model has classes {numbers} called {name!r}; name them so (--class-names).")
+                raise ValueError(f"The model has classes {numbers} called {name!r}; name them so (class_names).")
         return _distinct(names, [found[name][0] for name in names], id2label)
     if len(id2label) == IMAGENET_CLASSES:
         synsets = {synset: index for index, synset in enumerate(ImageNetInfo().label_names())}
@@ -218,7 +218,7 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
     if len(names) <= len(id2label) and all(_NO_NAME.fullmatch(label) for label in id2label.values()):
         return list(range(len(names)))
     own = shortened(list(id2label.values()))
-    raise ValueError(f"The model does not know the classes {shortened(unknown)}, its own are {own} (--class-names).")
+    raise ValueError(f"The model does not know the classes {shortened(unknown)}, its own are {own} (class_names).")
 
 
 def _distinct(names: Sequence[str], indices: list[int], id2label: Mapping[int, str]) -> list[int]:
@@ -226,7 +226,7 @@ def _distinct(names: Sequence[str], indices: list[int], id2label: Mapping[int, s
     for index, count in Counter(indices).most_common(1):
         if count > 1:
             twice = " and ".join(repr(name) for name, other in zip(names, indices, strict=True) if other == index)
-            raise ValueError(f"The classes {twice} are both the model's {id2label[index]!r} (--class-names).")
+            raise ValueError(f"The classes {twice} are both the model's {id2label[index]!r} (class_names).")
     return indices
 
 

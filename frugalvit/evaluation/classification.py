@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     pack_linear_layers(model)
     choose_tokens(model, arguments.num_tokens, None)
     if arguments.attack and isinstance(model, ExportedModule):
-        raise ValueError("--attack needs a gradient, which an exported model does not have.")
+        raise ValueError("attack needs a gradient, which an exported model does not have.")
     conditions = {
         "fgsm_eps": 1 / 255 if arguments.attack else None,
         "occluded_share": 0.25 if arguments.occlude else None,
@@ -61,7 +61,7 @@ def classification_accuracy(
         `dict`: `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second`, decoding included.
     """
     if class_names(images) is None:
-        raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
+        raise ValueError("The data set has no labels to compare with; name their column with label_column.")
     check_labels(images, str(images.split or "given"))
     check_classes(class_names(images))
     check_single_label(model.config, "Accuracy")

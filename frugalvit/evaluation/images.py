@@ -19,7 +19,7 @@ from ..training.text import shortened
 
 
 def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -> tuple[datasets.Dataset, str]:
-    """Load the images that the arguments name, and the name of their split: `--split`, or the first split for
+    """Load the images that the arguments name, and the name of their split: `split`, or the first split for
     evaluation that has labels, or "train" where there is none. With `held_back`, the part of "train" that trainings
     hold back takes its place, see `hold_back`: a model that was trained on these images has not learned from it."""
     splits = [arguments.split]
@@ -50,7 +50,7 @@ def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -
         names = class_names(images)
         found = [names[label] for label in np.unique(label_numbers(images)) if label >= 0]
         if len(found) < len(names):
-            part = f"--limit {arguments.limit}" if arguments.limit else split
+            part = f"limit {arguments.limit}" if arguments.limit else split
             note = f"Note: {part} has images of {shortened(found)} of {len(names)} classes, and is no sample of all."
             print(note, file=sys.stderr)
     return images, split
@@ -58,16 +58,16 @@ def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -
 
 def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
     """Load the images to learn from, the images to test on and the name of their split. Without a split for
-    evaluation, a tenth of the images is held back to test on. `--limit` is not applied."""
+    evaluation, a tenth of the images is held back to test on. `limit` is not applied."""
     if arguments.split == arguments.train_split and not arguments.eval_dataset:
-        raise ValueError(f"--split and --train-split are both {arguments.split!r}; expected different parts.")
+        raise ValueError(f"split and train_split are both {arguments.split!r}; expected different parts.")
     options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
     data = argparse.Namespace(**vars(arguments) | options)
     train, evaluation, test = load_splits(data, skip_corrupt=arguments.skip_corrupt)
     test, split = (evaluation, data.evaluated) if test is None else (test, data.tested)
     for images, part in ((train, arguments.train_split), (test, split)):
         if class_names(images) is None:
-            raise ValueError(f"The split {part!r} has no labels to compare with; name their column: --label-column.")
+            raise ValueError(f"The split {part!r} has no labels to compare with; name their column: label_column.")
     return train, test, split
 
 

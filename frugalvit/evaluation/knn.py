@@ -57,7 +57,7 @@ def neighbor_scores(
         `torch.Tensor`: Scores `(images, classes)`, of which each row sums to 1.
     """
     if len(known) < neighbors:
-        raise ValueError(f"--neighbors is {neighbors}, expected at most the {len(known)} labeled images.")
+        raise ValueError(f"neighbors is {neighbors}, expected at most the {len(known)} labeled images.")
     known = F.normalize(known, dim=1)
     scores = []
     for chunk in F.normalize(features, dim=1).split(1024):

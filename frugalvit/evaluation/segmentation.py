@@ -128,7 +128,7 @@ def _slide(
     """Average the logits of all windows that contain a pixel: `(1, classes, height, width)` of the resized image."""
     if max(picture.size) > LONGEST * min(picture.size):
         raise ValueError(
-            f"An image has {picture.width:,} x {picture.height:,} pixels; where a --window slides it may be {LONGEST} "
+            f"An image has {picture.width:,} x {picture.height:,} pixels; where a window slides it may be {LONGEST} "
             "times as long as wide. Evaluate without a window, or leave the image out."
         )
     pixels = image_format.normalize(_resize(picture, (window,), image_format)[None])

@@ -60,7 +60,7 @@ def load_two_towers(
     if model.config.model_type == "siglip2":
         raise ValueError(
             f"{name!r} is a SigLIP 2 NaFlex, which takes patches; expected a model that takes images of one size, or "
-            "a SparseFormer as its image side (--vision-model)."
+            "a SparseFormer as its image side (vision_model)."
         )
     return TwoTowers(model, tokenizer, image_processor)
 

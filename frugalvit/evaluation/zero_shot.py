@@ -32,12 +32,12 @@ def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
     """Return the names of the classes: ImageNet's for `"imagenet"`, the lines of a file, or the data set's."""
     known = class_names(images)
     if known is None:
-        raise ValueError("The data set has no labels to compare with; name their column with --label-column.")
+        raise ValueError("The data set has no labels to compare with; name their column with label_column.")
     names = list(open_clip.IMAGENET_CLASSNAMES) if source == "imagenet" else known
     if source not in (None, "imagenet"):
         names = read_lines(source)
     if len(names) < len(known):
-        raise ValueError(f"--classes {source} names {len(names)} classes, the data set has {len(known)}.")
+        raise ValueError(f"classes {source} names {len(names)} classes, the data set has {len(known)}.")
     check_classes(names)
     return names
 
@@ -52,7 +52,7 @@ def read_templates(source: str) -> list[str]:
         return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
     templates = read_lines(source)
     if wrong := [line for line in templates or [""] if line.count("{}") != 1 or line.count("{") != 1]:
-        raise ValueError(f"--templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
+        raise ValueError(f"templates {source} has the line {wrong[0]!r}, expected one {{}} in it, for the name.")
     return templates
 
 

@@ -88,4 +88,4 @@ def test_other_models_have_embeddings_that_their_classifiers_read(name):
 
 def test_more_neighbors_than_images_are_refused(capsys):
     assert main(["evaluate", "knn", "--model", VIT, "--train-split", "train[:5]"]) == 1
-    assert "--neighbors is 20, expected at most the 5 labeled images" in capsys.readouterr().err
+    assert "neighbors is 20, expected at most the 5 labeled images" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
     assert class_names(load_images(file, label_column="size")) == list("012345")
     with pytest.raises(ValueError, match="go up to 1, expected less than 1 "):
         load_images(file, class_names=["a"])
-    with pytest.raises(ValueError, match="have no names; give them with --class-names"):
+    with pytest.raises(ValueError, match="have no names; give them with class_names"):
         load_images(file, streaming=True)
 
 
