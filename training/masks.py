@@ -72,7 +72,10 @@ def load_masked_images(
     others = [column for column in found if column != image_column]
     mask_column = mask_column or (others[0] if len(others) == 1 else None)
     if not {image_column, mask_column} <= {*found}:
-        raise ValueError(f"{dataset!r} has the images {', '.join(found)}; give image_column and mask_column.")
+        raise ValueError(
+            f"{dataset!r} has the image columns {', '.join(found)}, expected images and masks: give image_column and "
+            f"mask_column, or a folder with pictures of masks in {', '.join(MASK_FOLDERS)}."
+        )
     names = {image_column: "image", mask_column: "mask"}
     # Renaming the columns of a stream reads from it, unless they were cast before.
     for column in names:

@@ -34,7 +34,9 @@ class TopKAccuracy(_Metric):
     def add_batch(self, *, predictions, references):
         """Store the labels of the k highest scores of each image, `(batch, k)`. Scores must be finite."""
         check_scores(predictions)
-        best = np.argsort(-np.asarray(predictions), axis=1, kind="stable")[:, : self.k]
+        # The negative of an unsigned integer would be a large number.
+        scores = np.asarray(predictions, dtype=np.float64)
+        best = np.argsort(-scores, axis=1, kind="stable")[:, : self.k]
         references = np.asarray(references)
         super().add_batch(predictions=best, references=references.reshape(len(references), -1))
 

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from frugalvit.training.metrics import SegmentationScores, TopKAccuracy
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_accuracy_against_brute_force(k):
+@pytest.mark.parametrize(("k", "dtype"), [(1, np.float32), (3, np.float32), (5, np.float32), (3, np.uint8)])
+def test_accuracy_against_brute_force(k, dtype):
     numbers = np.random.default_rng(0)
-    scores, labels = numbers.normal(size=(60, 7)).astype(np.float32), numbers.integers(7, size=60)
+    # Distinct scores, of which one is 0, also as unsigned integers.
+    scores = numbers.permuted(np.tile(np.arange(7), (60, 1)), axis=1).astype(dtype)
+    labels = numbers.integers(7, size=60)
     metric = TopKAccuracy(k)
     for start in range(0, 60, 25):
         part = slice(start, start + 25)
