@@ -1,4 +1,4 @@
-"""Model cards: what a model is, and how it is loaded."""
+"""Model cards with a description and code examples."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from .hub import HubModel
 
 
-# Tasks of the hub, by the Auto class that loads a model.
+# Tasks of the hub by Auto class.
 TASKS = {
     "AutoModel": "image-feature-extraction",
     "AutoModelForImageClassification": "image-classification",
@@ -19,13 +19,13 @@ TASKS = {
 
 
 def class_name(model: PreTrainedModel) -> str:
-    """The name of a model's class; FSDP2 puts `FSDP` before it."""
+    """Return the name of a model's class, without the prefix `FSDP` that FSDP2 adds."""
     return type(model).__name__.removeprefix("FSDP")
 
 
 def auto_class(model: PreTrainedModel) -> str:
-    """The Auto class that loads a model from a folder or the hub, the most special one; `AutoModel` reads the base
-    model out of a backbone's folder, as `AutoBackbone.from_pretrained` takes none."""
+    """Return the most specific Auto class that loads a model from a folder or the hub. For backbones it is
+    `AutoModel`, which loads the base model, because `AutoBackbone.from_pretrained` accepts no folders."""
     if not isinstance(model, HubModel):
         if class_name(model).endswith("ForSemanticSegmentation"):
             return "AutoModelForSemanticSegmentation"
@@ -36,8 +36,8 @@ def auto_class(model: PreTrainedModel) -> str:
 
 
 def code_examples(model: PreTrainedModel) -> list[str]:
-    """Lines of Python that load a model, or an image classifier or CLIP of Transformers, and its image processor; then
-    those that embed with a CLIP, a backbone or a vision model by sentence-transformers."""
+    """Return Python code that loads a model and its processor and, for models with an embedding, code that embeds with
+    sentence-transformers. The model may also be an image classifier or CLIP of Transformers."""
     name = class_name(model)
     loader = auto_class(model)
     both = loader in ("AutoModelForImageTextToText", "AutoModelForZeroShotImageClassification")
@@ -48,7 +48,7 @@ def code_examples(model: PreTrainedModel) -> list[str]:
         lines = [f"from frugalvit import {name}", f"from transformers import {processor}", ""]
         loader = name
         remote = ""
-    # A LLaVA's processor is frugalvit's own.
+    # LLaVAs have a processor class of frugalvit.
     own = remote if loader == "AutoModelForImageTextToText" else ""
     lines += [f'processor = {processor}.from_pretrained("path/or/id"{own})']
     lines += [f'model = {loader}.from_pretrained("path/or/id"{remote})']
@@ -61,12 +61,12 @@ def code_examples(model: PreTrainedModel) -> list[str]:
         examples.append(f"""from sentence_transformers import SentenceTransformer
 
 searcher = SentenceTransformer("path/or/id", trust_remote_code=True)
-embeddings = searcher.encode([image])  # for any store of vectors that knows sentence-transformers{texts}""")
+embeddings = searcher.encode([image]){texts}""")
     return examples
 
 
 def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
-    """Return a card of a model: `metadata` are fields of `ModelCardData`; empty paragraphs are left out."""
+    """Return a model card. `metadata` are fields of `ModelCardData`; empty paragraphs are left out."""
     data = {"library_name": "transformers", "pipeline_tag": TASKS[auto_class(model)]} | metadata
     data["tags"] = ["frugalvit", model.config.model_type, *data.get("tags", ())]
     text = "\n\n".join(filter(None, (f"# {title}", *paragraphs)))
@@ -74,12 +74,12 @@ def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) 
 
 
 def model_card(model: PreTrainedModel) -> ModelCard:
-    """A card that says what the model is and how to load it; trainers write theirs with measured results instead."""
+    """Return a card with the model's class, size and code examples. Trainings write cards with measured results."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return make_card(
         model,
         class_name(model),
-        f"A {model.config.model_type} model with {parameters:,} parameters. No measurement is noted here.",
+        f"A {model.config.model_type} model with {parameters:,} parameters. This card has no measured results.",
         inspect.getdoc(type(model)) or "" if isinstance(model, HubModel) else "",
         *(f"```python\n{code}\n```" for code in code_examples(model)),
     )

@@ -1,8 +1,8 @@
-"""BootstrappedViT: a vision transformer that learns its biases from a convolutional twin, beside which it is trained.
+"""BootstrappedViT: a vision transformer that learns convolutional biases from an agent CNN trained with it.
 
 Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
-2112.03552). Both classify, each learns from the other's distribution, and the transformer's tokens are drawn to the
-agent's feature maps, block by block. Afterwards, the transformer stands alone.
+2112.03552). Both models classify, each learns from the other's predictions, and hints draw the transformer's tokens to
+the agent's feature maps after every block. After training, the transformer is used without the agent.
 """
 
 import functools
@@ -26,22 +26,23 @@ from .reference_initialization import REFERENCE, reference_init_
 
 
 def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Kullback-Leibler divergence of a student from a teacher, times temperature^2, the mean over the batch. Logits
-    are `(batch, classes)`; those of the teacher get no gradient."""
+    """Return the Kullback-Leibler divergence of a student from a teacher, times temperature^2, averaged over the
+    batch. Logits are `(batch, classes)`; the teacher's get no gradient."""
     student, teacher = (F.log_softmax(in_float32(x) / temperature, dim=1) for x in (logits, teacher_logits.detach()))
     return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
 @dataclass
 class BootstrappedViTOutput(ModelOutput):
-    """Logits, hidden states and attentions of the transformer, and, with labels, what the two learn from.
+    """Output of `BootstrappedViTForImageClassification`: logits, hidden states and attentions of the transformer and,
+    with labels, the losses of both models.
 
     Args:
-        loss (`torch.FloatTensor`, *optional*): The sum of all terms.
+        loss (`torch.FloatTensor`, *optional*): The sum of all losses.
         agent_logits (`torch.FloatTensor` of shape `(batch, num_labels)`, *optional*): Logits of the agent.
         losses (`dict[str, torch.FloatTensor]`, *optional*):
-            The terms, times their weights: `classification` and `agent_classification`; `divergence`, of the
-            transformer from the agent, and `agent_divergence`, the other way round; `hints`, `(layers,)`.
+            Weighted losses: `classification` and `agent_classification`; `divergence` of the transformer from the
+            agent and `agent_divergence` of the agent from the transformer; `hints`, `(layers,)`.
     """
 
     loss: torch.FloatTensor | None = None
@@ -53,19 +54,19 @@ class BootstrappedViTOutput(ModelOutput):
 
 
 def head_products(attention: nn.Module, num_heads: int) -> torch.Tensor:
-    """The products W_i = W_O,i W_V,i of each head, as the weight of a generalized convolution: `(hidden_size,
-    hidden_size, heads)`. The bias on values is left out, as in the reference."""
+    """Return the products W_i = W_O,i W_V,i of the heads as the weight of a generalized convolution, `(hidden_size,
+    hidden_size, heads)`. The bias of values is left out, as in the reference implementation."""
     value = attention.v_proj.weight.unflatten(0, (num_heads, -1))
     output = attention.o_proj.weight.unflatten(1, (num_heads, -1))
     return torch.einsum("ohd,hdi->oih", output, value)
 
 
 class SharedConvolution(nn.Module):
-    """A generalized convolution whose positions are the heads of an attention, with that attention's weights."""
+    """Generalized convolution with the weights of an attention layer, whose heads are its positions."""
 
     def __init__(self, attention: nn.Module, num_heads: int):
         super().__init__()
-        # A list hides it from PyTorch, which would save the weights of a submodule twice.
+        # In a list, the attention is no submodule, so that its weights are saved once.
         self.attention = [attention]
         self.num_heads = num_heads
 
@@ -75,7 +76,7 @@ class SharedConvolution(nn.Module):
 
 
 class SharedMLP(nn.Module):
-    """A transformer's MLP on a map, with the MLP's weights and the agent's activation and dropout."""
+    """MLP on a feature map with the weights of a transformer's MLP and the agent's activation and dropout."""
 
     def __init__(self, mlp: nn.Module, agent_mlp: AgentCNNMLP):
         super().__init__()
@@ -91,9 +92,9 @@ class SharedMLP(nn.Module):
 
 
 def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
-    """Mean squared difference of a transformer's and an agent's normalized features, `(batch, patches, hidden_size)`
-    and `(batch, hidden_size, rows, columns)`, which get no gradient. If the two have different lengths, the longer one
-    is averaged along its tokens."""
+    """Return the mean squared difference of normalized features of the transformer, `(batch, patches, hidden_size)`,
+    and of the agent, `(batch, hidden_size, rows, columns)`, which get no gradient. If the numbers of positions differ,
+    the longer sequence is averaged to the shorter length."""
     ours = in_float32(tokens).mT
     theirs = in_float32(feature_map.detach()).flatten(2)
     length = min(ours.shape[-1], theirs.shape[-1])
@@ -107,10 +108,10 @@ def _drop_output(module: nn.Module, args, output: torch.Tensor, rate: float) -> 
 
 
 class BootstrappedViTForImageClassification(HubModel):
-    """A vision transformer with its agent, which runs where there are labels to learn from.
+    """A vision transformer with its agent, which is only computed with labels.
 
-    After training, `model.vit` is Transformers' `ViTForImageClassification` and `model.agent` an
-    `AgentCNNForImageClassification`, each to be used and saved by itself.
+    After training, `model.vit`, Transformers' `ViTForImageClassification`, and `model.agent`, an
+    `AgentCNNForImageClassification`, can be used and saved separately.
     """
 
     config: BootstrappedViTConfig
@@ -144,7 +145,7 @@ class BootstrappedViTForImageClassification(HubModel):
             for block, layer in self.blocks():
                 layer.convolution = SharedConvolution(block.attention, config.vit_config.num_attention_heads)
                 layer.mlp = SharedMLP(block.mlp, layer.mlp)
-        # Dropout lies where the reference implementation has it, other than in Transformers' ViT.
+        # The reference implementation has dropout in other places than Transformers' ViT.
         if config.embedding_dropout is not None:
             self.vit.base_model.embeddings.dropout = nn.Dropout(config.embedding_dropout)
         if config.mlp_dropout:
@@ -154,12 +155,12 @@ class BootstrappedViTForImageClassification(HubModel):
         self.post_init()
 
     def blocks(self) -> list[tuple[nn.Module, AgentCNNLayer]]:
-        """Pairs of a block of the transformer and the agent's beside it."""
+        """Return pairs of a block of the transformer and the corresponding block of the agent."""
         return list(zip(self.vit.base_model.layers, self.twin.base_model.layers, strict=True))
 
     @property
     def agent(self) -> AgentCNNForImageClassification:
-        """The agent by itself; one that shares weights is copied, with weights of its own."""
+        """The agent; with shared weights, a copy with its own weights."""
         if self.config.sharing == "none":
             return self.twin
         agent = AgentCNNForImageClassification(self.config.agent_config).to(self.device, self.dtype)
@@ -180,7 +181,7 @@ class BootstrappedViTForImageClassification(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        # The two models have drawn their weights themselves, before this is called with the pair.
+        # The two models are initialized by their own classes, before this is called for the pair.
         if module is not self or not is_drawn(self.vit.base_model):
             return
         if self.config.initialization == REFERENCE:
@@ -198,9 +199,9 @@ class BootstrappedViTForImageClassification(HubModel):
     ) -> BootstrappedViTOutput:
         """
         Args:
-            labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without, the transformer alone runs.
+            labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without labels, the agent is not computed.
             hint_share (`float`, *optional*):
-                Factor of the hints' weight; by default the model's, 1 unless a `HintDecayCallback` sets it.
+                Factor of `hint_weight`; by default `self.hint_share`, 1 unless a `HintDecayCallback` sets it.
         """
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
@@ -216,7 +217,7 @@ class BootstrappedViTForImageClassification(HubModel):
         agent = self.twin(pixel_values, output_hidden_states=True)
         pairs = zip(outputs.hidden_states[1:], agent.hidden_states[1:], strict=True)
         hints = [
-            # [CLS] stands for no position.
+            # [CLS] has no position in the agent's map.
             hint(tokens[:, 1:], feature_map)
             if config.hint_layers is None or layer in config.hint_layers
             else outputs.logits.new_zeros((), dtype=torch.float32)

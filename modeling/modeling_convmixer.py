@@ -1,7 +1,8 @@
-"""ConvMixer: depthwise convolutions mix positions, pointwise ones channels.
+"""ConvMixer: depthwise convolutions mix positions, pointwise convolutions mix channels.
 
-Trockman & Kolter, *Patches Are All You Need?*, with spatial filters that are trained, or keep random values, impulses
-or boxes (Zheng et al., arXiv 2404.01139, section 5.5): mixing channels suffices if the filters span their space.
+Trockman & Kolter, *Patches Are All You Need?*. Spatial filters are trained, or fixed random values, impulses or boxes
+(Zheng et al., arXiv 2404.01139, section 5.5, which shows that mixing channels suffices if the filters span their
+space).
 """
 
 import torch
@@ -24,7 +25,7 @@ from .layers import image_classification_loss
 
 
 class ConvMixerEmbeddings(nn.Module):
-    """Pixels to a map of patches."""
+    """Patch embedding, from pixels to a feature map."""
 
     def __init__(self, config: ConvMixerConfig):
         super().__init__()
@@ -39,7 +40,7 @@ class ConvMixerEmbeddings(nn.Module):
 
 
 class ConvMixerSpatialMixing(nn.Conv2d):
-    """A filter for every channel, with padding that keeps the size. Filters that are not trained are buffers."""
+    """Depthwise convolution that keeps the size of the map. Fixed filters are buffers."""
 
     def __init__(self, config: ConvMixerConfig):
         padding, self.extra = divmod(config.kernel_size - 1, 2)
@@ -52,14 +53,14 @@ class ConvMixerSpatialMixing(nn.Conv2d):
                 self.register_buffer(name, parameter.detach())
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # An even filter reaches one position farther to the right and below.
+        # Filters of even size reach one position farther to the right and bottom.
         if self.extra:
             hidden_states = F.pad(hidden_states, (0, 1, 0, 1))
         return super().forward(hidden_states)
 
 
 class ConvMixerLayer(nn.Module):
-    """A layer that mixes positions, beside a residual connection, then channels."""
+    """Depthwise convolution with a residual connection, followed by a pointwise convolution."""
 
     def __init__(self, config: ConvMixerConfig):
         super().__init__()
@@ -70,7 +71,7 @@ class ConvMixerLayer(nn.Module):
         self.channel_norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # The code of Zheng et al. has no activation after the spatial filters; Trockman & Kolter's has one.
+        # The code of Zheng et al. has no activation after spatial filters, unlike that of Trockman & Kolter.
         hidden_states = hidden_states + self.spatial_norm(self.spatial_mixing(hidden_states))
         return self.channel_norm(self.channel_activation(self.channel_mixing(hidden_states)))
 
@@ -97,7 +98,7 @@ class ConvMixerPreTrainedModel(HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            # PyTorch's default, which the random filters are, too.
+            # The bound of PyTorch's default initialization, which random filters keep.
             bound = module.weight[0].numel() ** -0.5
             for parameter in (module.weight, module.bias):
                 init.uniform_(parameter, -bound, bound)
@@ -107,7 +108,7 @@ class ConvMixerPreTrainedModel(HubModel):
             init.copy_(module.weight, self._structured_filters(module.weight))
 
     def _structured_filters(self, weight: torch.Tensor) -> torch.Tensor:
-        """Impulses or boxes of the norm that random filters have on average, sqrt(1/3)."""
+        """Return impulses or boxes with the mean norm of random filters, sqrt(1/3)."""
         size = weight[0].numel()
         if self.config.spatial_filters == "box":
             return torch.full_like(weight, (3 * size) ** -0.5)
@@ -115,7 +116,7 @@ class ConvMixerPreTrainedModel(HubModel):
         positions = torch.randint(size, (len(weight),), device=weight.device)
         filters.view(len(weight), size)[torch.arange(len(weight), device=weight.device), positions] = 3**-0.5
         if self.config.spatial_filters == "signed_impulse":
-            # Differences of pixels are then there from the start, beside sums: x + BN(filter(x)) is one or the other.
+            # With signs, x + BN(filter(x)) has differences of pixels from the start, and not only sums.
             filters *= 1 - 2 * torch.randint(2, (len(weight), 1, 1, 1), device=weight.device)
         return filters
 
@@ -138,7 +139,7 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images; pixels beyond whole patches are ignored.
+                Normalized images. Pixels at the right and bottom that fill no patch are ignored.
 
         Returns:
             `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`, and
@@ -173,11 +174,12 @@ class ConvMixerForImageClassification(ConvMixerPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutputWithNoAttention:
-        """Pixels to logits, and with labels the loss, see `image_classification_loss`."""
+        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`)."""
         outputs = self.convmixer(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
+            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 

@@ -1,5 +1,4 @@
-"""CLIP and SigLIP whose image side is a SparseFormer (section 4.2 of the bootstrapping paper): the text side is their
-own."""
+"""CLIP and SigLIP models whose vision model is a SparseFormer (section 4.2 of the bootstrapping paper)."""
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +24,18 @@ AutoModel.register(PatchSparseFormerConfig, PatchSparseFormerModel, exist_ok=Tru
 
 
 def image_side_fields(vision_model: nn.Module) -> dict:
-    """Return the configuration's fields of a SparseFormer without its projection."""
+    """Return the configuration of a SparseFormer without its projection, as a dictionary."""
     fields = vision_model.config.to_dict()
     for name in ("projection_dim", "projection_bias"):
         fields.pop(name, None)
     fields["model_type"] = fields["model_type"].removesuffix("_projection")
     if fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
-        raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
+        raise ValueError(f"`vision_model` is a {type(vision_model).__name__}, expected a SparseFormer.")
     return fields
 
 
 class SparseFormerCLIPPreTrainedModel(HubModel):
-    """Base class of a CLIP and a SigLIP with a SparseFormer: two sides, and a comparison of what they pool."""
+    """Base class of CLIP and SigLIP models with a SparseFormer."""
 
     input_modalities = ("image", "text")
     embeds = {"text": ("get_text_features", "pooler_output"), "image": ("get_image_features", "pooler_output")}
@@ -50,7 +49,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        # The two sides initialize themselves.
+        # The text model and the vision model are initialized by their own classes.
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, SparseFormerCLIPPreTrainedModel):
@@ -63,11 +62,11 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         self.text_model.set_input_embeddings(value)
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Choose the image side's latent tokens for all calls that choose none."""
+        """Set the number of latent tokens of calls that do not choose one, see `SparseFormerModel.set_num_tokens`."""
         self.vision_model.set_num_tokens(num_tokens)
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """As in `HubModel`; texts are as long as the text side takes them."""
+        """As in `HubModel`, with the text model's maximum length."""
         files = super().sentence_transformers_config()
         lengths = {"padding": self.text_padding, "max_length": self.config.text_config.max_position_embeddings}
         files["sentence_bert_config.json"]["processing_kwargs"] = {"text": lengths}
@@ -81,7 +80,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
-        """As in `CLIPModel`."""
+        """Return text features in `pooler_output`; arguments are those of `CLIPModel.get_text_features`."""
         outputs = self.text_model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, return_dict=True, **kwargs
         )
@@ -92,7 +91,8 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
     def get_image_features(
         self, pixel_values: torch.Tensor, num_tokens: int | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerModelOutput:
-        """As in `CLIPModel`, for images of any size; `num_tokens` as in `SparseFormerModel`."""
+        """Return image features in `pooler_output`, for images of any size; arguments are those of
+        `SparseFormerModel.forward`."""
         outputs = self.vision_model(pixel_values, num_tokens=num_tokens, return_dict=True, **kwargs)
         outputs.pooler_output = self.visual_projection(outputs.pooler_output)
         return outputs
@@ -109,8 +109,8 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         num_tokens: int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPOutput:
-        """As `CLIPModel`, with `output_rois` and `num_tokens` of the image side as in `SparseFormerModel`. With
-        `return_loss`, image i belongs to text i."""
+        """Compare texts and images. Arguments are those of `CLIPModel.forward`; `output_rois` and `num_tokens` are
+        those of `SparseFormerModel.forward`. With `return_loss`, image i belongs to text i."""
         images = self.get_image_features(pixel_values, num_tokens, output_rois=output_rois, return_dict=True, **kwargs)
         texts = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
         image_embeds = F.normalize(images.pooler_output, dim=-1)
@@ -128,7 +128,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
 
 
 class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
-    """A CLIP with a SparseFormer in the place of its vision transformer, called as `CLIPModel` is."""
+    """A CLIP with a SparseFormer in the place of its vision transformer; it is called like `CLIPModel`."""
 
     config: SparseFormerCLIPConfig
     base_model_prefix = "clip"
@@ -153,14 +153,19 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
         return cosines * self.logit_scale.exp()
 
     def contrastive_loss(self, logits_per_text: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of logits `(pairs, pairs)`, mean of both directions."""
+        """Return the cross-entropy of logits `(pairs, pairs)`, averaged over both directions."""
         return image_text_contrastive_loss(logits_per_text)
 
     @classmethod
     @torch.no_grad()
     def from_clip(cls, clip: nn.Module, vision_model: nn.Module) -> "SparseFormerCLIPModel":
-        """Return a `CLIPModel` with its image side replaced by a `SparseFormerVisionModelWithProjection` (or one with
-        `Patch`) that was bootstrapped from it, in evaluation mode, in the precision and on the device of `clip`."""
+        """Return a CLIP whose vision model is a SparseFormer that was bootstrapped from it, in evaluation mode, with
+        the dtype and device of `clip`.
+
+        Args:
+            clip (`CLIPModel`): The teacher, whose text model is copied.
+            vision_model: A `SparseFormerVisionModelWithProjection` or `PatchSparseFormerVisionModelWithProjection`.
+        """
         if not hasattr(clip, "text_projection") or not hasattr(vision_model, "visual_projection"):
             raise ValueError(
                 f"Got a {type(clip).__name__} and a {type(vision_model).__name__}, expected a CLIPModel and a "
@@ -191,7 +196,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         "AutoModel": "SparseFormerSiglipModel",
         "AutoModelForZeroShotImageClassification": "SparseFormerSiglipModel",
     }
-    # SigLIP was trained on texts of one length, which not all of its tokenizers know.
+    # SigLIP was trained with texts padded to one length, which not all of its tokenizers do by default.
     text_padding = "max_length"
     _no_split_modules = ["SiglipTextEmbeddings", "SiglipEncoderLayer"]
 
@@ -199,7 +204,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         super().__init__(config)
         self.text_model = SiglipTextModel._from_config(config.text_config)
         self.vision_model = AutoModel.from_config(config.vision_config)
-        # The text model ends in a linear layer, the image side in its pooling head.
+        # The text model ends in a linear layer and the vision model in its pooling head.
         self.text_projection = nn.Identity()
         self.visual_projection = nn.Identity()
         self.logit_scale = nn.Parameter(torch.tensor([float(config.logit_scale_init_value)]))
@@ -216,18 +221,22 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         return cosines * self.logit_scale.exp() + self.logit_bias
 
     def contrastive_loss(self, logits_per_text: torch.Tensor) -> torch.Tensor:
-        """Binary loss of logits `(pairs, pairs)` (Zhai et al., *Sigmoid Loss for Language Image Pre-Training*,
-        algorithm 1): a sum over images, a mean over texts."""
+        """Return the sigmoid loss of logits `(pairs, pairs)` (Zhai et al., *Sigmoid Loss for Language Image
+        Pre-Training*, algorithm 1), summed over images and averaged over texts."""
         signs = 2 * torch.eye(len(logits_per_text), device=logits_per_text.device) - 1
         return -F.logsigmoid(signs * logits_per_text).sum(dim=-1).mean()
 
     @classmethod
     @torch.no_grad()
     def from_siglip(cls, siglip: nn.Module, vision_model: nn.Module) -> "SparseFormerSiglipModel":
-        """Return a `SiglipModel` or `Siglip2Model` with its image side replaced by a `SparseFormerVisionModel` (or one
-        with `Patch`) that was bootstrapped from it, in evaluation mode, in the precision and on the device of
-        `siglip`."""
-        # The text sides of SigLIP and SigLIP 2 compute the same, in two classes.
+        """Return a SigLIP whose vision model is a SparseFormer that was bootstrapped from it, in evaluation mode, with
+        the dtype and device of `siglip`.
+
+        Args:
+            siglip (`SiglipModel` or `Siglip2Model`): The teacher, whose text model is copied.
+            vision_model: A `SparseFormerVisionModel` or `PatchSparseFormerVisionModel`.
+        """
+        # The text models of SigLIP and SigLIP 2 are two classes with the same computation.
         text_config = siglip.config.text_config.to_dict()
         text_config.pop("model_type")
         config = SparseFormerSiglipConfig(text_config=text_config, vision_config=image_side_fields(vision_model))

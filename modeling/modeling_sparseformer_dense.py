@@ -1,7 +1,7 @@
 """SparseFormers for dense prediction: backbones with feature maps, and semantic segmentation.
 
-The papers' SparseFormer has the paper's segmentation head (section 4.1 of Gao et al., *Bootstrapping SparseFormers
-from Vision Foundation Models*), a PatchSparseFormer a linear classifier of its feature maps.
+A SparseFormer has the paper's segmentation head (section 4.1 of Gao et al., *Bootstrapping SparseFormers from Vision
+Foundation Models*), a PatchSparseFormer a linear classifier of feature maps.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ from .segmentation_head import LinearDecoder, SegmentationHead, semantic_segment
 
 @dataclass
 class SparseFormerBackboneOutput(BackboneOutput):
-    """`BackboneOutput` with `rois` (`output_rois=True`), `pooler_output` (`output_embedding=True`) and, of a placement
-    that is learned, `attention_forecast`."""
+    """`BackboneOutput` with `rois` (`output_rois=True`), `pooler_output` (`output_embedding=True`) and
+    `attention_forecast`, see `SparseFormerModelOutput`."""
 
     rois: tuple[torch.FloatTensor, ...] | None = None
     pooler_output: torch.FloatTensor | None = None
@@ -40,8 +40,8 @@ class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
     """`SemanticSegmenterOutput` with `rois` (`output_rois=True`).
 
     Args:
-        token_maps (`torch.FloatTensor`, *optional*, with `output_token_maps=True`):
-            `(batch, tokens, …)` of the size of the logits, the share of each token in each pixel's scores; sums to 1.
+        token_maps (`torch.FloatTensor` of shape `(batch, tokens, height, width)`, *optional*):
+            With `output_token_maps=True`, the weight of each token in the logits of each pixel; sums to 1.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -68,16 +68,16 @@ class DenseInitializationMixin:
 
 
 class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
-    """Feature maps at the teacher's own grid, whatever the number of tokens, in the place of
-    Transformers' `Dinov2Backbone` and the like.
+    """Backbone with feature maps on the teacher's grid for any number of tokens, in the place of backbones of
+    Transformers such as `Dinov2Backbone`.
 
-    A cell of a map has the state of the token whose RoI covers it, or the mean of several (`assignment_weights`); with
-    `upsampler_hidden_size`, convolutions that see the image refine it. With a token for each patch of its teacher, it
-    is the teacher's own map before any training.
+    A cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
+    `upsampler_hidden_size`, convolutions refine the map by the image. An untrained student with a token for each patch
+    has its teacher's feature map.
 
-    It loads from what any model of the family was saved to, for example a bootstrapped classifier:
-    `….from_pretrained(folder, out_features=["stage4", "stage8"])`. Heads of Transformers take its configuration as
-    `backbone_config`, see docs/dense_features.md.
+    A backbone loads from the folder of any model of the family, for example of a bootstrapped classifier:
+    `….from_pretrained(folder, out_features=["stage4", "stage8"])`. Its configuration is the `backbone_config` of heads
+    of Transformers (docs/dense_features.md).
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^(classifier|visual_projection|decode_head)\."]
@@ -92,25 +92,30 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
         output_embedding: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerBackboneOutput:
-        """Normalized images of any size from `feature_stride` on, `(batch, num_channels, height, width)`, to feature
-        maps; arguments are those of the base model's `forward`, and `output_embedding` for `pooler_output`.
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of at least `feature_stride` pixels.
+            output_embedding (`bool`, *optional*, defaults to `False`): Return `pooler_output`.
+            num_tokens, output_rois, kwargs: Arguments of the base model's `forward`.
 
         Returns:
-            `SparseFormerBackboneOutput`: `feature_maps`, of each layer of `out_features` `(batch, hidden_size,
-            height / stride, width / stride)`, rounded down, where the stride is `feature_stride`, divided by the
-            layer's `feature_scales`, or as `reshape_hidden_states` says. All are spread by the last RoIs.
+            `SparseFormerBackboneOutput` with a map for each layer of `out_features`, `(batch, hidden_size, height /
+            stride, width / stride)`, rounded down, where stride is `feature_stride` divided by the layer's
+            `feature_scales`. Without `reshape_hidden_states`, maps are `(batch, 1 + cells, hidden_size)`. Tokens of
+            all layers are assigned by the last RoIs.
         """
         kwargs |= {"num_tokens": num_tokens, "output_rois": True, "return_dict": True}
         outputs = self.base_model(pixel_values, **kwargs)
         norm = self.base_model.layernorm
         maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm, self.out_features)
         if not self.config.reshape_hidden_states:
-            # Cells in a row, behind [CLS] or the mean token of the states that the map is of.
+            # A sequence of cells after the layer's [CLS] or mean token.
             states = [norm(outputs.hidden_states[index]) for index in self.out_indices]
             has_class = self.config.num_class_tokens > 0
-            front = [each[:, :1] if has_class else each.mean(dim=1, keepdim=True) for each in states]
-            rows = [each.flatten(2).mT for each in maps]
-            maps = tuple(torch.cat(parts, dim=1) for parts in zip(front, rows, strict=True))
+            first = [each[:, :1] if has_class else each.mean(dim=1, keepdim=True) for each in states]
+            cells = [each.flatten(2).mT for each in maps]
+            maps = tuple(torch.cat(parts, dim=1) for parts in zip(first, cells, strict=True))
         return SparseFormerBackboneOutput(
             feature_maps=maps,
             hidden_states=outputs.hidden_states,
@@ -122,7 +127,7 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
 
 
 class SparseFormerBackbone(FeatureMapsMixin, SparseFormerPreTrainedModel):
-    """SparseFormer as a backbone with feature maps at its teacher's grid, see `FeatureMapsMixin`."""
+    """SparseFormer as a backbone with feature maps on its teacher's grid, see `FeatureMapsMixin`."""
 
     auto_classes = SparseFormerPreTrainedModel.auto_classes | {"AutoBackbone": "SparseFormerBackbone"}
 
@@ -135,7 +140,7 @@ class SparseFormerBackbone(FeatureMapsMixin, SparseFormerPreTrainedModel):
 
 
 class PatchSparseFormerBackbone(FeatureMapsMixin, PatchSparseFormerPreTrainedModel):
-    """PatchSparseFormer as a backbone with feature maps at its teacher's grid, see `FeatureMapsMixin`."""
+    """PatchSparseFormer as a backbone with feature maps on its teacher's grid, see `FeatureMapsMixin`."""
 
     auto_classes = PatchSparseFormerPreTrainedModel.auto_classes | {"AutoBackbone": "PatchSparseFormerBackbone"}
 
@@ -148,8 +153,8 @@ class PatchSparseFormerBackbone(FeatureMapsMixin, PatchSparseFormerPreTrainedMod
 
 
 def segmenter_processor_config(config, fields: dict | None) -> dict | None:
-    """Turn the content of a classifier's `preprocessor_config.json` into that of a segmenter: pipelines need its
-    post-processing."""
+    """Turn the content of a classifier's `preprocessor_config.json` into that of a SegformerImageProcessor, whose
+    post-processing pipelines need."""
     if fields is None:
         return None
     height, width = pair(config.image_size)
@@ -163,14 +168,13 @@ def segmenter_processor_config(config, fields: dict | None) -> dict | None:
 
 
 class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormerPreTrainedModel):
-    """SparseFormer with a class for every pixel: scores of each latent token, spread over the image by its RoI and
-    likeness (section 4.1 of the bootstrapping paper; `SegmentationHead` says what that leaves open).
+    """SparseFormer with the paper's segmentation head (section 4.1 of the bootstrapping paper, `SegmentationHead`).
 
     With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
-    multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G, 216 M and 77 G, which the paper's
-    text does not explain.
+    multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G, 216 M and 77 G; the paper does not
+    explain the difference.
 
-    It starts from a bootstrapped classifier, with more tokens and pixels (256 for 512 x 512 in the paper):
+    Training starts from a bootstrapped classifier with more tokens and pixels (256 for 512 x 512 in the paper):
     `SparseFormerForSemanticSegmentation.from_pretrained(folder, image_size=512, num_labels=150)`, then
     `resize_tokens(256)`.
     """
@@ -178,7 +182,7 @@ class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormer
     auto_classes = SparseFormerPreTrainedModel.auto_classes | {
         "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation"
     }
-    # The loss is a mean over the pixels that count, whose number `Trainer` does not know.
+    # The loss is a mean over labeled pixels, whose number `Trainer` does not compute.
     accepts_loss_kwargs = False
 
     def __init__(self, config: SparseFormerConfig):
@@ -200,10 +204,20 @@ class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormer
         output_token_maps: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerSemanticSegmenterOutput:
-        """Normalized images of any size from 4 x 4 pixels, `(batch, num_channels, height, width)`, to `logits`,
-        `(batch, num_labels, height / 4, width / 4)`, rounded up, of which the image processor's
-        `post_process_semantic_segmentation` makes maps. `labels` are class numbers, `(batch, height, width)`; 255 does
-        not count in the loss. Further arguments are passed to `SparseFormerModel.forward`."""
+        """
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
+                Normalized images of any size from 4 x 4 pixels.
+            labels (`torch.LongTensor` of shape `(batch, height, width)`, *optional*):
+                Class indices; the loss ignores 255.
+            output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
+            output_token_maps (`bool`, *optional*, defaults to `False`): Return `token_maps`.
+            kwargs: Arguments of `SparseFormerModel.forward`.
+
+        Returns:
+            `SparseFormerSemanticSegmenterOutput` with `logits` `(batch, num_labels, height / 4, width / 4)`, rounded
+            up. `post_process_semantic_segmentation` of the image processor resizes them.
+        """
         kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
         tokens = outputs.last_hidden_state[:, self.config.num_prefix_tokens :]
@@ -219,13 +233,13 @@ class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormer
 
 
 class PatchSparseFormerForSemanticSegmentation(DenseInitializationMixin, PatchSparseFormerPreTrainedModel):
-    """PatchSparseFormer with a class for every pixel: a linear classifier of its feature maps, see
-    `PatchSparseFormerBackbone`, side by side where `out_features` names several."""
+    """PatchSparseFormer with a linear classifier of feature maps (`PatchSparseFormerBackbone`), concatenated if
+    `out_features` names several layers."""
 
     auto_classes = PatchSparseFormerPreTrainedModel.auto_classes | {
         "AutoModelForSemanticSegmentation": "PatchSparseFormerForSemanticSegmentation"
     }
-    # The loss is a mean over the pixels that count, whose number `Trainer` does not know.
+    # The loss is a mean over labeled pixels, whose number `Trainer` does not compute.
     accepts_loss_kwargs = False
 
     def __init__(self, config: PatchSparseFormerConfig):
@@ -249,7 +263,8 @@ class PatchSparseFormerForSemanticSegmentation(DenseInitializationMixin, PatchSp
         output_token_maps: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerSemanticSegmenterOutput:
-        """As that of `SparseFormerForSemanticSegmentation`, with logits at the grid of the last feature map."""
+        """Arguments and results are those of `SparseFormerForSemanticSegmentation.forward`; logits have the grid of
+        the last feature map."""
         kwargs |= {"output_rois": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
         maps, token_maps = self.feature_maps(

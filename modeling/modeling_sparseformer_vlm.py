@@ -1,8 +1,8 @@
-"""VLMs whose vision tower is a SparseFormer; `swap_vision_tower` puts them together.
+"""VLMs whose vision tower is a SparseFormer; `swap_vision_tower` makes them.
 
-The language model of a LLaVA (section 4.3 of the bootstrapping paper) or a PaliGemma reads the SparseFormer's tokens.
-A Gemma 3 and a LLaVA-OneVision count on rows and columns of patches: each cell has the states of the tokens that look
-at it.
+The language models of LLaVA (section 4.3 of the bootstrapping paper) and PaliGemma read the SparseFormer's tokens.
+Gemma 3 and LLaVA-OneVision need rows and columns of patches; a cell has the hidden states of the tokens whose RoIs
+cover it.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,10 @@ from .modeling_sparseformer import SparseFormerModel
 
 
 class SparseFormerGridTower(PreTrainedModel):
-    """A SparseFormer whose states lie on a grid, as those of the vision transformer that it replaces.
+    """SparseFormer with hidden states on the grid of the vision transformer that it replaces.
 
-    Few tokens compute, and each cell has the state of the token whose RoI covers it, or the mean of several
-    (`assignment_weights`). With a token for each patch, it gives what its teacher does, before any training.
+    Each cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). An untrained student
+    with a token for each patch has its teacher's outputs.
     """
 
     config: SparseFormerGridConfig
@@ -75,16 +75,17 @@ class SparseFormerGridTower(PreTrainedModel):
 
     @can_return_tuple
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutputWithPooling:
-        """As `SparseFormerModel`, but states are `(batch, cells, hidden_size)`, row by row."""
+        """Arguments are those of `SparseFormerModel.forward`; hidden states are `(batch, cells, hidden_size)`, row by
+        row."""
         outputs = self.tower(pixel_values, **kwargs | {"output_rois": True, "return_dict": True})
         height, width = (side // self.config.patch_size for side in pixel_values.shape[-2:])
-        shares = assignment_weights(outputs.rois[-1], height, width)
+        weights = assignment_weights(outputs.rois[-1], height, width)
 
         def on_grid(states: torch.Tensor | None) -> torch.Tensor | None:
-            # Layers that were not asked for are None.
+            # Transformers records only the requested layers; the others are None.
             if states is None:
                 return None
-            return scatter_to_grid(states[:, self.config.tower_config.num_prefix_tokens :], shares).flatten(2).mT
+            return scatter_to_grid(states[:, self.config.tower_config.num_prefix_tokens :], weights).flatten(2).mT
 
         return BaseModelOutputWithPooling(
             last_hidden_state=on_grid(outputs.last_hidden_state),
@@ -103,35 +104,35 @@ for config_class, model_class in (
 
 
 class SparseFormerTowerMixin:
-    """Mixin of VLMs without their head, which vLLM builds by `AutoModel`."""
+    """Mixin of VLMs without language-modeling head, which vLLM builds by `AutoModel`."""
 
     def __init__(self, config: PreTrainedConfig):
         if type(config.vision_config) not in MODEL_MAPPING:
-            # vLLM pickles configurations by value, and with them their classes, which are not registered.
+            # vLLM pickles configurations with their classes; the copies of the classes are not registered.
             config.vision_config = AutoConfig.for_model(**config.vision_config.to_dict())
         super().__init__(config)
 
 
 def auto_classes_of(name: str) -> dict[str, str]:
-    """`auto_classes` of the VLM whose classes' names begin so."""
+    """Return the `auto_classes` of a VLM, given the prefix of its class names."""
     head = f"{name}ForConditionalGeneration"
     return {"AutoModel": f"{name}Model", "AutoModelForMultimodalLM": head, "AutoModelForImageTextToText": head}
 
 
 class SparseFormerVLMMixin(HubModel):
-    """Mixin of VLMs with their head."""
+    """Mixin of VLMs with language-modeling head."""
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Choose the vision tower's latent tokens for all calls that choose none. `matching_processor` makes a
-        processor that fits."""
+        """Set the number of the vision tower's latent tokens in calls that do not choose one. The processor has to be
+        replaced by one of `matching_processor`."""
         self.model.vision_tower.set_num_tokens(num_tokens)
 
     def image_processor_config(self):
-        """None: the processor is saved beside the model."""
+        """Return `None`, because a VLM's processor is saved separately."""
 
 
 class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
-    """`LlavaModel` whose images may have different numbers of tokens."""
+    """`LlavaModel` with a SparseFormer as its vision tower, in which images may have different numbers of tokens."""
 
     config: SparseFormerLlavaConfig
 
@@ -142,8 +143,14 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
         num_image_tokens: torch.LongTensor | Sequence[int] | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
-        """As in `LlavaModel`: the tokens `(tokens, hidden_size)` that the language model reads of each image, as
-        `pooler_output`. `num_image_tokens` chooses the latent tokens of each image or of all."""
+        """Return the projected tokens of each image, `(tokens, hidden_size)`, in `pooler_output`.
+
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(images, num_channels, height, width)`): Normalized images.
+            num_image_tokens (`int` or sequence of `int`, *optional*):
+                Number of latent tokens of all images, or one number for each image.
+            kwargs: Arguments of `LlavaModel.get_image_features`.
+        """
         kwargs["return_dict"] = True
         if num_image_tokens is None:
             return super().get_image_features(pixel_values, **kwargs)
@@ -164,7 +171,7 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
         num_image_tokens: torch.LongTensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlavaModelOutputWithPast:
-        """As in `LlavaModel`, with `num_image_tokens` as in `get_image_features`."""
+        """Arguments are those of `LlavaModel.forward` and `num_image_tokens` of `get_image_features`."""
         kwargs["return_dict"] = True
         if pixel_values is not None and num_image_tokens is not None:
             names = ("vision_feature_layer", "vision_feature_select_strategy")
@@ -178,8 +185,8 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
 class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForConditionalGeneration):
     """LLaVA with a SparseFormer as its vision tower.
 
-    Calls and `generate` take `num_image_tokens`, too, the latent tokens of each image or of all, as
-    `SparseFormerLlavaProcessor` returns them.
+    `forward` and `generate` also take `num_image_tokens` from `SparseFormerLlavaProcessor`: the number of latent
+    tokens of all images, or one number for each image.
     """
 
     config: SparseFormerLlavaConfig
@@ -188,10 +195,10 @@ class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForCo
     def __init__(self, config: SparseFormerLlavaConfig):
         if config.vision_feature_select_strategy == "default" and config.vision_config.num_prefix_tokens == 0:
             raise ValueError(
-                '`vision_feature_select_strategy="default"` leaves out [CLS], and this SparseFormer has none; choose '
-                '"full".'
+                '`vision_feature_select_strategy` is "default", which removes [CLS], but this SparseFormer has no '
+                '[CLS]; choose "full".'
             )
-        # The constructor of `LlavaForConditionalGeneration` would make a `LlavaModel`.
+        # Skips the constructor of `LlavaForConditionalGeneration`, which makes a `LlavaModel`.
         super(LlavaForConditionalGeneration, self).__init__(config)
         self.model = SparseFormerLlavaModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
@@ -210,7 +217,7 @@ class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForCo
         self.count_image_tokens()
 
     def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, num_image_tokens=None, **kwargs) -> dict:
-        # `generate` refuses arguments that no signature names.
+        # `generate` only accepts arguments that are named in a signature.
         return super().prepare_inputs_for_generation(input_ids, num_image_tokens=num_image_tokens, **kwargs)
 
 
@@ -254,8 +261,8 @@ class SparseFormerLlavaOnevisionForConditionalGeneration(SparseFormerVLMMixin, L
 
 
 class SparseFormerLlavaImagesKwargs(ImagesKwargs, total=False):
-    # Latent tokens of every image, or of each in their order, [CLS] not counted; best those that the model was trained
-    # for, `config.vision_config.elastic_token_counts`.
+    # Number of latent tokens of all images, or of each image in order, without [CLS]. The model is trained with the
+    # numbers in `config.vision_config.elastic_token_counts`.
     num_image_tokens: int | list[int] | tuple[int, ...]
 
 
@@ -264,13 +271,14 @@ class SparseFormerLlavaProcessorKwargs(ProcessingKwargs, total=False):
 
 
 class SparseFormerLlavaProcessor(HubMixin, LlavaProcessor):
-    """`LlavaProcessor` whose call may choose the tokens of each image by `num_image_tokens`, which it returns for the
-    model; `matching_processor` makes one for a model.
+    """`LlavaProcessor` whose calls may choose the number of tokens of each image by `num_image_tokens`, which it also
+    returns for the model. `matching_processor` makes the processor of a model.
 
-    What it saves loads as a plain `LlavaProcessor`, too, for calls that choose none.
+    A saved processor also loads as a `LlavaProcessor`, which cannot choose numbers of tokens.
 
     Args:
-        num_prefix_tokens (`int`, *optional*, defaults to 0): [CLS] and registers of the vision tower.
+        num_prefix_tokens (`int`, *optional*, defaults to 0):
+            Number of class tokens and registers of the vision tower.
     """
 
     valid_processor_kwargs = SparseFormerLlavaProcessorKwargs
@@ -305,7 +313,7 @@ class SparseFormerLlavaProcessor(HubMixin, LlavaProcessor):
             counts = [num_image_tokens] * len(replacements) if isinstance(num_image_tokens, int) else num_image_tokens
             if len(counts) != len(replacements):
                 raise ValueError(
-                    f"`num_image_tokens` has {len(counts)} numbers, expected one for each of the "
+                    f"`num_image_tokens` has {len(counts)} numbers, expected one number for each of the "
                     f"{len(replacements)} images."
                 )
             others = self.num_prefix_tokens - (self.vision_feature_select_strategy == "default")
@@ -321,7 +329,7 @@ for model_class, head_class in (
     (SparseFormerLlavaOnevisionModel, SparseFormerLlavaOnevisionForConditionalGeneration),
 ):
     AutoModel.register(model_class.config_class, model_class, exist_ok=True)
-    # `transformers serve` looks names up here.
+    # `transformers serve` finds classes in this table.
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_class.config_class.model_type] = head_class.__name__
 AutoProcessor.register(SparseFormerLlavaConfig, SparseFormerLlavaProcessor, exist_ok=True)
 

@@ -1,7 +1,7 @@
-"""ViTContextBroadcast: a plain vision transformer with Context Broadcasting, and its distilled form.
+"""ViTContextBroadcast: a plain vision transformer with Context Broadcasting (`context_broadcast.py`) and, optionally,
+a distillation token.
 
-Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457), which adds a line
-to DeiT: see `context_broadcast.py`.
+Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457), based on DeiT.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ from .vit import ViTEmbeddings, ViTModel, ViTPreTrainedModel
 
 @dataclass
 class ViTContextBroadcastImageClassifierOutput(ImageClassifierOutput):
-    """
+    """`ImageClassifierOutput` with the logits of both classifiers of a distilled model.
+
     Args:
         cls_logits, distillation_logits (`torch.FloatTensor` of shape `(batch, num_labels)`, *optional*):
-            Scores of the two classifiers of a distilled model; `logits` is their mean.
+            Logits of the two classifiers; `logits` is their mean.
     """
 
     cls_logits: torch.FloatTensor | None = None
@@ -47,7 +48,7 @@ class ViTContextBroadcastPreTrainedModel(ViTPreTrainedModel):
         structured = self.config.initialization != "default"
         if isinstance(module, ContextBroadcast):
             module.reset_parameters()
-        # Comes after all modules within.
+        # The model is initialized after its submodules.
         elif isinstance(module, ViTContextBroadcastModel) and structured and is_drawn(module):
             start_attention_(parts_of_layers(module, module.embeddings.grid), self.config)
 
@@ -75,8 +76,8 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel, ViTModel):
 
 
 class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedModel):
-    """The vision transformer with a linear classifier on [CLS] and, in distilled models, one on the distillation
-    token, whose logits are averaged."""
+    """The vision transformer with a linear classifier on [CLS]. Distilled models average its logits with those of a
+    classifier on the distillation token."""
 
     # The loss divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
@@ -99,8 +100,8 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ViTContextBroadcastImageClassifierOutput:
-        """Pixels to logits, and with labels the loss, see `image_classification_loss`; a distilled model's is the mean
-        of both classifiers'."""
+        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`); in
+        distilled models, the mean of both classifiers' losses."""
         outputs = self.vit(pixel_values, **kwargs)
         cls_logits = logits = self.classifier(outputs.last_hidden_state[:, 0])
         distillation_logits = None
@@ -109,6 +110,7 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
             logits = (cls_logits + distillation_logits) / 2
         loss = None
         if labels is not None:
+            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(cls_logits, labels, self.config, num_items_in_batch)
             if distillation_logits is not None:
                 second = image_classification_loss(distillation_logits, labels, self.config, num_items_in_batch)

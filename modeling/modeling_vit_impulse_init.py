@@ -1,7 +1,7 @@
-"""ViTImpulseInit: a plain vision transformer whose attention starts as convolution.
+"""ViTImpulseInit: a plain vision transformer whose attention is initialized as a convolution.
 
 Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139): sinusoidal
-positions, average pooling, and queries and keys that make every head's first attention map an impulse filter.
+positions, average pooling, and queries and keys that make the initial attention map of every head an impulse filter.
 """
 
 import torch
@@ -34,7 +34,7 @@ class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
         structured = structured or config.initialization_options.get("value_init") == "mimetic"
         if isinstance(module, nn.Linear) and config.initialization == "kaiming_uniform":
             uniform_init_(module)
-        # Comes after all modules within.
+        # The model is initialized after its submodules.
         elif isinstance(module, ViTImpulseInitModel) and structured and is_drawn(module):
             start_attention_(parts_of_layers(module, module.embeddings.grid), config, positions="keep")
         else:
@@ -81,11 +81,12 @@ class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
-        """Pixels to logits, and with labels the loss, see `image_classification_loss`."""
+        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`)."""
         outputs = self.vit(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
+            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -1,4 +1,4 @@
-"""`notebook.ipynb` of a SparseFormer's repository, which the hub opens in Colab and Kaggle."""
+"""Notebook of a SparseFormer's repository, which the hub offers to open in Colab and Kaggle."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from .model_card import TASKS, auto_class, class_name, code_examples
 PICTURE = "http://images.cocodataset.org/val2017/000000039769.jpg"
 INTRODUCTION = """# {}
 
-First steps: load the model, run it, choose its number of tokens, and see where they look. It needs
+First steps: load the model, run it, choose its number of tokens, and draw their regions of interest. Install
 `pip install -U transformers torchvision matplotlib`."""
 IMAGE = f"""import torch
 from transformers.image_utils import load_image
 
-image = load_image("{PICTURE}")  # a path or an address
+image = load_image("{PICTURE}")  # a path or URL
 inputs = processor(image, return_tensors="pt")
 image"""
 PREDICT = {
@@ -48,8 +48,11 @@ axes.axis("off");"""
 
 
 def write_notebook(model: HubModel, folder: str | Path, name: str):
-    """Write the notebook of a classifier or vision model that is a SparseFormer, else none. `name` is the hub id or
-    folder that it loads."""
+    """Write `notebook.ipynb` to a folder if the model is a classifier or vision model of the SparseFormers.
+
+    Args:
+        name (`str`): Hub id or folder from which the notebook loads the model.
+    """
     task = TASKS[auto_class(model)]
     if task not in PREDICT or "rois" not in getattr(model.config, "keys_to_ignore_at_inference", ()):
         return

@@ -1,7 +1,7 @@
-"""Fresh weights as the reference implementation of *Bootstrapping ViTs* (Zhang et al., CVPR 2022) draws them.
+"""Initialization of the reference implementation of *Bootstrapping ViTs* (Zhang et al., CVPR 2022).
 
-The effect of the hints depends on it: they compare features that a LayerNorm has brought to one length, so tokens that
-start short, as those of patch projections drawn at 0.02, have a large gradient.
+The effect of hints depends on it. Hints compare features after a LayerNorm, whose gradient is large for short tokens,
+such as those of patch projections initialized with a standard deviation of 0.02.
 """
 
 import torch
@@ -15,21 +15,22 @@ REFERENCE = "reference"
 
 @torch.no_grad()
 def reference_init_(vit: ViTForImageClassification):
-    """Draw all weights of a ViT anew, in place, except norms and weights that `from_pretrained` has loaded.
+    """Initialize all weights of a ViT in place, except norms and weights that `from_pretrained` has loaded.
 
-    Patch projections are standard normal with biases of zero; linear layers Xavier-uniform, queries, keys and values
-    as one matrix, biases zero, those of MLPs standard normal. Positions and [CLS] are normal of 0.02, classifiers
-    PyTorch's default.
-
-    The biases were meant to be small: the code calls `normal_(bias, 1e-6)`, which sets their mean and leaves the
-    standard deviation at 1. Here they are drawn as that code draws them.
+    - Patch projections: standard normal, biases zero.
+    - Linear layers: Xavier-uniform, with queries, keys and values as one matrix; biases zero.
+    - Linear layers of MLPs: Xavier-uniform, biases standard normal. The authors may have meant small biases: their
+      code calls `normal_(bias, 1e-6)`, which sets the mean and leaves the standard deviation at 1.
+    - Positions and [CLS]: normal with a standard deviation of 0.02.
+    - Classifiers: PyTorch's default.
 
     Raises:
-        ValueError: if the model is no `ViTForImageClassification`.
+        ValueError: if `vit` is not a `ViTForImageClassification`.
     """
     if not isinstance(vit, ViTForImageClassification):
         raise ValueError(
-            f"There is no reference initialization of a {type(vit).__name__}; expected a ViTForImageClassification."
+            f"`vit` is a {type(vit).__name__}, expected a ViTForImageClassification, the only class with a reference "
+            "initialization."
         )
     embeddings = vit.base_model.embeddings
     init.normal_(embeddings.position_embeddings, std=0.02)
@@ -53,13 +54,13 @@ def reference_init_(vit: ViTForImageClassification):
 
 
 def init_patches_(projection: nn.Conv2d):
-    """Standard normal, which makes tokens long; biases zero."""
+    """Initialize a patch projection standard normal, its bias zero."""
     init.normal_(projection.weight)
     init.zeros_(projection.bias)
 
 
 def init_xavier_(layer: nn.Module, bias_std: float = 0.0):
-    """Xavier-uniform; biases, if there are any, zero or normal."""
+    """Initialize weights Xavier-uniform, and biases zero or normal."""
     init.xavier_uniform_(layer.weight)
     if layer.bias is not None:
         init.normal_(layer.bias, mean=1e-6, std=bias_std) if bias_std else init.zeros_(layer.bias)
