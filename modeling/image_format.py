@@ -12,9 +12,9 @@ from torchvision.transforms import InterpolationMode, v2
 from ..configuration.configuration_base import pair
 
 
-# PIL's numbers of the filters that torchvision resizes tensors with.
+# Filters of torchvision for tensors by PIL's number.
 FILTERS = {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
-# Image processors of Transformers whose attributes tell all that they do.
+# Image processors of Transformers that are fully described by their attributes.
 SUPPORTED = re.compile(
     "(Beit|Bit|Blip|CLIP|DeiT|DINOv3ViT|Flava|Llava|Segformer|Siglip|Siglip2|ViT)ImageProcessor(Pil)?"
 )
@@ -26,23 +26,25 @@ class ImageFormat:
 
     # Height and width in pixels.
     size: tuple[int, int]
-    # Of values in 0..1.
+    # Mean and standard deviation of values in 0..1.
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    # PIL's number of the interpolation.
+    # PIL's number of the resampling filter.
     resample: int = 2
-    # Pixels of the shorter side before the center crop of evaluation; without it the image is resized to `size`.
+    # Shorter side in pixels before the center crop of evaluation; `None` to resize the image to `size`.
     resize: int | None = None
-    # Whether half a pixel at the crop's edge is rounded to even, as timm does, not down.
+    # Whether half a pixel at the crop's edge is rounded to even, as in timm, instead of down.
     rounds_center: bool = False
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
-        """Read the format from the attributes of an image processor of Transformers or timm; raise a ValueError if
-        training does not follow it.
+        """Read the format from the attributes of an image processor of Transformers or timm.
 
-        A processor that resizes to a larger square before the crop (DeiT's) is taken for one that resizes the shorter
-        side, as DeiT's authors do, and one for any shape (SigLIP 2's NaFlex) for its largest square.
+        A processor that resizes to a larger square before the crop (DeiT's) is read as one that resizes the shorter
+        side, as DeiT's authors do. A processor for any shape (SigLIP 2's NaFlex) is read with its largest square.
+
+        Raises:
+            ValueError: if trainings cannot preprocess images as the processor does.
         """
         if (timm := getattr(processor, "data_config", None)) is not None:
             size = timm["input_size"][1:]
@@ -50,7 +52,9 @@ class ImageFormat:
             resample = timm["interpolation"]
             crops = mode == "center"
             if mode not in ("center", "squash") or (crops and size[0] != size[1]):
-                raise ValueError(f"The crop_mode is {mode!r} and the size {size}, expected squash, or a square.")
+                raise ValueError(
+                    f"`crop_mode` is {mode!r} and the size {size}, expected 'squash', or 'center' with a square."
+                )
             resize = math.floor(min(size) / timm["crop_pct"]) if crops else None
         else:
             size, resize = _size_and_resize(processor)
@@ -64,9 +68,12 @@ class ImageFormat:
 
     @classmethod
     def from_config(cls, config) -> "ImageFormat":
-        """Read the format from a SparseFormer's configuration; raise a ValueError if that has none."""
+        """Read the format from a SparseFormer's configuration. Raise a ValueError if it has none."""
         if config.image_mean is None:
-            raise ValueError("The model has no image format; give `from_teacher` the teacher's `image_processor`.")
+            raise ValueError(
+                "`image_mean` is None, so that images cannot be normalized; pass the teacher's `image_processor` to "
+                "`from_teacher`."
+            )
         mean, std = (
             (value,) * config.num_channels if isinstance(value, int | float) else tuple(value)
             for value in (config.image_mean, config.image_std)
@@ -74,7 +81,7 @@ class ImageFormat:
         return cls(pair(config.image_size), mean, std, config.resample, config.resize_size)
 
     def config_fields(self) -> dict:
-        """Return the fields of a SparseFormer's configuration that hold the format."""
+        """Return the format as fields of a SparseFormer's configuration."""
         height, width = self.size
         return {
             "image_size": height if height == width else [height, width],
@@ -90,20 +97,20 @@ class ImageFormat:
 
     @property
     def fill(self) -> list[int]:
-        """The color that normalizes to zero, or the nearest one, 0..255."""
+        """The color, 0..255, that is nearest to zero after normalization."""
         return [min(max(round(255 * value), 0), 255) for value in self.mean]
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Normalize pixels, `(batch, channels, height, width)` uint8, to float32, on their device."""
+        """Normalize uint8 pixels `(batch, channels, height, width)` to float32."""
         return v2.functional.normalize(v2.functional.to_dtype(pixels, scale=True), self.mean, self.std)
 
     def denormalize(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Turn normalized images back into red, green and blue, 0..1."""
+        """Convert normalized images to RGB values in 0..1."""
         device = pixel_values.device
         return pixel_values * _channels(self.std, device) + _channels(self.mean, device)
 
     def convert(self, pixel_values: torch.Tensor, source: "ImageFormat") -> torch.Tensor:
-        """Convert normalized images of the format `source` to this one."""
+        """Convert normalized images of the format `source` to this format."""
         if source.size != self.size:
             pixel_values = v2.functional.resize(pixel_values, list(self.size), self.interpolation, antialias=True)
         if (source.mean, source.std) == (self.mean, self.std):
@@ -113,10 +120,13 @@ class ImageFormat:
 
 
 def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
-    """Return height and width of an image processor's images, and the shorter side before its crop, if it crops."""
+    """Return height and width of an image processor's images, and the shorter side before a crop or `None`."""
     name = type(processor).__name__
     if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
-        raise ValueError(f"Training does not follow {name}, expected one like ViT's or CLIP's, without padding.")
+        raise ValueError(
+            f"The image processor is a {name}, which trainings cannot reproduce; expected a processor like ViT's or "
+            "CLIP's, without padding."
+        )
     if patches := getattr(processor, "max_num_patches", None):
         side = math.isqrt(patches) * processor.patch_size
         return (side, side), None
@@ -132,17 +142,17 @@ def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
     elif all(whole):
         return whole, None
     elif shortest and not processor.do_resize:
-        # C-RADIO's takes images of any size.
+        # C-RADIO's processor keeps the size of images.
         return (shortest, shortest), int(shortest)
     raise ValueError(f'{name} has the size {size}, expected "height" and "width", or a center crop.')
 
 
 def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation, of values in 0..1, by which an image processor normalizes."""
+    """Return the mean and standard deviation of an image processor for values in 0..1."""
     if (timm := getattr(processor, "data_config", None)) is not None:
         return tuple(timm["mean"]), tuple(timm["std"])
     mean, std = (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", None) else (0.0, 1.0)
-    # What the processor makes of 255, before it normalizes.
+    # The value of 255 before normalization.
     white = 255 * processor.rescale_factor if getattr(processor, "do_rescale", None) else 255
     triples = ((values,) * 3 if isinstance(values, int | float) else values for values in (mean, std))
     mean, std = (tuple(value / white for value in values) for values in triples)
@@ -150,7 +160,7 @@ def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
-    """Change the size of the images that an image processor makes; a center crop shows as much of them as before."""
+    """Change the size of an image processor's images; a center crop keeps its share of the image."""
     height, width = pair(image_size)
     square = {"height": height, "width": width}
     size = dict(image_processor.size)
@@ -159,13 +169,13 @@ def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
         scale = min(height, width) / min(dict(crop).values())
         image_processor.size = {side: round(scale * pixels) for side, pixels in size.items()}
     else:
-        # ConvNeXt's crops a share of what it resizes.
+        # ConvNeXt's processor has "shortest_edge" without a center crop.
         image_processor.size = {"shortest_edge": min(height, width)} if "shortest_edge" in size else square
     if crop is not None:
         image_processor.crop_size = square
 
 
-# Cached: copying numbers to an accelerator waits for it.
+# Cached, because copying numbers to an accelerator synchronizes with it.
 @functools.cache
 @torch.inference_mode(False)
 def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
