@@ -4,13 +4,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 
 from ..modeling.model_card import TASKS, auto_class, code_examples, make_card
-from .arguments import DataArguments, ImageTrainingArguments
+from .arguments import DataArguments
 from .choices import OPEN_CLIP, SUBSET
 from .files import split_revision
 
@@ -34,47 +33,23 @@ NEEDS_CONTEXT_BROADCAST = (
 )
 
 
-@dataclass
-class TrainingRun:
-    """What a model card reports about a training.
-
-    Args:
-        args (`ImageTrainingArguments`): The training arguments.
-        metrics (`dict[str, float]`): Metrics of the saved model.
-        kept_step (`int`): Step of the saved weights.
-        max_steps (`int`): Steps of the run.
-        num_eval_images (`int`, *optional*): Number of images on which the best model was chosen.
-        data_args (`DataArguments`, *optional*): Names of the images.
-        base_model (`str`, *optional*): The model from which training started.
-        base_model_relation (`str`): The hub's term for the relation to `base_model`, "finetune" or "distill".
-    """
-
-    args: ImageTrainingArguments
-    metrics: dict[str, float]
-    kept_step: int
-    max_steps: int
-    num_eval_images: int | None = None
-    data_args: DataArguments | None = None
-    base_model: str | None = None
-    base_model_relation: str = "finetune"
-
-
-def write_card(folder: Path, model, summary: str, run: TrainingRun, usage: str | None = None):
+def write_card(folder: Path, model, summary: str, metrics: dict[str, float], trainer):
     """Write the card of a trained model into its folder, as `README.md`.
 
     Args:
         folder (`Path`): The model's folder.
         model (`PreTrainedModel`): The trained model.
         summary (`str`): First paragraph of the card.
-        run (`TrainingRun`): The training.
-        usage (`str`, *optional*): Code that uses `model` and `processor`. Default: that of the model's task.
+        metrics (`dict[str, float]`): Metrics of the model.
+        trainer (`ImageTrainer`): The trainer of the model, or of a larger model that the model is a part of.
     """
-    args = run.args
-    data = run.data_args
-    base = run.base_model and split_revision(run.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
+    args = trainer.args
+    data = trainer.data_args
+    base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
     # The hub has links to its own ids alone, not to folders or revisions.
     hub_id = base if base and hub_ids([base]) else None
     task = TASKS[auto_class(model)]
+    usage = trainer.usage
     # The example that loads a backbone also computes its feature maps.
     if usage is None and not type(model).__name__.endswith("Backbone"):
         answer = LABEL if model.config.problem_type in (None, "single_label_classification") else LOGITS
@@ -85,23 +60,23 @@ def write_card(folder: Path, model, summary: str, run: TrainingRun, usage: str |
     name = Path(args.output_dir).name
     results = None
     # The hub lists results by the id of their data set.
-    if metric in run.metrics and measured_on:
+    if metric in metrics and measured_on:
         result = EvalResult(
             task_type=task,
             dataset_type=measured_on[0],
             dataset_name=" ".join(measured_on),
             dataset_split=data and (data.tested or data.evaluated),
             metric_type=metric,
-            metric_value=round(run.metrics[metric], 4),
+            metric_value=round(metrics[metric], 4),
         )
         results = [result]
     chosen = "not evaluated"
-    if run.num_eval_images is not None:
-        evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({run.num_eval_images:,} images)"
+    if trainer.eval_dataset is not None:
+        evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({len(trainer.eval_dataset):,} images)"
         chosen = f"chosen and measured on {evaluated}"
         if data and data.tested:
             chosen = f"chosen on {evaluated}, measured on {data.tested}"
-    step = f"step {run.kept_step} of {run.max_steps}"
+    step = f"step {trainer.kept_step} of {trainer.state.max_steps}"
     parameters = sum(each.numel() for each in model.parameters())
     paragraphs = [
         summary,
@@ -121,7 +96,7 @@ def write_card(folder: Path, model, summary: str, run: TrainingRun, usage: str |
         datasets=trained_on or None,
         pipeline_tag=task,
         base_model=hub_id,
-        base_model_relation=hub_id and run.base_model_relation,
+        base_model_relation=hub_id and trainer.base_model_relation,
         model_name=name,
         eval_results=results,
     ).save(folder / "README.md")

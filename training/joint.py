@@ -8,7 +8,6 @@ instead of every epoch, and biases and norms have no weight decay. The agent's B
 process alone, so that the losses of several processes differ slightly from those of one.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +178,7 @@ class JointTrainer(SharpnessAwareTrainer):
                 model = getattr(pair, name)
                 own = {"accuracy": metrics[accuracy]} if accuracy in metrics else {}
                 summary = f"The {name} of two models. {self.summary(metrics)}"
-                write_card(folder, model, summary, dataclasses.replace(self.describe_run(), metrics=own))
+                write_card(folder, model, summary, own, self)
                 model.save_pretrained(folder)
                 self.processing_class.save_pretrained(folder)
         if self.args.push_to_hub:

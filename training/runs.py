@@ -1,18 +1,13 @@
 """Output folders of trainings: checkpoints that can be resumed, and the settings that a run was started with."""
 
-import dataclasses
 import json
-import os
 import re
 import shutil
 import zipfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-
-from .files import check_output_outside_input, write_json
 
 
 # Settings of the run in an output folder. `Trainer.push_to_hub` does not upload files whose names start with "_".
@@ -43,24 +38,22 @@ TRAINING_SETTINGS = (
 )
 # Our own arguments that do not change the trained weights.
 WITHOUT_EFFECT = (
-    "output_dir",
     "overwrite_output_dir",
     "license",
-    "command",
     "attn_implementation",
     "trust_remote_code",
 )
 # Arguments that name models and images, by hub id or path.
-SOURCES = ("model", "teacher", "student", "vision_model", "distill_from", "dataset", "eval_dataset")
+SOURCES = ("base_model", "model", "teacher", "student", "vision_model", "distill_from", "dataset", "eval_dataset")
 # Fields of a configuration that depend on where a model was loaded from or saved, and by which version.
 VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype")
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """Return the folders named `checkpoint-STEP`, the highest step first."""
-    found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(folder).glob("checkpoint-*")}
-    steps = {path: int(match[1]) for path, match in found.items() if match and path.is_dir()}
-    return sorted(steps, key=steps.get, reverse=True)
+    paths = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = [path for path in paths if path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
 
 def find_damaged_file(checkpoint: Path) -> Path | None:
@@ -108,94 +101,29 @@ def remove_checkpoints(folder: str | Path):
             shutil.rmtree(checkpoint)
 
 
-def check_output_dir(args: TrainingArguments, *sources: str | None):
-    """Raise a ValueError if a run must not write to `output_dir`: a folder that holds one of the models to read
-    (`sources`), or, without `overwrite_output_dir`, other files than those of a run."""
-    check_output_outside_input(args.output_dir, *sources)
-    folder = Path(args.output_dir)
-    if args.overwrite_output_dir or args.process_index != 0 or not folder.is_dir():
-        return
-    is_run = (folder / RUN_FILE).is_file() or find_checkpoint(folder)[0] is not None
-    if not is_run and not {path.name for path in folder.iterdir()} <= {"runs"}:
-        raise ValueError(
-            f"output_dir {folder} is not empty and holds no run to continue; choose another folder, or pass "
-            "overwrite_output_dir to write into it."
-        )
-
-
-def describe_arguments(args: TrainingArguments, *others) -> dict:
-    """Return the arguments that change the trained weights, by name.
-
-    Args:
-        args (`TrainingArguments`): Of a training; `others` are dataclasses beside it, or None.
-    """
-    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
-    settings = {name: getattr(args, name) for name in TRAINING_SETTINGS}
-    for group in (args, *others):
-        for field in dataclasses.fields(group) if group is not None else ():
-            if field.init and field.name not in inherited and field.name not in WITHOUT_EFFECT:
-                settings[field.name] = getattr(group, field.name)
-    for name in SOURCES:
-        settings[name] = resolve_paths(settings.get(name))
-    return settings
-
-
-def resolve_paths(source: str | list[str] | None):
-    """Make paths absolute, so that a run may be continued from another working directory."""
-    if isinstance(source, list):
-        return [resolve_paths(each) for each in source]
-    return os.path.realpath(source) if source and os.path.exists(source) else source
-
-
-def describe_config(config) -> dict:
-    """Return the fields of a model's configuration that do not depend on where it was loaded from or saved."""
-
-    def stable(value):
-        if isinstance(value, dict):
-            return {name: stable(each) for name, each in value.items() if name not in VOLATILE_FIELDS}
-        return value
-
-    return stable(config.to_dict())
-
-
-def check_same_run(folder: str | Path, settings: dict):
-    """Raise a ValueError if the run in an output folder was started with other settings."""
-    file = Path(folder, RUN_FILE)
-    if not file.is_file():
-        return
+def check_same_run(file: Path, settings: dict):
+    """Raise a ValueError if the run whose settings are in a file was started with others than `settings`."""
     try:
         recorded = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); remove it to continue the run in its folder.") from error
-    changes = list_changes(recorded, json.loads(json.dumps(settings, default=str)))
-    if changes:
+    if changes := list_changes(recorded, settings):
         more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise ValueError(
-            f"output_dir {folder} holds a run with other settings: {', '.join(changes[:3])}{more}. Choose another "
-            f"output_dir, or pass overwrite_output_dir to train anew; without {RUN_FILE} there, settings are not "
-            "compared."
+            f"output_dir {file.parent} holds a run with other settings: {', '.join(changes[:3])}{more}. Choose "
+            f"another output_dir, or pass overwrite_output_dir to train anew; without {file.name} there, settings are "
+            "not compared."
         )
 
 
 def list_changes(recorded: dict, asked: dict, prefix: str = "") -> list[str]:
     """Return a text about each value that differs between two nested dicts, for keys that both have."""
     changes = []
-    for name in recorded.keys() & asked.keys():
+    for name in sorted(recorded.keys() & asked.keys()):
         before = recorded[name]
         now = asked[name]
         if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
             changes += list_changes(before, now, f"{prefix}{name}.")
         elif before != now:
-            changes.append(f"{prefix}{name} was {shorten(before)}, now {shorten(now)}")
-    return sorted(changes)
-
-
-def shorten(value) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def write_settings(folder: str | Path, settings: dict):
-    """Record the settings of the run in an output folder."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_json(Path(folder, RUN_FILE), json.loads(json.dumps(settings, default=str)))
+            changes.append(f"{prefix}{name} was {str(before):.60}, now {str(now):.60}")
+    return changes

@@ -9,24 +9,24 @@ from .trainer import ImageTrainer
 class SharpnessAwareTrainer(ImageTrainer):
     """`ImageTrainer` that, with `args.sam_rho` above 0, takes each step by the gradient at the highest loss nearby."""
 
-    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in `ImageTrainer`, wrapped by pytorch_optimizer's SAM."""
-        if self.optimizer is None and self.args.sam_rho:
-            try:
-                import pytorch_optimizer
-            except ImportError:
-                raise ValueError("sam_rho needs pytorch_optimizer: pip install 'frugalvit[sam]'.") from None
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None) -> tuple[type, dict]:
+        """As in Transformers, wrapped by pytorch_optimizer's SAM."""
+        optimizer_class, options = ImageTrainer.get_optimizer_cls_and_kwargs(args, model)
+        if not args.sam_rho:
+            return optimizer_class, options
+        try:
+            import pytorch_optimizer
+        except ImportError:
+            raise ValueError("sam_rho needs pytorch_optimizer: pip install 'frugalvit[sam]'.") from None
 
-            class SAM(pytorch_optimizer.SAM):
-                """SAM whose first step the trainer makes, between both gradients."""
+        class SAM(pytorch_optimizer.SAM):
+            """SAM whose first step the trainer makes, between both gradients."""
 
-                def step(self, closure=None):
-                    self.second_step()
+            def step(self, closure=None):
+                self.second_step()
 
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args)
-            groups = self.parameter_groups(model or self.model)
-            self.optimizer = SAM(groups, base_optimizer=optimizer_class, rho=self.args.sam_rho, **options)
-        return super().create_optimizer(model)
+        return SAM, {"base_optimizer": optimizer_class, "rho": args.sam_rho, **options}
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """Compute the gradient and, with SAM, move along it to compute a second one there. Return the first loss."""

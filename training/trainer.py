@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import math
 import os
 import signal
@@ -16,24 +17,24 @@ from pathlib import Path
 import datasets
 import torch
 import transformers
-from transformers import PreTrainedModel, Trainer, TrainerCallback, set_seed
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from ..modeling.hosts.anatomy import is_timm
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
-from .cards import TrainingRun, write_card
+from .cards import write_card
 from .data import class_names
-from .files import apply_umask
+from .files import apply_umask, check_output_outside_input
 from .runs import (
-    check_output_dir,
+    RUN_FILE,
+    SOURCES,
+    TRAINING_SETTINGS,
+    VOLATILE_FIELDS,
+    WITHOUT_EFFECT,
     check_same_run,
-    describe_arguments,
-    describe_config,
     find_checkpoint,
     find_damaged_file,
     is_checkpoint,
     remove_checkpoints,
-    resolve_paths,
-    write_settings,
 )
 from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
@@ -150,38 +151,31 @@ class ImageTrainer(Trainer):
         """As in Transformers; `test_dataset` may be images of any form that `as_images` accepts."""
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
-    def get_decay_parameter_names(self, model) -> list[str]:
-        """Return the names of the parameters with weight decay: matrices and filters, except positions, [CLS] and
-        those in `model.no_weight_decay()`, which Transformers' own method decays, as it does layer scales."""
-        excluded = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
-        return [
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.ndim > 1 and name not in excluded and not any(part in name for part in WITHOUT_DECAY)
-        ]
-
-    def parameter_groups(self, model: torch.nn.Module) -> list[dict]:
-        """Return the optimizer's groups: one for each weight decay and factor of the learning rate."""
-        decayed = set(self.get_decay_parameter_names(model))
-        parameters = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                key = (name not in decayed, self.learning_rate_factors.get(name, 1.0))
-                parameters.setdefault(key, []).append(parameter)
-        return [
-            {
-                "params": parameters[without_decay, factor],
-                "weight_decay": 0.0 if without_decay else self.args.weight_decay,
-                "lr": factor * self.args.learning_rate,
-            }
-            for without_decay, factor in sorted(parameters)
-        ]
-
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in Transformers, with the groups of `parameter_groups`."""
+        """As in Transformers, with a group of parameters for each weight decay and factor of the learning rate.
+
+        Matrices and filters decay, except positions, [CLS] and those in `model.no_weight_decay()`. Transformers would
+        decay positions, [CLS] and layer scales, too.
+        """
         if self.optimizer is None:
+            model = model or self.model
+            excluded = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+            parameters = {}
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    is_kept = name in excluded or any(part in name for part in WITHOUT_DECAY)
+                    key = (is_kept or parameter.ndim <= 1, self.learning_rate_factors.get(name, 1.0))
+                    parameters.setdefault(key, []).append(parameter)
+            groups = [
+                {
+                    "params": parameters[without_decay, factor],
+                    "weight_decay": 0.0 if without_decay else self.args.weight_decay,
+                    "lr": factor * self.args.learning_rate,
+                }
+                for without_decay, factor in sorted(parameters)
+            ]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = optimizer_class(self.parameter_groups(model or self.model), **options)
+            self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
@@ -232,7 +226,7 @@ class ImageTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
             # The card comes first, because `save_pretrained` writes another one where there is none.
-            write_card(folder, self.saved_model, self.summary(self.metrics), self.describe_run(), self.usage)
+            write_card(folder, self.saved_model, self.summary(self.metrics), self.metrics, self)
             self.saved_model.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
@@ -247,31 +241,32 @@ class ImageTrainer(Trainer):
     def create_model_card(self, *args, **kwargs):
         """Do nothing: `save_model` writes the card."""
 
-    def describe_run(self) -> TrainingRun:
-        """Return what the model card reports about this run."""
-        return TrainingRun(
-            args=self.args,
-            metrics=self.metrics,
-            kept_step=self.kept_step,
-            max_steps=self.state.max_steps,
-            num_eval_images=None if self.eval_dataset is None else len(self.eval_dataset),
-            data_args=self.data_args,
-            base_model=self.base_model,
-            base_model_relation=self.base_model_relation,
-        )
-
     def settings(self) -> dict:
-        """Return everything that was asked of this run and changes the trained weights, the images or the classes."""
-        formats = {name: dataclasses.asdict(each) for name, each in self.eval_view.formats.items()}
+        """Return all settings of this run that change the trained weights, the images or the classes, as JSON."""
+        settings = {name: getattr(self.args, name) for name in TRAINING_SETTINGS}
+        for group in (self.args, self.model_args, self.data_args):
+            for field in dataclasses.fields(group) if group is not None else ():
+                inherited = field.name in TrainingArguments.__dataclass_fields__
+                if field.init and not inherited and field.name not in WITHOUT_EFFECT:
+                    settings[field.name] = getattr(group, field.name)
         stream = isinstance(self.images, datasets.IterableDataset)
-        return describe_arguments(self.args, self.model_args, self.data_args) | {
-            "total_train_batch_size": self.get_total_train_batch_size(self.args),
-            "base_model": resolve_paths(self.base_model),
-            "num_images": None if stream else len(self.images),
-            "class_names": class_names(self.images),
-            "image_formats": formats,
-            "config": describe_config(self.saved_model.config),
+        settings["total_train_batch_size"] = self.get_total_train_batch_size(self.args)
+        settings["base_model"] = self.base_model
+        settings["num_images"] = None if stream else len(self.images)
+        settings["class_names"] = class_names(self.images)
+        settings["image_formats"] = {
+            name: dataclasses.asdict(image_format) for name, image_format in self.eval_view.formats.items()
         }
+        settings["config"] = json.loads(
+            self.saved_model.config.to_json_string(use_diff=False),
+            object_hook=lambda fields: {name: fields[name] for name in fields if name not in VOLATILE_FIELDS},
+        )
+        for name in SOURCES:
+            given = settings.get(name)
+            sources = given if isinstance(given, list) else [given]
+            # A run may be continued from another working directory.
+            settings[name] = [os.path.realpath(each) if each and os.path.exists(each) else each for each in sources]
+        return json.loads(json.dumps(settings, default=str))
 
     def prepare_output_dir(self) -> str | None:
         """Record the settings of this run in `output_dir` and return the checkpoint to resume from, if there is one.
@@ -283,8 +278,8 @@ class ImageTrainer(Trainer):
         folder = Path(args.output_dir)
         settings = self.settings()
         checkpoint = args.resume_from_checkpoint
-        if not args.overwrite_output_dir:
-            check_same_run(folder, settings)
+        if not args.overwrite_output_dir and (folder / RUN_FILE).is_file():
+            check_same_run(folder / RUN_FILE, settings)
         if checkpoint:
             if file := find_damaged_file(Path(checkpoint)):
                 raise ValueError(f"resume_from_checkpoint is {checkpoint}, whose {file.name} is missing or damaged.")
@@ -302,7 +297,8 @@ class ImageTrainer(Trainer):
             args.save_total_limit = None
             self.accelerator.print(f"{others[0]} is no checkpoint, so all checkpoints are kept (save_total_limit).")
         if args.should_save:
-            write_settings(folder, settings)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RUN_FILE).write_text(json.dumps(settings, indent=2), encoding="utf-8")
         return checkpoint and str(checkpoint)
 
     def run(self) -> dict[str, float]:
@@ -435,8 +431,21 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
 
 
 def start(args: ImageTrainingArguments, *sources: str | None):
-    """Check the output folder before anything is loaded, and seed the random weights of new models."""
-    check_output_dir(args, *sources)
+    """Prepare a run before anything is loaded: check its output folder and seed the random weights of new models.
+
+    Raises:
+        ValueError: If `output_dir` holds one of the models to read (`sources`) or, without `overwrite_output_dir`,
+            other files than those of a run.
+    """
+    check_output_outside_input(args.output_dir, *sources)
+    folder = Path(args.output_dir)
+    if not args.overwrite_output_dir and args.process_index == 0 and folder.is_dir():
+        is_run = (folder / RUN_FILE).is_file() or find_checkpoint(folder)[0] is not None
+        if not is_run and not {path.name for path in folder.iterdir()} <= {"runs"}:
+            raise ValueError(
+                f"output_dir {folder} is not empty and holds no run to continue; choose another folder, or pass "
+                "overwrite_output_dir to write into it."
+            )
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if started > args.world_size and "RANK" in os.environ:
         raise ValueError(f"{started} processes were started, but each would train alone; on CPUs, pass use_cpu.")

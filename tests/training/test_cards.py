@@ -1,5 +1,7 @@
 """Cards of trainings: the fields that the hub reads, and the names of this machine that it must not."""
 
+from types import SimpleNamespace
+
 import pytest
 from huggingface_hub import ModelCard
 from trainings import TINY_STUDENT, logged, run_command
@@ -7,7 +9,7 @@ from trainings import TINY_STUDENT, logged, run_command
 from drawn import draw_classes
 from frugalvit import BootstrapArguments, publish
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.cards import TrainingRun, write_card
+from frugalvit.training.cards import write_card
 from tiny import make_vit
 
 
@@ -46,9 +48,17 @@ def test_a_student_names_its_teacher_and_data(base_model, hub_id, tmp_path):
     """By the ids of the hub alone: it refuses others."""
     data_args = DataArguments(dataset=["cifar10-subset"], eval_dataset=["owner/images", "/data/photographs"])
     args = BootstrapArguments(output_dir="student", use_cpu=True)
-    relation = {"base_model": base_model, "base_model_relation": "distill"}
-    run = TrainingRun(args, {"alignment": 0.91}, kept_step=2, max_steps=2, data_args=data_args, **relation)
-    write_card(tmp_path, make_vit(), "A student.", run)
+    trainer = SimpleNamespace(
+        args=args,
+        data_args=data_args,
+        base_model=base_model,
+        base_model_relation="distill",
+        usage=None,
+        kept_step=2,
+        state=SimpleNamespace(max_steps=2),
+        eval_dataset=None,
+    )
+    write_card(tmp_path, make_vit(), "A student.", {"alignment": 0.91}, trainer)
     data = ModelCard.load(tmp_path / "README.md").data
     assert (data.base_model, data.get("base_model_relation")) == (hub_id, hub_id and "distill")
     assert data.library_name == "transformers" and data.datasets == ["uoft-cs/cifar10"]
