@@ -1,4 +1,4 @@
-"""A tiny teacher and a few embedded images."""
+"""Fixtures of the tests of training: a tiny teacher and a few embedded images."""
 
 import datasets
 import pytest
@@ -10,21 +10,21 @@ from frugalvit.training.decoding import decode_image
 from tiny import make_vit
 
 
-# `datasets` waits for Arrow's threads after each pass over a stream of parquet: 5 seconds, too long for tests.
+# `datasets` waits 5 seconds for Arrow's threads after each pass over a stream of parquet, which makes tests slow.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.01
-# As long does PyTorch for the processes of a loader that the garbage collector finds.
+# PyTorch waits 5 seconds for the processes of a loader that the garbage collector finds.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 @pytest.fixture(scope="session")
 def class_names():
-    """Names of the classes of the embedded images."""
+    """Return the names of the classes of the embedded images."""
     return ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
 @pytest.fixture(scope="session")
 def teacher(class_names, tmp_path_factory):
-    """A folder with an untrained ViT of 3 blocks."""
+    """Save an untrained ViT of 3 blocks and return its folder."""
     folder = tmp_path_factory.mktemp("teacher")
     labels = {"id2label": dict(enumerate(class_names)), "label2id": {name: i for i, name in enumerate(class_names)}}
     make_vit(num_hidden_layers=3, layer_norm_eps=1e-6, **labels).save_pretrained(folder)
@@ -34,11 +34,11 @@ def teacher(class_names, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def images():
-    """The first 32 of the embedded images, with labels."""
+    """Load the first 32 embedded images with their labels."""
     return load_images("cifar10-subset", "train[:32]")
 
 
 @pytest.fixture(scope="session")
 def pictures(images):
-    """The same without labels, as PIL images."""
+    """Decode the first 32 embedded images as PIL images, without labels."""
     return [decode_image(record["image"], 0) for record in images]

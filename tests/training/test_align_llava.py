@@ -1,4 +1,4 @@
-"""A LLaVA learns to read a SparseFormer from its own answers."""
+"""Test that a LLaVA learns to read a SparseFormer from its own answers."""
 
 import re
 
@@ -29,7 +29,7 @@ PROCESSOR = make_processor(make_llava())
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """The folder of a LLaVA and of a tower for it."""
+    """Save a LLaVA and a vision tower for it, and return their folder."""
     folder = tmp_path_factory.mktemp("pair")
     save_to_swap(folder, make_llava(), elastic_token_counts=[4, 7])
     return folder
@@ -37,8 +37,14 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def options(pair) -> dict:
-    asked = {"prompt": "{image}{question}", "questions": ["what is this ?", "is dog and cat ?"], "answer_tokens": 2}
-    return {"model": pair / "llava", "vision_model": pair / "tower", "learning_rate": 3e-3, **asked}
+    return {
+        "model": pair / "llava",
+        "vision_model": pair / "tower",
+        "learning_rate": 3e-3,
+        "prompt": "{image}{question}",
+        "questions": ["what is this ?", "is dog and cat ?"],
+        "answer_tokens": 2,
+    }
 
 
 def load(folder):
@@ -48,7 +54,7 @@ def load(folder):
 
 
 def changed(model, original) -> set[str]:
-    """Names of weights that are not the original's; the tower is another one."""
+    """Return the names of the original's weights that have other values now."""
     old = original.state_dict()
     return {name for name, value in model.state_dict().items() if not torch.equal(value, old.get(name, value))}
 
@@ -59,7 +65,7 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
     kind, out = original.config.model_type, tmp_path / "out"
     save_to_swap(tmp_path, original)
     models = {"model": tmp_path / kind, "vision_model": tmp_path / "tower", "train_split": "train[:128]"}
-    # A PaliGemma's prompt is known.
+    # A PaliGemma has a prompt by default.
     models |= {"prompt": None} if make is make_paligemma else {}
     own = run_command("align_llava", out, **options | models | {"num_train_epochs": 3})
     agreements, losses = logged(own, "eval_agreement"), logged(own, "loss")
@@ -90,20 +96,20 @@ def test_a_wrong_prompt_is_one_line(options, tmp_path, capsys):
     assert "prompt is '{question}', expected" in error_of("align_llava", tmp_path / "out", capsys, **wrong)
 
 
-def test_a_text_begins_once():
+def test_a_text_has_one_bos_token():
     processor = make_processor(make_llava())
     special = {"extra_special_tokens": {"image_token": "<image>"}, "additional_special_tokens": ["[EOS]"]}
     processor.tokenizer = word_tokenizer([*WORDS, "[BOS]", "[EOS]"], **special)
     assert encode(processor, 2, "what", "{image}{question}") == [len(WORDS), IMAGE, IMAGE, WORDS.index("what")]
 
 
-def test_answers_are_those_that_generate_gives():
+def test_answers_equal_those_of_generate():
     llava, prompt = make_llava(), "{image}{question}"
     images = [Image.effect_noise((32, 32), 60 + seed).convert("RGB") for seed in range(6)]
     pixel_values = PROCESSOR.image_processor(images, return_tensors="pt")["pixel_values"]
     questions = ["what is this ?", "what ?", "is this cat and dog ?"] * 2
     unended, every, _ = answer(llava, PROCESSOR, pixel_values, questions, prompt, 4)
-    # What ends one of them before its last token.
+    # One answer ends before its last token if its second token ends the text.
     llava.generation_config.eos_token_id = end = unended[0][1]
     answers, logits, seen = answer(llava, PROCESSOR, pixel_values, questions, prompt, 4)
     assert len(logits) < len(every)
@@ -117,8 +123,8 @@ def test_answers_are_those_that_generate_gives():
 
 
 @torch.no_grad()
-def test_a_paligemma_is_asked_as_its_processor_does():
-    """Tokens are those of its processor, and so are their types: those of a question attend to each other."""
+def test_inputs_of_a_paligemma_equal_those_of_its_processor():
+    """The token types are equal, too: the tokens of a question attend to each other."""
     paligemma, processor = make_paligemma(), make_paligemma_processor()
     questions = ["what is this ?", "is this cat and dog ?"]
     end = processor.tokenizer.eos_token_id

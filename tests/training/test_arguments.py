@@ -1,4 +1,4 @@
-"""Arguments on the command line, in YAML files and in Python: the same, and errors are one line."""
+"""Test that the command line, YAML files and Python give the same arguments, and that errors are one line."""
 
 import pytest
 from trainings import command_words, values_of
@@ -27,7 +27,7 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
     others.append([kind(**{name: GIVEN[name] for name in GIVEN if name in vars(group)}) for kind, group in kinds])
     for other in others:
         assert values_of(other) == values_of(groups)
-    # What the command line has goes before a file.
+    # The command line takes precedence over the file.
     over = make_parser().parse([*config, "--max_steps", "8", "--crop_scale", "0.2", "1", "--tune_all", "false"])
     assert (over[2].max_steps, over[2].crop_scale, over[2].tune_all) == (8, [0.2, 1.0], False)
     (tmp_path / "more.yaml").write_text("{teacher: t, output_dir: o, lr_scheduler_kwargs: {min_lr: 1.0e-5}}")
@@ -48,7 +48,7 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
     ],
 )
 def test_wrong_arguments_are_one_line(case, tmp_path, monkeypatch, capsys):
-    """On the command line or in a file, before anything is loaded."""
+    """The error comes before anything is loaded, for the command line and for a file."""
     given, message = case.split(" | ")
     in_a_file = ["bootstrap", "--teacher", "owner/vit", "--config", "file.yaml"]
     words = given.split() if given.startswith("bootstrap") else in_a_file

@@ -1,4 +1,4 @@
-"""Bootstrapping on a few embedded images: by the command, in one call, and by a trainer."""
+"""Test bootstrapping on a few embedded images: by the command, in one call, and by a trainer."""
 
 import functools
 
@@ -33,7 +33,6 @@ from tiny import make_vit
 run = functools.partial(run_command, "bootstrap")
 PAPER = {"focusing": "paper", "preset": "paper", "config_overrides": TINY_STUDENT}
 INHERITED = {"focusing": "inherited", "num_tokens": 16}
-# For Python.
 ONE_EPOCH = PAPER | {"per_device_train_batch_size": 16, "use_cpu": True, "num_train_epochs": 1}
 
 
@@ -46,14 +45,14 @@ def card_in(folder) -> str:
 
 
 def pixels_of(trainer) -> torch.Tensor:
-    """Views that the student saw of the images to evaluate on."""
+    """Return the normalized views of the first 32 evaluation images."""
     views = torch.stack([trainer.eval_dataset[index]["pixel_values"] for index in range(32)])
     return ImageFormat.from_config(trainer.student.config).normalize(views)
 
 
 @pytest.fixture(scope="module")
 def first(teacher, tmp_path_factory):
-    """The trainer of the student that most tests look at, and its folder; 8 steps an epoch."""
+    """Train a student for 4 epochs of 8 steps, and return its trainer and folder."""
     folder = tmp_path_factory.mktemp("first") / "out"
     options = PAPER | {"train_split": "train[:256]", "per_device_train_batch_size": 32, "num_train_epochs": 4}
     return run(folder, teacher=teacher, learning_rate=3e-3, logging_steps=8, **options), folder
@@ -64,7 +63,7 @@ def test_student_and_teacher_are_aligned(first):
     alignments, losses = logged(own, "eval_alignment"), logged(own, "loss")
     assert alignments[-1] > alignments[0] + 0.05 and losses[-1] < losses[0] - 0.05
     assert own.metrics["alignment"] == max(alignments) and "teacher_accuracy" in own.metrics
-    # What is measured is the saved student.
+    # The metrics are those of the saved student.
     student = AutoModelForImageClassification.from_pretrained(folder).eval()
     assert_equal(student.state_dict(), own.student.state_dict())
     pixels, labels = pixels_of(own), torch.tensor(own.eval_dataset.images["label"])
@@ -76,7 +75,7 @@ def test_student_and_teacher_are_aligned(first):
 
 
 def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
-    """Block 0 is left out, block 1 tuned, block 2 frozen."""
+    """The student lacks the teacher's block 0, its block 1 is tuned, and its block 2 is frozen."""
     before, after = weights(teacher), weights(first[1])
     block, same = "layers.{}.mlp.fc1.weight", {"layernorm.weight": "layernorm.weight"}
     for name, theirs in (same | {block.format(0): block.format(1), block.format(1): block.format(2)}).items():
@@ -87,7 +86,7 @@ def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
 
 @pytest.fixture
 def make(teacher, images, tmp_path):
-    """Makes the trainer of a fresh student, or of a given one, for two epochs of two steps."""
+    """Return a function that makes a trainer of a fresh or a given student for two epochs of two steps."""
 
     def make(student=None, **options):
         model = AutoModelForImageClassification.from_pretrained(teacher)
@@ -101,7 +100,7 @@ def make(teacher, images, tmp_path):
 
 
 def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
-    """Inherited weights rest meanwhile."""
+    """Inherited weights have a learning rate of 0 during the warm-up."""
     own = make(preset="paper", learning_rate=1.0, warmup_steps=4)
     own.create_optimizer()
     scheduler, rates = own.create_scheduler(12), []
@@ -111,7 +110,7 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
         scheduler.step()
     assert [rate[-1] for rate in rates[:5]] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
     assert [rate[0] for rate in rates[:4]] == [0, 0, 0, 0] and rates[4] == pytest.approx([0.1, 1.0])
-    # A line is as high in the middle, and nowhere else.
+    # Half a cosine equals a line in the middle, at step 8, and is above it at step 6.
     assert rates[6] == pytest.approx([0.0853553, 0.853553]) and rates[8] == pytest.approx([0.05, 0.5])
     decays = {weight: group["weight_decay"] for group in own.optimizer.param_groups for weight in group["params"]}
     assert decays.keys() == {weight for weight in own.student.parameters() if weight.requires_grad}
@@ -119,7 +118,7 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
 
 
 def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
-    """All but cells and classifier learn, and what chooses cells at the full rate."""
+    """All weights but the classifier's learn, and the placement's forecast learns at the full rate."""
     model = AutoModelForImageClassification.from_pretrained(teacher)
     student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement="content")
     before = {name: value.clone() for name, value in student.state_dict().items()}
@@ -139,7 +138,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     own.train()
     still = {name for name, value in own.student.state_dict().items() if torch.equal(before[name], value)}
     assert still == {"classifier.weight", "classifier.bias"}
-    # The teacher's, where the student has no image format.
+    # A student without an image format gets its teacher's.
     own = make(PatchSparseFormerForImageClassification.from_teacher(model, 16))
     assert own.student.config.image_std == (0.25,) * 3
     with pytest.raises(ValueError, match="inherits its teacher's patches and normalizes otherwise, .*image_processor"):
@@ -149,7 +148,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
         make(PatchSparseFormerVisionModel(config))
 
 
-# Arguments that follow the preset; the pixels of the teacher's images choose it for a new focusing stage.
+# Each preset has its own defaults. For a new focusing stage, the teacher's image size chooses the preset.
 INHERITED_DEFAULTS = {"preset": "inherited", "learning_rate": 1e-3, "inherited_lr_factor": 0.02, "warmup_steps": 0.05}
 SMALL_DEFAULTS = {"preset": "small", "learning_rate": 6e-3, "num_train_epochs": 20, "token_loss_weight": 4}
 PAPER_DEFAULTS = {"preset": "paper", "learning_rate": 2e-4, "token_loss_weight": 0, "per_device_train_batch_size": 128}
@@ -167,7 +166,7 @@ STARTS = {
 
 @pytest.fixture(scope="module")
 def starts(teacher, tmp_path_factory):
-    """The folder of a teacher of 224 pixels and of students to continue."""
+    """Save a teacher of 224 pixels and students to continue, and return their folder."""
     folder = tmp_path_factory.mktemp("starts")
     make_vit(num_labels=10, num_hidden_layers=3, image_size=224, patch_size=32).save_pretrained(folder / "large")
     ViTImageProcessor(size={"height": 224, "width": 224}).save_pretrained(folder / "large")
@@ -199,16 +198,18 @@ def test_python_and_command_have_the_same_defaults(start, starts, teacher, image
 
 
 @pytest.fixture(scope="module")
-def of_command(teacher, tmp_path_factory):
-    """The weights of a student that the command bootstrapped on 32 images."""
+def weights_of_command(teacher, tmp_path_factory):
+    """Bootstrap a student on 32 images by the command, and return its weights."""
     folder = tmp_path_factory.mktemp("command") / "out"
     run(folder, teacher=teacher, **PAPER, train_split="train[:32]", num_train_epochs=1)
     return weights(folder)
 
 
 @pytest.mark.parametrize("kind", ["names", "PyTorch", "folder", "stream"])
-def test_one_call_gives_what_the_command_gives(kind, of_command, images, pictures, teacher, tmp_path, monkeypatch):
-    """The same student from the same pixels, in whatever form."""
+def test_one_call_gives_what_the_command_gives(
+    kind, weights_of_command, images, pictures, teacher, tmp_path, monkeypatch
+):
+    """Images in any form give the same student."""
     monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     (tmp_path / "images").mkdir()
     for number, picture in enumerate(pictures):
@@ -225,7 +226,7 @@ def test_one_call_gives_what_the_command_gives(kind, of_command, images, picture
         given, options["max_steps"] = images.to_iterable_dataset(), 2
     found = bootstrap(str(teacher), given, output=tmp_path / "out", **options).state_dict()
     assert_equal(found, weights(tmp_path / "out"))
-    same, card = all(torch.equal(of_command[name], found[name]) for name in found), card_in(tmp_path / "out")
+    same, card = all(torch.equal(weights_of_command[name], found[name]) for name in found), card_in(tmp_path / "out")
     assert same == (kind != "stream") and ("uoft-cs/cifar10" in card) == (kind == "names")
     assert "ipykernel" not in card and str(tmp_path) not in card
 
@@ -239,14 +240,14 @@ MULTI_LABEL = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        # Before the teacher is loaded.
+        # The data set is checked before the teacher is loaded.
         ({"teacher": "no/teacher", "images": "nowhere/at/all"}, "'nowhere/at/all' is no data set"),
         ({"student": "{teacher}"}, "student is .*, a vit, expected a SparseFormer"),
         (MULTI_LABEL | {"loss": "kl"}, "loss kl or label_loss_weight is for one label an image"),
     ],
 )
 def test_what_does_not_fit_is_raised(options, message, teacher, tmp_path):
-    """A notebook does not exit, and no model is left behind."""
+    """The errors are exceptions, which do not end a notebook, and no model is saved."""
     splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
     options = {"teacher": str(teacher), "images": "cifar10-subset"} | ONE_EPOCH | splits | options
     options = {name: value.format(teacher=teacher) if name == "student" else value for name, value in options.items()}
@@ -256,7 +257,7 @@ def test_what_does_not_fit_is_raised(options, message, teacher, tmp_path):
 
 
 def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_path, capsys):
-    """Also those of test images."""
+    """Images to train, evaluate and test on have the teacher's class numbers, or no labels if it lacks their names."""
     trainers, options = {}, PAPER | {"train_split": None, "eval_split": None, "num_train_epochs": 1}
     for folder, names in (("known", class_names[:-4:-1]), ("unknown", ["axolotl", "yak"])):
         for place, part in enumerate(("train", "val", "test")):
@@ -265,7 +266,7 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
     own = trainers["known"]
     assert "They are left out." in capsys.readouterr().out
     assert "accuracy" not in trainers["unknown"].metrics and "alignment" in trainers["unknown"].metrics
-    # In the order of their names.
+    # The classes are in the order of their names.
     assert own.classes == [7, 8, 9] == [class_names.index(name) for name in ("horse", "ship", "truck")]
     for views in (own.train_dataset, own.eval_dataset, own.evaluation_views(str(tmp_path / "known" / "test"))):
         assert [views[index]["labels"] for index in range(12)] == [7] * 4 + [8] * 4 + [9] * 4
@@ -274,7 +275,7 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
 
 
 def test_maps_are_aligned_and_upsamplers_learn_and_go_on(teacher, tmp_path):
-    """A student is a backbone, whose maps are nearer to its teacher's for its upsampler, also when it goes on."""
+    """An upsampler brings a student's feature maps nearer to its teacher's, and learns on in a continued run."""
     options = INHERITED | {"teacher": teacher, "dense_loss_weight": 1, "num_tokens": [4, 16], "learning_rate": 5e-3}
     plain = logged(run(tmp_path / "plain", **options), "loss")
     upsampled = logged(run(tmp_path / "out", upsampler_hidden_size=16, **options), "loss")
@@ -289,7 +290,7 @@ def test_maps_are_aligned_and_upsamplers_learn_and_go_on(teacher, tmp_path):
 
 
 def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
-    """The smallest gains, too."""
+    """Alignment grows for each count, the smallest included."""
     counts, options = [4, 6, 9, 16], INHERITED | {"learning_rate": 5e-3, "inherited_lr_factor": 1, "teacher": teacher}
     options |= {"num_tokens": [16, 4, 9, 6], "num_train_epochs": 3}
     own = run(tmp_path / "out", **options)
@@ -299,7 +300,7 @@ def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
     assert own.metrics["accuracy"] == own.metrics["accuracy_16"]
     card = card_in(tmp_path / "out")
     assert "with 4, 6, 9, 16 latent tokens and [CLS], of which a call chooses" in card and "\n| 9 |" in card
-    # What goes on gets other counts, in cells that content chooses.
+    # A continued student may get other counts and another placement.
     on = options | {"student": tmp_path / "out", "train_split": "train[:16]", "num_train_epochs": 1}
     assert "alignment_4" in run(tmp_path / "trees", **on | {"num_tokens": [4, 16], "placement": "content"}).metrics
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "trees")
@@ -326,8 +327,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("kind", ["open_clip", "siglip-vision", "dinov2-registers"])
 def test_a_folder_of_any_library_is_a_teacher(kind, pictures, tmp_path):
-    """The student has the class that continues what the teacher is used for, and an image processor of its own that
-    prepares what it was trained on."""
+    """The student's class follows the teacher's use, and its image processor prepares images as its training did."""
     options = {"teacher": save_kind(kind, tmp_path / "teacher"), "output_dir": str(tmp_path / "out")}
     groups, some = make_parser().parse_dict(ONE_EPOCH | options), as_images(pictures[:8])
     own, anatomy = make_trainer(*groups, parts=(some, some)), read_anatomy(KINDS[kind].make())

@@ -1,4 +1,4 @@
-"""Cards of trainings: the fields that the hub reads, and the names of this machine that it must not."""
+"""Test that cards of trainings have the fields of the hub, and no names of this machine."""
 
 from types import SimpleNamespace
 
@@ -14,13 +14,13 @@ from tiny import make_vit
 
 
 def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once, tmp_path, capsys):
-    """Neither card nor configuration names a place, whatever the command named."""
+    """Neither card nor configuration names a folder of this machine, even where the command does."""
     images = tmp_path / "my photographs"
     for start, (part, count) in enumerate({"train": 6, "val": 2, "test": 3}.items()):
         draw_classes(images / part, count, ("a", "b"), 20 * start)
     options = {"teacher": teacher, "dataset": images, "license": "mit", "train_split": None, "eval_split": None}
     own = run_command("bootstrap", tmp_path / "out", focusing="paper", config_overrides=TINY_STUDENT, **options)
-    # Chosen on the one, measured on the other.
+    # The step is chosen on the validation images, and the card has its result on the test images.
     card, alignments = ModelCard.load(tmp_path / "out" / "README.md"), logged(own, "eval_alignment")
     [measured], step = logged(own, "test_alignment"), 1 + alignments.index(max(alignments))
     assert f"step {step} of 2, chosen on validation (4 images), measured on test" in card.text
@@ -45,7 +45,7 @@ def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once,
     ],
 )
 def test_a_student_names_its_teacher_and_data(base_model, hub_id, tmp_path):
-    """By the ids of the hub alone: it refuses others."""
+    """The card has ids of the hub alone, as the hub refuses others."""
     data_args = DataArguments(dataset=["cifar10-subset"], eval_dataset=["owner/images", "/data/photographs"])
     args = BootstrapArguments(output_dir="student", use_cpu=True)
     trainer = SimpleNamespace(

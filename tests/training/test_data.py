@@ -1,4 +1,4 @@
-"""Images from tables and the hub, their columns and labels; bad sources."""
+"""Test images from tables and the hub, their columns and labels, and errors of bad sources."""
 
 import datasets
 import numpy as np
@@ -20,7 +20,7 @@ PICTURE = {"bytes": encode(np.zeros((8, 8, 3), np.uint8)), "path": None}
 
 
 def value(images, index):
-    """The color of an image that `write_parquet` made, a tenth of it."""
+    """Return a tenth of the color of an image that `write_parquet` made."""
     return np.asarray(decode_image(images[index]["image"], index))[0, 0, 0] / 10
 
 
@@ -40,7 +40,7 @@ def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
         images = load_images(source)
         assert (len(images), class_names(images), split_names(source)) == (count, ["even", "odd"], ["train"])
     assert len(load_images(files, "train[:3]")) == 3 and value(load_images(files), 5) == 1
-    # A folder's files are its splits by their names.
+    # The names of a folder's files name its splits.
     (tmp_path / "csv" / "data").mkdir(parents=True)
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
         write_parquet(f"csv/data/{name}.parquet", 2)
@@ -70,8 +70,8 @@ def test_settings_that_come_with_a_data_set_are_refused(name, message, write_par
         load_images(formatted(load_images(write_parquet()))[name])
 
 
-def test_files_name_their_classes_alike(write_parquet, tmp_path):
-    """`datasets` takes the names of the first file for all."""
+def test_files_with_different_class_names_are_refused(write_parquet, tmp_path):
+    """`datasets` would read all files with the class names of the first."""
     (tmp_path / "set").mkdir()
     files = [write_parquet("set/train-0.parquet"), write_parquet("set/test-0.parquet", names=("odd", "even"))]
     for source in (str(tmp_path / "set"), files):

@@ -1,4 +1,4 @@
-"""Folders and files as people have them: their parts found, some images held back, labels that are none."""
+"""Test folders and files as people have them: their splits, images that are held back, and missing labels."""
 
 import argparse
 import gc
@@ -18,7 +18,7 @@ from frugalvit.training.decoding import decode_image
 from frugalvit.training.splits import default_split, hold_back, load_splits
 
 
-# `datasets` leaves the files open that it looks into for their columns; they are closed, with a warning, as garbage.
+# `datasets` leaves metadata.csv open; the garbage collector closes it with a warning.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")
 OPTIONS = dict.fromkeys(("split", "limit", "dataset_config", "image_column", "label_column"))
 
@@ -57,11 +57,11 @@ def metadata_in_parts(folder):
 @pytest.mark.parametrize(
     ("layout", "sizes", "split", "names"),
     [
-        # Names of files tell nothing.
+        # The names of files make no splits.
         (lambda folder: draw(folder, 20, name="test_{}.png"), (18, 2, None), "train, held back", None),
         (lambda folder: draw_classes(folder, 20), (36, 4, None), "train, held back", ["cat", "dog"]),
         (imagenet, (30, 10, None), "validation", ["ant", "cat", "dog"]),
-        # The best epoch is chosen on the one and tested on the other.
+        # The best epoch is chosen on the validation split and tested on the test split.
         (all_parts, (20, 14, 8), "validation", ["cat", "dog"]),
         pytest.param(metadata_in_parts, (12, 6, None), "validation", ["cat", "dog", "owl"], marks=LEFT_OPEN),
     ],
@@ -109,9 +109,9 @@ PARTS = {"train": 2, "test": 1}
         ("cat/x/0 cat/1 dog/x/y/0", {"train": 3}, "cat dog", None),
         ("cat/0 dog/0 loose", {"train": 2}, "cat dog", "as they lie beside folders of classes: loose.png"),
         ("train/cat/0 train/cat/1 test/cat/0 extra/0", PARTS, "cat", "train and test: extra"),
-        # A link to a class elsewhere.
+        # A link may lead to a class elsewhere.
         ("cat/0 ../elsewhere/0 dog>../elsewhere", {"train": 2}, "cat dog", None),
-        # Folders of programs, tables, and archives.
+        # Folders of operating systems are no classes; tables and archives beside classes are left out.
         ("cat/0 dog/0 @eaDir/0 cat/@eaDir/0 .Trash-1/0 __MACOSX/cat/0 lost+found/0", {"train": 2}, "cat dog", None),
         ("cat/0 dog/0 x.parquet y.zip=a.txt", {"train": 2}, "cat dog", "images come first: x.parquet, y.zip (2)"),
         ("p.zip=cat/0,cat/1,dog/0,__MACOSX/cat/._0.png,a.txt", {"train": 3}, "cat dog", None),
@@ -137,30 +137,30 @@ def test_class_folders_are_class_folders(files, parts, names, left_out, tmp_path
 
 
 def test_the_same_share_of_each_class_is_held_back():
-    def of(labels):
+    def make_table(labels):
         features = datasets.Features(
             {"number": datasets.Value("int64"), "label": datasets.ClassLabel(num_classes=300)}
         )
         return datasets.Dataset.from_dict({"number": range(len(labels)), "label": labels}, features)
 
-    images = of([0] * 500 + [1] * 300 + [2] * 200)
+    images = make_table([0] * 500 + [1] * 300 + [2] * 200)
     train, evaluation = hold_back(images)
     assert np.bincount(evaluation["label"]).tolist() == [50, 30, 20]
     assert sorted([*train["number"], *evaluation["number"]]) == list(range(1000))
     assert hold_back(images)[1]["number"][:] == evaluation["number"][:] != sorted(evaluation["number"])
-    # Where a class has one image, or there are more classes than images to hold back, each keeps an image to train on.
+    # Each class keeps an image to train on, even if it has one image, or if more classes than held back images exist.
     for labels in ([0] * 99 + [1], [*range(300)] * 2, [None, -1, 0, 0, 0]):
-        train, evaluation = hold_back(of(labels))
+        train, evaluation = hold_back(make_table(labels))
         assert len(evaluation) == max(len(labels) // 10, 1) and set(train["label"]) >= set(evaluation["label"])
     many = datasets.Dataset.from_dict({"number": range(60_000)})
     assert [len(part) for part in hold_back(many)] == [55_000, 5_000]
-    for few in (many.select([0]), of([0, 1, 2])):
+    for few in (many.select([0]), make_table([0, 1, 2])):
         with pytest.raises(ValueError, match="too few to evaluate on"):
             hold_back(few)
 
 
 def test_what_trainings_hold_back_can_be_loaded_again(tmp_path):
-    """A comparison without a test split judges on photographs that the student has not learned from."""
+    """A comparison without a test split measures on images that the student has not learned from."""
     draw_classes(tmp_path, 15, ("cat", "dog", "owl"))
     evaluation = load_splits(data := DataArguments(dataset=[str(tmp_path)]))[1]
     arguments = argparse.Namespace(**OPTIONS | {"dataset": [str(tmp_path)], "skip_corrupt": False})
@@ -184,7 +184,7 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, capsys):
     some = write("some.parquet", [0, -1, 1, None])
     train, evaluation, _ = load_splits(DataArguments(dataset=[labeled], eval_dataset=[secret]))
     assert "label" in train.features and "label" not in evaluation.features and len(evaluation) == 6
-    # Some are a mistake where they are to be learned from, and otherwise as good as none.
+    # A few missing labels are an error where labels are learned; elsewhere, the column is left out.
     for learned, evaluated, message in (
         (labeled, some, "2 of 4 images of the split 'train' have no label, the first is image 1"),
         (secret, labeled, "has no labels to train with"),
@@ -193,7 +193,7 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, capsys):
             load_splits(DataArguments(dataset=[learned], eval_dataset=[evaluated]), learns_labels=True)
     train, evaluation, _ = load_splits(DataArguments(dataset=[some], eval_dataset=[some]))
     assert "label" not in train.features and "label" not in evaluation.features
-    # By default the labels count: of two splits, the one that has them.
+    # The default split is the one with labels.
     folder = str(tmp_path / "d")
     assert default_split(folder) == "test"
     write("d/validation-00000-of-00001.parquet", [0, 1] * 3)

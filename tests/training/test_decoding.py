@@ -1,4 +1,4 @@
-"""Images of every kind, read the same way for training, evaluation, prediction and the page."""
+"""Test that images of every kind are read the same way for training, evaluation, prediction and the page."""
 
 import os
 import re
@@ -28,7 +28,7 @@ TURNED[0x0112] = 6
     [
         (GRAY, "png", GRAY, {}),
         ((257 * GRADIENT).astype(np.uint16), "png", GRAY, {}),
-        # A dark one stays dark.
+        # A dark image of 16 bits stays dark.
         (GRAY.astype(np.uint16), "png", GRAY // 129, {}),
         (GRADIENT.astype(np.int32), "tif", GRAY, {}),
         ((GRADIENT / 255).astype(np.float32), "tif", GRAY, {}),
@@ -41,7 +41,7 @@ TURNED[0x0112] = 6
     ],
     ids=lambda value: str(value.dtype) if isinstance(value, np.ndarray) else str(value)[:8],
 )
-def test_is_read_the_same_everywhere(image, ending, expected, options, tmp_path):
+def test_an_image_is_read_the_same_everywhere(image, ending, expected, options, tmp_path):
     file = tmp_path / f"image.{ending}"
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, **options)
     expected = expected if expected.ndim == 3 else expected[..., None].repeat(3, axis=2)
@@ -56,7 +56,7 @@ def test_is_read_the_same_everywhere(image, ending, expected, options, tmp_path)
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
 def test_images_of_many_bits_are_not_copied_many_times(dtype, tmp_path):
-    """Several threads read images at once, and a small file may hold a large one."""
+    """Memory stays low, as several threads read images at once, and a small file may hold a large image."""
     Image.fromarray(np.zeros((512, 512), dtype)).save(tmp_path / "image.tif")
     tracemalloc.start()
     read_image(tmp_path / "image.tif")
@@ -98,7 +98,7 @@ def test_postscript_never_reaches_another_program(tmp_path, monkeypatch):
 
 @pytest.fixture
 def damaged(tmp_path) -> datasets.Dataset:
-    """Six images, of which three cannot be read: a truncated JPEG, a truncated PNG and a text."""
+    """Make six images, of which a truncated JPEG, a truncated PNG and a text cannot be read."""
     noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
     for name in ("a.jpg", "cut.jpg", "b.png", "cut.png", "text.png", "c.jpg"):
         Image.fromarray(noise).save(file := tmp_path / name)
@@ -120,7 +120,7 @@ def test_all_unreadable_images_are_named_at_once(damaged, capsys, monkeypatch):
     assert re.search(f"^3 of 6 images of train left out: .*{names}", capsys.readouterr().err)
     with pytest.raises(ValueError, match="None of the 3 images"):
         readable_images(damaged.select([1, 3, 4]), True)
-    # Of many images, the headers alone are read.
+    # Only the headers of many images are read, as decoding them takes long.
     monkeypatch.setattr(data, "MOST_DECODED", 5)
     assert readable_images(damaged, True)["label"] == [0, 1, 2, 3, 5]
     assert "headers are checked" in capsys.readouterr().err

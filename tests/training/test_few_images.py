@@ -1,4 +1,4 @@
-"""Training on few images: values that follow their number, and notes where a training is too short."""
+"""Test training on few images: defaults follow their number, and notes tell of a training that is too short."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and take the place of nothing else."""
+"""Test that files and folders appear whole or not at all, and replace nothing but models."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_what_no_model_consists_of_is_not_overwritten(tmp_path):
         with pytest.raises(ValueError, match=f"more than a model in it .*{name}"):
             write(output, "new")
         (output / name).unlink()
-    # Of a program, too.
+    # A report.json makes the folder one of an exported model, where other files are kept, too.
     (output / "report.json").touch()
     for name in ("onnx/detector.onnx", "openvino_notes.txt"):
         (output / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Pretrained models of Transformers and timm on other classes and at other sizes, by the recipe for classifiers."""
+"""Test that pretrained models of Transformers and timm are fine-tuned on other classes and at other sizes."""
 
 import functools
 
@@ -25,7 +25,7 @@ PLAIN = {"mixup": 0, "randaugment_layers": 0, "label_smoothing_factor": 0, "flip
 
 @pytest.fixture
 def timm_vit(tmp_path):
-    """Saves a small ViT as timm does."""
+    """Return a function that saves a small ViT as timm does."""
 
     def save(architecture="vit_tiny_patch16_224", labels=None, **options):
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def load(folder):
 
 
 def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_names):
-    """It learns, and the saved model is for Auto classes, `bootstrap` and timm."""
+    """The model learns, and Auto classes, `bootstrap` and timm load it."""
     folder, out = timm_vit(labels=["ant", "bee", "cow", "dog", "emu"]), tmp_path / "out"
     own = run(out, model=folder, num_train_epochs=8, learning_rate=5e-3, **PLAIN)
     losses = logged(own, "loss")
@@ -73,7 +73,7 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_na
 
 
 def test_a_thousand_classes_become_ten(vit, tmp_path, class_names):
-    """Context Broadcasting is loaded by commands; blended, training starts from the model as it was."""
+    """With blended Context Broadcasting, training starts from the pretrained outputs, and commands load the model."""
     folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
     options = {"context_broadcast": "cb", "context_broadcast_blend": True}
     own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)

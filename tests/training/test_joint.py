@@ -1,4 +1,4 @@
-"""A ViT trained beside its agent, on a few embedded images."""
+"""Test that a ViT is trained beside its agent, on a few embedded images."""
 
 import functools
 
@@ -31,19 +31,19 @@ def twins(variant="joint-small", **options):
 
 
 @pytest.fixture
-def watched(monkeypatch):
-    """The weight of the hints in every call, and the hints."""
+def recorded_hints(monkeypatch):
+    """Record the weight and the loss of the hints in each forward pass of training and evaluation."""
     calls, forward = {True: [], False: []}, BootstrappedViTForImageClassification.forward
 
     @functools.wraps(forward)
-    def watch(self, *arguments, **options):
+    def record(self, *arguments, **options):
         outputs = forward(self, *arguments, **options)
         if outputs.losses is not None:
             share = options.get("hint_share", self.hint_share)
             calls[self.training].append((float(share), outputs.losses["hints"].detach()))
         return outputs
 
-    monkeypatch.setattr(BootstrappedViTForImageClassification, "forward", watch)
+    monkeypatch.setattr(BootstrappedViTForImageClassification, "forward", record)
     return calls
 
 
@@ -74,16 +74,16 @@ def test_trains_two_that_stand_alone(variant, tmp_path):
     assert f"accuracy {own.metrics['accuracy']:.2%} and {accuracy:.2%}" in (out / "README.md").read_text("utf-8")
 
 
-def test_a_run_that_was_stopped_goes_on(watched, tmp_path):
-    """With hints as weak as they were; they fade linearly to 0."""
+def test_a_run_that_was_stopped_goes_on(recorded_hints, tmp_path):
+    """The weight of the hints fades linearly to 0, and continues from its value at the stop."""
     check_resumes("joint", tmp_path, 5, **SMALL)
-    shares = [share for share, _ in watched[True]]
+    shares = [share for share, _ in recorded_hints[True]]
     assert shares[:8] == [1 - step / 8 for step in range(8)] and shares[-2:] == shares[6:8]
-    assert {share for share, _ in watched[False]} == {0.0}
+    assert {share for share, _ in recorded_hints[False]} == {0.0}
 
 
 def test_the_vits_gradient_alone_is_clipped(tmp_path):
-    """A step of plain gradient descent tells how long the gradient was."""
+    """A step of gradient descent at a rate of 1 has the gradient's norm, which is clipped for the ViT alone."""
     lengths = {}
     for norm in (0, 1e-3):
         options = {"learning_rate": 1.0, "weight_decay": 0, "lr_scheduler_type": "constant", "optim": "sgd"}

@@ -1,4 +1,4 @@
-"""Loading models, whole or not at all, and the images that they take."""
+"""Test that models are loaded whole or not at all, and that images are prepared as the models need them."""
 
 import itertools
 import os
@@ -24,7 +24,8 @@ from frugalvit.training.preprocessing import restore_images
 from tiny import save_vit
 
 
-COMMITS = {"main": "0" * 40, "v1": "1" * 40}  # as in conftest.py
+# The commits are those of the cached model in conftest.py.
+COMMITS = {"main": "0" * 40, "v1": "1" * 40}
 
 
 @pytest.mark.parametrize(("revision", "count"), [("", 3), ("@main", 3), ("@v1", 2), (f"@{COMMITS['v1']}", 2)])
@@ -64,7 +65,7 @@ PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     ],
     ids=["with pooler", "without pooler", "masked images", "MAE"],
 )
-def test_what_the_embedding_does_not_read_may_be_there_or_not(saved, loaded, tmp_path):
+def test_weights_that_the_embedding_does_not_read_may_be_missing(saved, loaded, tmp_path):
     model, _ = load_model(write(saved, tmp_path / "model"), "image-feature-extraction", "cpu")
     assert type(model) is loaded
     assert not any(part in name for name, _ in model.named_parameters() for part in ("pooler", "decoder"))
@@ -94,7 +95,7 @@ def test_adapters_pipes_and_models_of_other_images_are_refused(tmp_path):
 
 
 def test_defects_keep_their_traceback(tmp_path, monkeypatch):
-    """Only what users cause becomes one line."""
+    """Only errors that users cause become a `ValueError` of one line."""
     folder = write(make(transformers.ViTModel), tmp_path / "model")
     for error, expected in (
         (TypeError("3"), TypeError),
@@ -156,7 +157,7 @@ def test_timms_folders(num_classes, tmp_path):
 
 
 def photograph(width: int, height: int) -> Image.Image:
-    """Smooth colors and edges."""
+    """Draw smooth colors and edges."""
     return noise((width // 8, height // 8)).resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -174,24 +175,24 @@ C_RADIO = {"do_center_crop": False, "do_normalize": False}
 PROCESSORS = {
     "cropped": (transformers.BitImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
     "C-RADIO, with a size": (transformers.CLIPImageProcessor(size=square(64), **C_RADIO), 0),
-    # Resize by PIL, which rounds otherwise than torchvision.
+    # timm resizes by PIL, which rounds differently from torchvision.
     "timm": (timm_processor(interpolation="bicubic", crop_pct=64 / 72), 1),
     "factor": (transformers.ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
     "no factor": (transformers.ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
     "padded": (transformers.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
-    # Shapes that only squares have.
+    # These processors and evaluation prepare other shapes than squares differently.
     "DeiT": (transformers.DeiTImageProcessor(size=square(72), crop_size=square(64)), 0),
     "NaFlex": (transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=70), 0),
 }
 
 
 def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
-    """Evaluation's pixels are the image processor's, up to so many of 255 levels."""
+    """Check that evaluation's pixels equal the image processor's, up to a number of 255 levels."""
     image_format = ImageFormat.from_processor(processor)
     pixels = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
     expected = processor(image, return_tensors="pt")["pixel_values"].float()
     if expected.ndim == 3:
-        # Patches in row order, their pixels before their channels; none where the image has fewer.
+        # NaFlex has patches in row order, with channels last, and pads their number.
         rows, size = image_format.size[0] // processor.patch_size, processor.patch_size
         expected = expected[:, : rows * rows].view(1, rows, rows, size, size, 3)
         expected = expected.permute(0, 5, 1, 3, 2, 4).reshape(pixels.shape)
@@ -201,8 +202,7 @@ def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_each_processor_is_followed_and_undone(name):
-    """Evaluation prepares images as the processor does, and every factor, mean and order of channels is undone
-    in pictures of what a model saw."""
+    """Evaluation prepares images as the processor does, and `restore_images` inverts the processor."""
     processor, levels = PROCESSORS[name]
     on_squares = name in ("DeiT", "NaFlex")
     assert_prepared_alike(processor, photograph(120 if on_squares else 160, 120), levels)
@@ -212,7 +212,7 @@ def test_each_processor_is_followed_and_undone(name):
     expected = EvalView(ImageFormat.from_processor(processor))(image)["pixel_values"]
     seen = restore_images(processor, processor([image], return_tensors="pt")["pixel_values"])
     assert seen.min() >= 0 and seen.max() <= 1 and seen.dtype == torch.float32
-    # Rounding, and what is no number of 0 to 255 after resizing.
+    # Pixels differ by rounding, and where resizing goes below 0 or above 255.
     assert (255 * seen[0] - expected).abs().mean() < 1
 
 

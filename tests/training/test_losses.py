@@ -1,4 +1,4 @@
-"""Losses beside brute force and beside what they are zero for."""
+"""Test losses against brute force, and with inputs for which they are zero."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def maps(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*(shape or (2, 8, 3, 4)), generator=torch.Generator().manual_seed(seed))
 
 
-def test_cosine_and_length_of_what_distinguishes_each_cell():
+def test_map_loss_compares_direction_and_length_after_the_mean_is_subtracted():
     found, target, shared = maps(), maps(seed=1), maps(2, 8, 1, 1, seed=2)
     loss = MapAlignmentLoss(0.5)([found + shared], [target + shared])
     torch.testing.assert_close(loss, MapAlignmentLoss(0.5)([found], [target]))
@@ -40,13 +40,13 @@ def test_cosine_and_length_of_what_distinguishes_each_cell():
 
 @pytest.fixture(scope="module")
 def patches():
-    """The anatomy of a ViT with 16 patches."""
+    """Return the anatomy of a ViT with 16 patches."""
     torch.manual_seed(0)
     return read_anatomy(of_transformers("ViT", image_size=32, patch_size=8, num_hidden_layers=3)())
 
 
 @pytest.mark.parametrize("placement", ["grid", "content"])
-def test_maps_of_tokens_are_the_teachers_where_tokens_are_its_patches(placement, patches):
+def test_maps_equal_the_teachers_if_each_patch_has_a_token(placement, patches):
     images, found = maps(2, 3, 32, 32), []
     student = PatchSparseFormerModel.from_teacher(patches, 16, placement=placement)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def timm_vit():
 
 
 def make_pair(make_teacher, truncate=1):
-    """A student of 5 tokens, and its teacher's anatomy."""
+    """Return a student of 5 tokens and its teacher's anatomy."""
     torch.manual_seed(0)
     teacher = make_teacher().eval().requires_grad_(False)
     student = SparseFormerForImageClassification.from_teacher(teacher, 5, truncate=truncate, **STUDENT)
@@ -83,7 +83,7 @@ def make_pair(make_teacher, truncate=1):
 def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make_teacher, truncate):
     student, anatomy = make_pair(make_teacher, truncate)
     alignment = TokenAlignment(student, anatomy)
-    # Tokens that tell their position: rows and columns of the centers of 4 x 6 patches.
+    # The token of each of the 4 x 6 patches is the row and column of its center.
     y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
     rois = torch.tensor([[[0.25, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5], [-5.0, -5.0, -4.0, -4.0], [0.0, 0.0, 1, 1]]])
     read = alignment.patch_weights(rois) @ torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
@@ -94,7 +94,7 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
     loss = alignment(outputs, held)
     loss.backward()
     assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
-    # Tokens that hold exactly what is asked for, at another scale, have no distance left.
+    # The loss ignores scale and shift, so scaled and shifted targets have no distance.
     shares = alignment.patch_weights(outputs.rois[-1])
     outputs.hidden_states = [
         torch.cat([states[:, : alignment.num_prefix_tokens], 3 * shares @ expected[:, -shares.shape[-1] :] + 1], dim=1)
@@ -103,8 +103,8 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
     assert alignment(outputs, held).item() == pytest.approx(0, abs=1e-4)
 
 
-def test_a_layer_as_it_is():
-    """A LLaVA reads scale and mean of the states, too."""
+def test_raw_distance_of_one_layer():
+    """The raw distance includes scale and mean of the states, which a LLaVA reads."""
     (student, anatomy), images = make_pair(transformers_vit), maps(2, 3, 32, 48)
     alignment = TokenAlignment(student, anatomy, layers=[-2], distance="raw")
     outputs, held = student.base_model(images, **alignment.arguments), compute_hidden_states(anatomy, images)
@@ -122,16 +122,17 @@ def test_a_layer_as_it_is():
 
 
 @pytest.mark.parametrize("name", ["deit", "dinov2-registers", "dinov3", "siglip-vision"])
-def test_attention_to_patches_is_what_the_model_computes(name):
+def test_attention_to_patches_equals_the_models(name):
     model = KINDS[name].make()
     model.set_attn_implementation("eager")
     anatomy = read_anatomy(model)
-    images, front = make_example(anatomy), anatomy.num_prefix_tokens
+    images = make_example(anatomy)
+    prefix_tokens = anatomy.num_prefix_tokens
     with torch.no_grad():
         states, expected = compute_hidden_states(anatomy, images), model(images, output_attentions=True).attentions
-    asking = slice(0, anatomy.num_class_tokens) if anatomy.num_class_tokens else slice(front, None)
+    queries = slice(0, anatomy.num_class_tokens) if anatomy.num_class_tokens else slice(prefix_tokens, None)
     for block, tokens, weights in zip(anatomy.blocks, states, expected, strict=False):
-        weights = weights[:, :, asking, front:]
+        weights = weights[:, :, queries, prefix_tokens:]
         weights = (weights / weights.sum(-1, keepdim=True)).mean((1, 2))
         found = losses.attention_to_patches(anatomy, block, tokens)
         torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-3)

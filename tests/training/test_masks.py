@@ -1,4 +1,4 @@
-"""Masks beside images: which files are masks, how their folders are called, which way up they lie; views of both."""
+"""Test masks beside images: the files that are masks, the names of their folders, their values, and views of both."""
 
 import json
 from unittest import mock
@@ -27,7 +27,7 @@ def draw(path, size=(8, 6)):
     ("folders", "evaluated", "count"),
     [(("training", "validation"), "validation", 3), (("Train", "Test", "Valid"), "validation", 2)],
 )
-def test_the_splits_of_folders_are_called_as_elsewhere(folders, evaluated, count, tmp_path):
+def test_folders_of_splits_have_the_usual_names(folders, evaluated, count, tmp_path):
     for kind in ("images", "annotations"):
         for folder, images in zip(folders, (4, 3, 2), strict=False):
             for number in range(images):
@@ -35,7 +35,7 @@ def test_the_splits_of_folders_are_called_as_elsewhere(folders, evaluated, count
     data = MaskedDataArguments(dataset=[str(tmp_path)])
     train, evaluation, *_ = load_masked_splits(data)
     assert data.evaluated == evaluated and (len(train), len(evaluation)) == (4, count)
-    # A folder's own name is understood, too.
+    # The name of the folder also names the split.
     assert len(load_masked_images(str(tmp_path), f"{folders[0]}[:2]")) == 2
     assert set(masked_split_names(str(tmp_path))) <= {"train", "validation", "test"}
 
@@ -122,4 +122,5 @@ class TestViews:
         counts = labels != 255
         assert counts.any()
         assert torch.equal(pixels[0][counts], 60 * labels[counts])
-        assert not pixels[:, ~counts].any()  # what pads is of the mean color
+        # Padding has the mean color, which is 0 here.
+        assert not pixels[:, ~counts].any()

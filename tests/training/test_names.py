@@ -1,4 +1,4 @@
-"""Names of models and data sets in what others read."""
+"""Test the names of models and data sets in commands on cards, which others read."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Several processes do what one does."""
+"""Test that several processes compute the same as one."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from frugalvit.training import bootstrap
 
 
 LAUNCH, PROGRAMS = Path(bootstrap.__file__).with_name("launch"), Path(trainings.__file__).parent
-# Two epochs of four steps, of which each draws counts of tokens.
+# The options make two epochs of four steps, and each step draws counts of tokens.
 STUDENT = trainings.SHORT | {"focusing": "paper", "preset": "paper", "config_overrides": trainings.TINY_STUDENT}
 STUDENT |= {
     "eval_split": "test[:51]",
@@ -28,12 +28,12 @@ STUDENT |= {
 }
 HALF = {"processes": 2, "options": {"per_device_train_batch_size": 8}}
 
-# They start many processes, for which a busy machine takes long.
+# The tests start many processes, which takes long on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 
 def run(folder: Path, teacher: Path, *jobs: dict):
-    """Run jobs of several_processes.py; their `options` are the command's."""
+    """Run jobs of several_processes.py, whose `options` are those of the command."""
     jobs = [{"module": "bootstrap", "log": str(folder / f"{job['name']}.log"), **job} for job in jobs]
     for job in jobs:
         options = STUDENT | {"teacher": teacher, "output_dir": folder / job["name"]} | job.pop("options", {})
@@ -46,7 +46,7 @@ def run(folder: Path, teacher: Path, *jobs: dict):
 
 @pytest.fixture(scope="module")
 def finished(teacher, tmp_path_factory):
-    """The folder of all runs; one program imports for them."""
+    """Run jobs of one and two processes in one program, and return the folder of the runs."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder, teacher, {"name": "one", "processes": 1}, {"name": "two", **HALF})
     return folder
@@ -58,14 +58,14 @@ def log(folder: Path, name: str) -> list[float]:
 
 
 def test_two_processes_have_the_losses_of_one(finished):
-    """The images that are evaluated have no even shares."""
+    """The metrics are the same, too, though the evaluation images do not divide evenly."""
     for name in ("loss", "grad_norm", "eval_alignment", "eval_accuracy"):
         ours, theirs = log(finished / "two", name), log(finished / "one", name)
         assert len(ours) == (2 if "eval" in name else 8) and ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
 def launched(name: str) -> dict[str, str]:
-    """The environment that `accelerate launch --config_file` gives its processes."""
+    """Return the environment that `accelerate launch --config_file` gives its processes."""
     words = ["--config_file", str(LAUNCH / f"{name}.yaml"), "-m", "frugalvit.training.train"]
     arguments, config, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert arguments.num_processes == 2 and not arguments.cpu
@@ -75,7 +75,7 @@ def launched(name: str) -> dict[str, str]:
     return prepare_deepspeed_cmd_env(arguments)[1]
 
 
-def test_accelerate_launch_takes_what_ships():
+def test_accelerate_launch_takes_the_shipped_files():
     assert {path.stem for path in LAUNCH.glob("*.yaml")} == {"fsdp2", "deepspeed_zero2"}
     config = yaml.safe_load((LAUNCH / "fsdp2.yaml").read_text(encoding="utf-8"))["fsdp_config"]
     environment = launched("fsdp2")
@@ -99,7 +99,7 @@ def test_a_student_whose_weights_are_shared_out(finished, teacher):
 def test_deepspeed_has_the_losses_of_one_process(finished, teacher):
     pytest.importorskip("deepspeed")
     options = STUDENT | HALF["options"] | {"teacher": teacher, "output_dir": finished / "deepspeed", "use_cpu": None}
-    # What the program has set up; `TrainingArguments` would set it up again, for one process.
+    # The program has set up Accelerate; `TrainingArguments` would set it up again, for one process.
     options["accelerator_config"] = '{"use_configured_state": true}'
     program = [PROGRAMS / "deepspeed_on_cpus.py", "frugalvit.training.bootstrap"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program]

@@ -1,4 +1,4 @@
-"""The files of training/recipes/: each is read by its command and builds what it says, small, and counted in full."""
+"""Test the files of training/recipes/: their values are arguments, and the sizes in their comments are right."""
 
 import re
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ MODULES = {"bootstrap": bootstrap, "segment": segment, "train": train, "joint": 
 
 
 def read(name: str) -> tuple[dict, str]:
-    """A file's values with its command, and its comment in one line."""
+    """Return the values of a recipe with its command, and its comment in one line."""
     text = RECIPES[name].read_text(encoding="utf-8")
     comment = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
     command = re.search(r"^command: (.*)$", text, re.MULTILINE)[1]
@@ -36,12 +36,11 @@ def recipes_of(command: str) -> list[str]:
 
 
 SEGMENT, TRAIN, JOINT = (recipes_of(command) for command in ("segment", "train", "joint"))
-# The others fine-tune a model, which has its own size.
+# The other recipes of the command fine-tune a model, which has its own size.
 TRAIN = [name for name in TRAIN if "model_type" in read(name)[0]]
 
 
-def test_every_value_is_an_argument_of_its_command():
-    """And ends there as it is written; so does what the comment names."""
+def test_every_value_and_every_option_of_the_comment_is_an_argument():
     parsers = {command: module.make_parser() for command, module in MODULES.items()}
     for name in RECIPES:
         values, comment = read(name)
@@ -50,18 +49,18 @@ def test_every_value_is_an_argument_of_its_command():
         found = {field: value for group in groups for field, value in vars(group).items()}
         wrong = [field for field in values if found[field] not in (values[field], [values[field]])]
         assert wrong in ([], ["output_dir"]), name
-        # Other commands are in it, too.
+        # The comment may name other commands, whose options are not checked here.
         own = re.sub(r"`[^`]*`|frugalvit evaluate [^.]*", "", comment)
         named = {option.removeprefix("no_") for option in re.findall(r"--([a-z]\w+)(?![-\w])", own)}
         assert named <= {*found, "config"}, name
 
 
-# Classes of the data sets that models are trained on from scratch.
+# Training from scratch takes the number of classes from the data set.
 CLASSES = {"ILSVRC/imagenet-1k": 1000, "uoft-cs/cifar100": 100, "uoft-cs/cifar10": 10, "ufldl-stanford/svhn": 10}
 
 
-def of_train(values: dict):
-    """The model of a recipe for `frugalvit train` or `joint`, and the pixels that it sees."""
+def build_to_train(values: dict):
+    """Build the model of a recipe for `frugalvit train` or `joint`, and return it with its image size."""
     classes = CLASSES[values["dataset"]]
     if "variant" in values:
         config = BootstrappedViTConfig.from_variant(values["variant"], num_labels=classes)
@@ -72,23 +71,23 @@ def of_train(values: dict):
 
 
 @contextmanager
-def without_numbers():
+def on_meta_device():
     with torch.device("meta"), fx_config.patch(meta_nonzero_assume_all_nonzero=True):
         yield
 
 
-@without_numbers()
-def in_full(name: str):
-    """The model of a recipe at its true size, without numbers in it, and the pixels that it sees."""
+@on_meta_device()
+def build_on_meta_device(name: str):
+    """Build the model of a recipe on the meta device, and return it with its image size."""
     values, _ = read(name)
     if name not in SEGMENT:
-        return of_train(values)
+        return build_to_train(values)
     fields = {"num_latent_tokens": values["num_latent_tokens"], "num_labels": values["num_labels"]}
     return SparseFormerForSemanticSegmentation(SparseFormerConfig.from_variant(values["model"], **fields)), 512
 
 
 def counts(name: str) -> list[str]:
-    """Parameters and billions of multiply-accumulates of a recipe's comment."""
+    """Return the parameters and the billions of multiply-accumulates in a recipe's comment."""
     return re.search(r"Counted: ([\d,]+) parameters(?:, ([\d.]+) G multiply)?", read(name)[1]).groups()
 
 
@@ -100,11 +99,11 @@ QUICK = ("sparseformer-v1-tiny", "joint-small", "convmixer", "segment-augreg-bas
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in SEGMENT + TRAIN + JOINT],
 )
 def test_parameters_and_multiplications(name):
-    """Those of the comment are those that are counted; tests/test_info.py counts bootstrapped students."""
-    model, pixels = in_full(name)
+    """The comments have the counted numbers; tests/test_info.py counts bootstrapped students."""
+    model, pixels = build_on_meta_device(name)
     parameters, macs = counts(name)
     assert parameters == f"{model.num_parameters():,}"
-    # A pair stands apart after training.
+    # The comment on a pair has no multiply-accumulates, as its models are separate after training.
     if name not in JOINT:
-        with without_numbers():
+        with on_meta_device():
             assert macs == f"{count_macs(model, pixels).macs_with_attention / 1e9:.3f}"

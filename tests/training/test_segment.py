@@ -1,4 +1,4 @@
-"""Training of semantic segmentation, on scenes of rectangles."""
+"""Test training of semantic segmentation, on scenes of rectangles."""
 
 import functools
 
@@ -29,7 +29,7 @@ SEGFORMER = {
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory, scenes) -> dict:
-    """Of a run that starts from a tiny classifier."""
+    """Return the options of a run that starts from a tiny classifier."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("start")
     kind, normalization = KINDS["bootstrapped"], {"image_mean": 0.5, "image_std": 0.25}
@@ -48,7 +48,7 @@ def options(tmp_path_factory, scenes) -> dict:
 
 
 def measured(model, batches) -> dict[str, float]:
-    """Scores of all pixels that count."""
+    """Return the scores over all pixels that are not ignored."""
     scores = SegmentationScores(4)
     for batch in batches:
         with torch.no_grad():
@@ -90,7 +90,7 @@ def test_models_of_transformers_learn_from_scratch_and_go_on(options, tmp_path):
 
 
 def test_pairs_in_python(options, tmp_path):
-    """Views of PIL images are those of the command."""
+    """Pairs of PIL images have the same views as the table of the command."""
     made = make(tmp_path / "out", ignored_labels=3, **options)
     assert made.model.config.ignored_labels == [3]
     pairs = [tuple(map(Image.fromarray, scene(seed))) for seed in range(12)]

@@ -1,4 +1,4 @@
-"""Texts of others, as they are printed."""
+"""Test how texts of others are printed."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from frugalvit.training.text import format_table, printable
         ("\udcff.png", r"\udcff.png"),
     ],
 )
-def test_texts_of_others_say_nothing_to_a_terminal(text, shown):
+def test_control_characters_do_not_reach_the_terminal(text, shown):
     assert printable(text) == shown
     assert shown in format_table([{"label": text}])
 

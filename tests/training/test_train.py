@@ -1,4 +1,4 @@
-"""Training of image classifiers: from a command line to a folder that loads, and what its methods compute."""
+"""Test training of image classifiers: from a command to a folder that loads, and the losses of its methods."""
 
 import functools
 
@@ -28,7 +28,7 @@ from tiny import save_vit
 make = functools.partial(make_trainer, "train")
 run = functools.partial(run_command, "train")
 VIT = {"config_overrides": TINY_VIT}
-# No random numbers in a view, and none in the loss.
+# With these options, neither views nor losses draw random numbers.
 PLAIN = {"mixup": 0, "randaugment_layers": 0, "label_smoothing_factor": 0, "flip": 0, "crop_padding": 0}
 SMALL = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2"
 SWIN = {
@@ -54,7 +54,7 @@ def test_learns_and_saves_a_complete_repository(class_names, tmp_path):
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path):
-    """Also with dropout, mixing and sharpness-aware steps."""
+    """The run draws random numbers for dropout and mixing, and takes sharpness-aware steps."""
     dropout = f"{TINY_VIT},hidden_dropout_prob=0.1"
     again = check_resumes("train", tmp_path, 5, config_overrides=dropout, cutmix=1, erasing=0.5, sam_rho=0.05)
     assert again.state.global_step == 8 and type(again.optimizer.optimizer).__name__ == "SAM"
@@ -76,7 +76,7 @@ def test_images_are_mixed_and_labels_smoothed_in_training_alone(tmp_path):
 
 @pytest.fixture
 def taught(tmp_path):
-    """Options to learn from an untrained ResNet, which is sure of nothing and normalizes otherwise; and itself."""
+    """Return options to learn from an untrained ResNet with another normalization, and the ResNet."""
     torch.manual_seed(0)
     teacher = ResNetForImageClassification(ResNetConfig(**RESNET, num_labels=10)).eval()
     with torch.no_grad():
@@ -104,14 +104,14 @@ def test_learns_from_a_teacher(kind, token, taught, tmp_path):
         of_teacher = F.cross_entropy(heads[1], expected.argmax(1))
     of_labels = F.cross_entropy(heads[0], labels, label_smoothing=0.1)
     torch.testing.assert_close(loss, 0.7 * of_labels + 0.3 * of_teacher)
-    # Without one, both heads learn from the labels.
+    # Both heads learn from the labels if there is no teacher.
     own.teacher = None
     both = F.cross_entropy(heads[1], labels, label_smoothing=0.1)
     torch.testing.assert_close(own.compute_loss(own.model, inputs), (of_labels + both) / 2)
 
 
 def test_the_kind_of_problem_is_single_labels(tmp_path):
-    """Which the loss is for."""
+    """The command sets the type; the trainer refuses a model, and the command a teacher, of another type."""
     folder = save_vit(tmp_path / "vit", num_labels=10, problem_type="multi_label_classification")
     own = make(tmp_path / "out", model=folder)
     assert own.model.config.problem_type == "single_label_classification"
@@ -134,7 +134,7 @@ def test_the_kind_of_problem_is_single_labels(tmp_path):
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """A saved configuration says how the run began."""
+    """The saved configuration has the initialization, which draws equal weights from the same seed."""
     torch.manual_seed(99)
     start = {"initialization": initialization, "initialization_options": options}
     sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
@@ -143,8 +143,8 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     model, _ = models.build_model(arguments, args, ["ant", "bee"])
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
+        # Zeros stand for weights that training has changed.
         for parameter in model.parameters():
-            # Training.
             parameter.zero_()
     model.save_pretrained(tmp_path)
     torch.manual_seed(99)
@@ -165,5 +165,5 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
         ({"context_broadcast": "cb_gate"} | SWIN, "needs a class token"),
     ],
 )
-def test_values_that_cannot_be_are_one_line(options, message, tmp_path, capsys):
+def test_wrong_values_are_one_line(options, message, tmp_path, capsys):
     assert message in error_of("train", tmp_path / "out", capsys, **VIT | options)

@@ -1,4 +1,4 @@
-"""`ImageTrainer`: runs that stop and go on, the best model, optimizers, and what must not be overwritten."""
+"""Test `ImageTrainer`: runs that stop and continue, the best model, optimizers, and folders of others."""
 
 import json
 import math
@@ -33,16 +33,16 @@ from tiny import make_vit
 
 FORMAT = ImageFormat((16, 16))
 VIEW = SimpleNamespace(crop="padded", crop_padding=2, crop_size=None, padding_mode="reflect", flip=0.5)
-# Of a ViT that draws random numbers.
+# Dropout makes the ViT draw random numbers.
 SIZES = {"image_size": 16, "hidden_size": 16, "intermediate_size": 32, "hidden_dropout_prob": 0.1, "num_labels": 10}
-# Two epochs of four steps.
+# The arguments make two epochs of four steps.
 ARGUMENTS = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
 ARGUMENTS |= {"learning_rate": 1e-2, "weight_decay": 0.05, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
 ARGUMENTS |= {"logging_steps": 1, "use_cpu": True, "batch_eval_metrics": False}
 
 
 class Learner(SharpnessAwareTrainer):
-    """A classifier's trainer; losses of some steps are multiplied, and accuracies of evaluations may be given."""
+    """Trainer of a classifier whose losses can be multiplied at some steps, and whose accuracies can be given."""
 
     factors, accuracies = {}, ()
 
@@ -92,7 +92,7 @@ def make(tmp_path, images):
 
 
 class At(TrainerCallback):
-    """Does something as steps begin, the first of which is 0."""
+    """Call a function with the number of each step as it begins, the first of which is 0."""
 
     def __init__(self, do):
         self.do = do
@@ -102,7 +102,7 @@ class At(TrainerCallback):
 
 
 class Stop(TrainerCallback):
-    """Ends a run after a step, with a checkpoint."""
+    """Save a checkpoint after a step and end the run."""
 
     def __init__(self, step):
         self.step = step
@@ -132,31 +132,31 @@ def test_a_stream_goes_on(make, write_parquet):
         return logged(own, "loss")
 
     whole, stopped, own = run("whole"), run("out", callbacks=[Stop(2)]), run("out")
-    # The stream has three batches, and begins anew with others.
+    # The stream has three batches an epoch, which differ from epoch to epoch.
     assert stopped == whole[:2] and own[:3] == whole[:3] and len({*whole}) == len(own) == 6
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 def test_ctrl_c_saves_the_step_under_way(again, make, tmp_path, capsys):
-    """A second one ends at once."""
+    """A second Ctrl-C ends the run at once."""
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         make(callbacks=[At(lambda step: step == 5 and os.kill(os.getpid(), signal.SIGINT))] * (1 + again)).run()
-    said = capsys.readouterr().err
-    assert said.count("Finishing and saving the current step.") == 1
-    assert ("Stopped at step 6; the same command continues from there." in said) != again
+    printed = capsys.readouterr().err
+    assert printed.count("Finishing and saving the current step.") == 1
+    assert ("Stopped at step 6; the same command continues from there." in printed) != again
     assert signal.getsignal(signal.SIGINT) == handler
     assert find_checkpoint(tmp_path / "out")[0].name == ("checkpoint-4" if again else "checkpoint-6")
 
 
 @pytest.mark.parametrize(("step", "factor", "logging_steps"), [(0, math.inf, 1), (5, math.nan, 1), (6, math.nan, 50)])
 def test_a_loss_that_is_not_finite_ends_the_run(step, factor, logging_steps, make, tmp_path):
-    """Before its weights are saved, whenever they are."""
+    """The run ends before its weights are saved, even if losses are logged less often."""
     own, handler = make(logging_steps=logging_steps), signal.getsignal(signal.SIGINT)
     own.factors = {step: factor}
     kept = f"{tmp_path}/out/checkpoint-4 is kept" if step else "There is no checkpoint yet"
-    said = 8 if logging_steps > 1 else step + 1
-    with pytest.raises(ValueError, match=rf"^The loss at step {said} is not finite, .* learning_rate .*{kept}\.$"):
+    reported = 8 if logging_steps > 1 else step + 1
+    with pytest.raises(ValueError, match=rf"^The loss at step {reported} is not finite, .* learning_rate .*{kept}\.$"):
         own.run()
     assert signal.getsignal(signal.SIGINT) == handler and not (tmp_path / "out" / "model.safetensors").exists()
     assert not (tmp_path / "out" / "checkpoint-8").exists()
@@ -180,7 +180,7 @@ def test_folders_of_others_are_refused_and_kept(files, make, tmp_path, capsys):
 
 
 def test_checkpoints_are_removed_when_a_new_run_starts(make, tmp_path):
-    """A command that fails before removes none."""
+    """A command that fails before its run starts removes no checkpoint."""
     folder = tmp_path / "out"
     make(callbacks=[Stop(2)]).run()
     start(ImageTrainingArguments(str(folder), use_cpu=True, overwrite_output_dir=True))
@@ -203,8 +203,8 @@ def test_checkpoints_are_removed_when_a_new_run_starts(make, tmp_path):
         ({"names": list("abcdefghij")}, "class_names was"),
     ],
 )
-def test_a_run_is_not_called_again_with_other_settings(change, message, make, images, tmp_path):
-    """Neither a finished one nor one that was stopped."""
+def test_a_run_does_not_continue_with_other_settings(change, message, make, images, tmp_path):
+    """A finished run and a stopped one are refused alike, and their files stay."""
     callbacks = [Stop(2)] if "seed" in change else []
     make(callbacks=callbacks).run()
     files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
@@ -250,7 +250,7 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(file, damage, make, tm
 
 @pytest.mark.parametrize("best", [0, 1])
 def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
-    """The last model is measured where it is kept; what was chosen on some images may be measured on others."""
+    """The metrics are those of the kept model, best or last, on the test images where there are any."""
     accuracies, saved = [(0.75, 0.25, 0.375), (0.25, 0.75, 0.375)][best], []
     for name, options, test, epoch, expected in (
         ("best", {}, None, best, 0.75),
@@ -285,10 +285,10 @@ def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(make, tmp_path
         assert_equal(kept, saved)
 
 
-def test_it_is_a_trainer(make, images, pictures, tmp_path, hub, monkeypatch):
-    """A notebook calls its methods."""
+def test_methods_of_the_trainer_work_alone(make, images, pictures, tmp_path, hub, monkeypatch):
+    """A notebook calls the trainer's methods one by one."""
     monkeypatch.setattr("transformers.utils.hub._hf_api", None)
-    # Before a training, TensorBoard writes to a folder here.
+    # TensorBoard writes to the working directory before training starts.
     monkeypatch.chdir(tmp_path)
     own = make(num_train_epochs=1, hub_model_id="someone/model", report_to="tensorboard")
     assert own.evaluate().keys() >= {"eval_loss", "eval_accuracy"} and own.train().global_step == 4
@@ -307,7 +307,7 @@ def test_it_is_a_trainer(make, images, pictures, tmp_path, hub, monkeypatch):
 
 
 def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
-    """The second one where the first has led, from where the weights then move."""
+    """The second gradient is taken at a distance of rho along the first, and updates the original weights."""
     seen, compute_loss = [], Learner.compute_loss
 
     def note(self, model, *arguments, **options):
@@ -325,7 +325,7 @@ def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
 
 @pytest.mark.parametrize(("options", "kind"), [({}, "AdamW"), ({"sam_rho": 0.1}, "SAM")])
 def test_optimizers_have_the_groups_of_the_trainer(options, kind, make):
-    """Norms, biases, positions and [CLS] do not decay, and what is frozen is not there."""
+    """Norms, biases, positions and [CLS] do not decay, and frozen weights are in no group."""
     own = make(**options)
     own.model.vit.layernorm.requires_grad_(False)
     optimizer = own.create_optimizer()
@@ -340,7 +340,7 @@ def test_optimizers_have_the_groups_of_the_trainer(options, kind, make):
 
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_rates_fall_with_depth(library, make):
-    """By blocks, from the last one; the head has its own."""
+    """The rate falls block by block from the last one, and the head has its own factor."""
     if library == "timm":
         sizes = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
         config = transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=sizes, num_labels=3)

@@ -1,4 +1,4 @@
-"""Images in every form, views that depend on seed, epoch and index alone, and images that cannot be read."""
+"""Test images in every form, views that depend on seed, epoch and index alone, and unreadable images."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ class Records(Pairs):
         return {"image": self.pictures[index], "label": torch.tensor(self.labels[index])}
 
 
-def of_pytorch(pictures, kind=Pairs):
+def make_torch_dataset(pictures, kind=Pairs):
     return kind(pictures, [index % 2 for index in range(len(pictures))], ["cat", "dog"])
 
 
@@ -65,8 +65,8 @@ LABELED = ["decoded", "stream", "pairs", "records", "folder"]
 
 
 @pytest.mark.parametrize("kind", [*LABELED, "PIL", "paths"])
-def test_images_are_what_people_have(kind, tmp_path):
-    """Ten images whose color tells their number."""
+def test_images_may_have_any_form(kind, tmp_path):
+    """The color of each of the ten images is its number, which tells the label."""
     draw_classes(tmp_path / "classes", 5)
     draw(tmp_path / "flat", 10)
     paths = [str(tmp_path / "flat" / f"{index}.png") for index in range(10)]
@@ -76,8 +76,8 @@ def test_images_are_what_people_have(kind, tmp_path):
     given = {
         "decoded": table,
         "stream": table.to_iterable_dataset(),
-        "pairs": of_pytorch(pictures),
-        "records": of_pytorch(pictures, Records),
+        "pairs": make_torch_dataset(pictures),
+        "records": make_torch_dataset(pictures, Records),
         "folder": str(tmp_path / "classes"),
         "PIL": pictures,
         "paths": paths,
@@ -102,7 +102,7 @@ def assert_same(batches, expected):
 
 
 def test_a_view_is_a_function_of_seed_epoch_and_index(images):
-    """Whoever draws it, after whatever."""
+    """A view is the same in every process, and does not depend on earlier draws."""
     views = Views(images, VIEW_OF_TRAINING, seed=1)
     views.epoch.fill_(3)
     before = torch.get_rng_state()
@@ -118,12 +118,12 @@ def test_a_view_is_a_function_of_seed_epoch_and_index(images):
         other = Views(images, VIEW_OF_TRAINING, seed)
         other.epoch.fill_(epoch)
         assert not torch.equal(other[5]["pixel_values"], pixels)
-    # Workers that stay have the epoch, too.
+    # Persistent workers see the new epoch, too.
     loader = DataLoader(views, 8, num_workers=1, persistent_workers=True)
     for epoch in range(2):
         views.epoch.fill_(epoch)
         assert {*torch.cat([batch["epoch"] for batch in loader]).tolist()} == {epoch}
-    # Labels are the model's numbers.
+    # Labels become the class numbers of the model.
     numbers = [Views(images, EvalView(FORMAT), classes=range(9, -1, -1))[index]["labels"] for index in range(32)]
     assert numbers == [9 - label for label in images["label"]]
 
@@ -154,7 +154,7 @@ def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
             read()
     views.skip_corrupt = True
     index = torch.cat([batch["index"] for batch in loaded(views, num_workers=workers)])
-    # 3 and 4 give way to 5, 11 to 0.
+    # The next readable image stands for a corrupt one: 5 for 3 and 4, and 0 for 11.
     assert index.tolist() == [0, 1, 2, 5, 5, 5, 6, 7, 8, 9, 10, 0]
     found = stream_of(write_parquet, workers, skip_corrupt=True, corrupt=[3, 4, 11])
     assert sum(len(batch["labels"]) for batch in found) == 9
@@ -166,7 +166,7 @@ def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
 
 
 def test_batches_are_normalized_and_mixed_in_training_alone(images):
-    """By draws that depend on seed, epoch and first index."""
+    """The draws of mixing depend on seed, epoch and first index."""
     training, evaluation = (Views(images, EvalView(FORMAT), seed) for seed in (1, None))
     samples, known = (
         [views[index] | {"mask": torch.tensor(7)} for index in range(8)] for views in (training, evaluation)
@@ -183,5 +183,5 @@ def test_batches_are_normalized_and_mixed_in_training_alone(images):
     for epoch in range(20):
         mixed = collator([sample | {"epoch": epoch} for sample in samples])
         kept.add(bool((mixed["pixel_values"] == plain["pixel_values"]).flatten(1).any(1).all()))
-    # CutMix leaves pixels as they are, and mixup none.
+    # CutMix keeps some pixels unchanged, and mixup keeps none.
     assert kept == {True, False} and mixing(10, 0, 0) is None
