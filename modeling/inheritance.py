@@ -1,8 +1,8 @@
-"""`from_teacher`: students that inherit the blocks of a vision transformer (Gao et al., *Bootstrapping SparseFormers
-from Vision Foundation Models*, section 3.2).
+"""Students that inherit the blocks of a vision transformer, the implementation of `from_teacher` (Gao et al.,
+*Bootstrapping SparseFormers from Vision Foundation Models*, section 3.2).
 
-The channels of rotary queries and keys are permuted to the order in which a SparseFormer rotates them. As queries and
-keys are permuted alike, their products stay equal.
+The channels of rotary queries and keys are permuted to the order in which a SparseFormer rotates them. Products of
+queries and keys do not change, because both are permuted alike.
 """
 
 import math
@@ -43,7 +43,7 @@ def inherit_patches(
     image_processor,
     **fields,
 ) -> nn.Module:
-    """Return a student with its teacher's patch embedding, positions, blocks and head: the work of
+    """Return a student with its teacher's patch embedding, positions, blocks and head. It implements
     `PatchSparseFormerModel.from_teacher`, which documents the arguments."""
     anatomy, truncated, image_fields = read_teacher(model_class, teacher, truncate, image_processor, patches=True)
     projection = anatomy.patches.projection
@@ -68,7 +68,7 @@ def inherit_patches(
     load_weights(embeddings.norm, anatomy.pre_norm)
     positions = patch_positions(anatomy, student.config.token_grid)
     if positions is None:
-        # On a grid they stay zero, so that `to_plain_vit` finds a teacher without positions for the student.
+        # On a grid they are not trained, because `to_plain_vit` cannot store positions in a teacher without them.
         embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:
         embeddings.position_embeddings.copy_(positions)
@@ -93,7 +93,7 @@ def inherit_blocks(
     image_processor,
     **fields,
 ) -> nn.Module:
-    """Return a student with its teacher's blocks and head and a fresh focusing stage: the work of
+    """Return a student with its teacher's blocks and head and a fresh focusing stage. It implements
     `SparseFormerModel.from_teacher`, which documents the arguments (`inherits` is its `inherit_blocks`)."""
     anatomy, truncated, image_fields = read_teacher(model_class, teacher, truncate, image_processor)
     if num_latent_tokens is None:
@@ -131,7 +131,7 @@ def read_teacher(
 
     Args:
         model_class (`type`): The student's class.
-        teacher, truncate, image_processor: As in `from_teacher`.
+        teacher, truncate, image_processor: Arguments of `from_teacher`.
         patches (`bool`): Whether the student inherits the patch embedding.
 
     Returns:
@@ -196,7 +196,7 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: in
     if needs_classifier and config.num_labels != len(anatomy.classifier.weight):
         raise ValueError(
             f"`num_labels` is {config.num_labels}, but the teacher's classifier has {len(anatomy.classifier.weight)} "
-            "classes. Bootstrap with the teacher's classes first, then fine-tune."
+            "classes. Bootstrap with the teacher's classes, then fine-tune."
         )
     student = model_class(config).eval()
     if needs_classifier:
@@ -216,9 +216,10 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: in
 def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
     """Return the default number of a student's latent tokens: a quarter of the teacher's image tokens.
 
-    As in table 2 of the paper, the quarter includes [CLS], except where tokens fill a grid. A teacher for 384 or more
-    pixels counts as if it were for 224, as the paper's default for ViT-L/16-384 is 49 tokens, too (144 and 196 are
-    continued bootstrapping). A CLIP ViT-L/14-336 has 144 in table 6.
+    The quarter includes [CLS], as in table 2 of the paper, unless tokens fill a grid. For a teacher of 384 or more
+    pixels, the patches of 224 pixels are counted: the paper's default for ViT-L/16-384 is 49 tokens, too, and 144 or
+    196 come from continued bootstrapping. For 336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144 tokens in
+    table 6.
     """
     patches = anatomy.num_patches
     if min(anatomy.image_size) >= 384:
@@ -234,7 +235,7 @@ def configuration_fields(anatomy: Anatomy) -> dict:
     attention = block.attention
     mlp = block.mlp
     pooling = anatomy.pooling
-    # The names of two libraries' norms; PyTorch's RMSNorm has None by default.
+    # Libraries name epsilon differently, and PyTorch's RMSNorm has None by default.
     eps = getattr(block.attention_norm, "eps", getattr(block.attention_norm, "variance_epsilon", None))
     extra_norms = {"query_key": attention.query_norm, "attention": attention.output_norm, "mlp": mlp.norm}
     final_norm = "after_pooling" if pooling.before_norm else "before_pooling"
@@ -267,8 +268,8 @@ def configuration_fields(anatomy: Anatomy) -> dict:
 
 
 def check_uniform(anatomy: Anatomy):
-    """Raise a ValueError if a teacher's blocks differ from each other in shape, or its norms or activations in
-    kind."""
+    """Raise a ValueError if a teacher's blocks have different shapes, or its norms or activations are of different
+    kinds."""
     first = anatomy.blocks[0]
     for block in anatomy.blocks[1:]:
         if (
@@ -316,7 +317,7 @@ def teacher_config(anatomy: Anatomy) -> dict | None:
 
 def patch_positions(anatomy: Anatomy, grid: tuple[int, int]) -> torch.Tensor | None:
     """Return the positions that a teacher adds to the patches of a grid, `(rows * columns, hidden_size)`, interpolated
-    or computed as its own library does it; None if it adds no positions."""
+    or computed as in the teacher's library; None if it adds no positions."""
     if anatomy.patch_positions is None:
         return None
     weight = next(anatomy.model.parameters())
@@ -336,8 +337,8 @@ def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
 
 
 def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
-    """Return a teacher's class tokens and registers before a block, `(prefix tokens, hidden_size)`, in an image of
-    zeros. They depend on the image; the student's are constants that training starts from here."""
+    """Return a teacher's class tokens and registers before a block, `(prefix tokens, hidden_size)`, for an image of
+    zeros. Those of a teacher depend on the image; a student's are parameters, which training starts from."""
     with evaluation_mode(anatomy.model):
         hidden_states = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))
     return hidden_states[index][0, : anatomy.num_prefix_tokens]
@@ -368,26 +369,18 @@ def load_block(target: Block, source: Block, channels: torch.Tensor | None = Non
 
 def load_attention(target: Attention, source: Attention, channels: torch.Tensor | None = None):
     """Copy the weights of an attention. Arguments are those of `load_block`."""
-    query = source.query
-    key = source.key
+    rows = None
     if channels is not None:
-        channels = channels.to(query.weight.device)
+        channels = channels.to(source.query.weight.device)
         first_channels = torch.arange(source.num_heads, device=channels.device).unsqueeze(1) * source.head_dim
         rows = (first_channels + channels).flatten()
-        query = select_rows(query, rows)
-        key = select_rows(key, rows)
-    load_weights(target.query, query)
-    load_weights(target.key, key)
+    load_weights(target.query, source.query, rows)
+    load_weights(target.key, source.key, rows)
     load_weights(target.value, source.value)
     load_weights(target.output, source.output)
     load_weights(target.output_norm, source.output_norm)
     load_weights(target.query_norm, source.query_norm, channels)
     load_weights(target.key_norm, source.key_norm, channels)
-
-
-def select_rows(linear: Linear, rows: torch.Tensor) -> Projection:
-    """Return a linear map with its output channels in the order of `rows`."""
-    return Projection(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
 
 def load_pooling(target: AttentionPooling, source: AttentionPooling):
@@ -403,13 +396,8 @@ def load_pooling(target: AttentionPooling, source: AttentionPooling):
 def load_weights(
     target: Linear | nn.Module | None, source: Linear | nn.Module | None, channels: torch.Tensor | None = None
 ):
-    """Copy weight and bias of a linear layer or a norm. A weight that the source lacks becomes 1, a bias 0. Nothing
-    happens without a source or a target.
-
-    Args:
-        target, source (`nn.Module` or `Projection`, *optional*): The layers.
-        channels (`torch.Tensor`, *optional*): A permutation of the source's channels.
-    """
+    """Copy weight and bias of a linear layer or a norm, with the output channels of the source in the order of
+    `channels`. If only the target has a weight or bias, it becomes 1 or 0. Nothing happens if a layer is None."""
     if target is None or source is None:
         return
     for name, default in (("weight", 1.0), ("bias", 0.0)):
@@ -424,10 +412,10 @@ def load_weights(
 
 
 def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
-    """Raise a ValueError unless a student's inherited part embeds two images of noise as its teacher does.
+    """Raise a ValueError unless a student's inherited part returns its teacher's embeddings of two images of noise.
 
-    The inherited part gets all of the teacher's patches or, without the leading blocks, the teacher's tokens after
-    these blocks.
+    The input of the inherited part is all patches of the images or, if leading blocks were truncated, the teacher's
+    tokens after these blocks.
     """
     if any(parameter.dtype != torch.float32 for parameter in anatomy.model.parameters()):
         return
@@ -460,8 +448,8 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
 
 
 def embed_all_patches(embeddings: nn.Module, anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return the tokens before the first block, `(batch, prefix + patches, hidden_size)`, of the teacher's patches,
-    embedded by a student's `PatchSparseFormerEmbeddings`."""
+    """Return the tokens before the first block, `(batch, prefix + patches, hidden_size)`, if a student's
+    `PatchSparseFormerEmbeddings` embed all patches of the teacher."""
     patches = cut_patches(pixel_values, embeddings.patch_size).flatten(1, 2)
     tokens = embeddings.patch_norm(embeddings.projection(patches))
     positions = patch_positions(anatomy, anatomy.grid)

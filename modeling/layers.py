@@ -531,44 +531,52 @@ def class_scores(config, logits: torch.Tensor) -> torch.Tensor:
     return logits.sigmoid() if is_multi_label else logits.softmax(-1)
 
 
-def classify_adaptively(
-    config,
-    classify: Callable[[torch.Tensor, int], torch.Tensor],
-    images: torch.Tensor,
-    confidence: float,
-    token_counts: Sequence[int] | None,
-) -> AdaptiveClassifierOutput:
-    """Implement the method `classify_adaptively` of classifiers.
+class AdaptiveClassifierMixin:
+    """Mixin of image classifiers that choose the number of tokens of each image by its confidence."""
 
-    Args:
-        classify (`Callable[[torch.Tensor, int], torch.Tensor]`):
-            Function of image indices and a number of tokens that returns logits, `(images, num_labels)`.
-        images (`torch.LongTensor` of shape `(batch,)`): Indices of all images.
-        confidence, token_counts: Arguments of the method.
-    """
-    if token_counts is None:
-        most = config.default_num_tokens
-        token_counts = sorted({min(config.trained_token_counts[0], most), most})
-    if not 0 <= confidence <= 1:
-        raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
-    if not token_counts:
-        raise ValueError("`token_counts` is empty, expected the numbers of tokens to try.")
-    if config.problem_type == "regression":
-        raise ValueError("`confidence` is a probability, and a regression has none; choose `num_tokens` instead.")
-    unfinished = images
-    logits = num_tokens = None
-    for count in token_counts:
-        new_logits = classify(unfinished, count)
-        if logits is None:
-            logits = new_logits
-            num_tokens = torch.full_like(unfinished, count)
-        else:
-            logits = logits.index_copy(0, unfinished, new_logits)
-            num_tokens = num_tokens.index_fill(0, unfinished, count)
-        unfinished = unfinished[class_scores(config, new_logits).amax(dim=-1) < confidence]
-        if not len(unfinished):
-            break
-    return AdaptiveClassifierOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)
+    @torch.no_grad()
+    def classify_adaptively(
+        self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
+    ) -> AdaptiveClassifierOutput:
+        """Classify images with few tokens, and repeat uncertain images with more tokens.
+
+        Args:
+            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
+            confidence (`float`, *optional*, defaults to 0.9):
+                Probability of the likeliest class, 0 to 1, at which an image is finished.
+            token_counts (sequence of `int`, *optional*):
+                Numbers of tokens to try, in order. By default the smallest of `config.elastic_token_counts`, then
+                `config.num_tokens` or all; numbers between cost more than they save (docs/results.md).
+        """
+        config = self.config
+        if token_counts is None:
+            most = config.default_num_tokens
+            token_counts = sorted({min(config.trained_token_counts[0], most), most})
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
+        if not token_counts:
+            raise ValueError("`token_counts` is empty, expected the numbers of tokens to try.")
+        if config.problem_type == "regression":
+            raise ValueError("`confidence` is a probability, and a regression has none; choose `num_tokens` instead.")
+        inputs = {"pixel_values": pixel_values}
+        if hasattr(self.base_model, "stem"):
+            # The features of the stem do not depend on the number of tokens.
+            inputs["features"] = self.base_model.stem(pixel_values)
+        unfinished = torch.arange(len(pixel_values), device=pixel_values.device)
+        logits = num_tokens = None
+        for count in token_counts:
+            chosen = {name: tensor[unfinished] for name, tensor in inputs.items()}
+            new_logits = self(**chosen, num_tokens=count).logits
+            if logits is None:
+                logits = new_logits
+                num_tokens = torch.full_like(unfinished, count)
+            else:
+                logits = logits.index_copy(0, unfinished, new_logits)
+                num_tokens = num_tokens.index_fill(0, unfinished, count)
+            unfinished = unfinished[class_scores(config, new_logits).amax(dim=-1) < confidence]
+            if not len(unfinished):
+                break
+        return AdaptiveClassifierOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)
 
 
 def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -200,7 +200,6 @@ class AgentCNNForImageClassification(AgentCNNPreTrainedModel):
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
-            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 

@@ -1,14 +1,13 @@
 """PatchSparseFormer: a vision transformer with few tokens, each embedding a cell of the image as its teacher embeds a
 patch.
 
-Cells form a grid or, placed by content, a grid of which some blocks of four are merged and some cells split for each
-image (`placement.py`). Positions are the teacher's, interpolated. So a new student is its teacher at a lower
-resolution, and bootstrapping (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, CVPR 2024) then
-aligns it with the teacher.
+By default, the cells form a grid. With `placement="content"`, blocks of four cells with little detail are merged and
+cells with much detail are split, for each image (`placement.py`). Positions are the teacher's, interpolated. A new
+student is therefore its teacher at a lower resolution; bootstrapping (Gao et al., *Bootstrapping SparseFormers from
+Vision Foundation Models*, CVPR 2024) then aligns its outputs with the teacher's.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ from ..configuration.configuration_patch_sparseformer import (
 )
 from .layers import (
     INITIALIZER_STD,
-    AdaptiveClassifierOutput,
+    AdaptiveClassifierMixin,
     AttentionPooling,
     EncoderLayer,
     Pooler,
@@ -39,7 +38,6 @@ from .layers import (
     SparseFormerModelOutput,
     SparseFormerVisionModelWithProjectionOutput,
     check_num_tokens,
-    classify_adaptively,
     image_classification_loss,
     in_float32,
     norm_factory,
@@ -58,36 +56,15 @@ from .placement import (
 
 
 @dataclass
-class CellsOutput(ModelOutput):
-    """Cells of images, each with a patch of pixels and a position.
-
-    Args:
-        patches (`torch.FloatTensor` of shape `(batch, tokens, channels * height * width)`): Pixels of the cells.
-        positions (`torch.FloatTensor` of shape `(tokens, hidden_size)` or `(batch, tokens, hidden_size)`):
-            Position embeddings of the cells.
-        rois (`torch.FloatTensor` of shape `(tokens, 4)` or `(batch, tokens, 4)`):
-            Left, top, right and bottom edges, 0 to 1 across the image.
-        areas (`torch.FloatTensor` of shape `(batch, tokens)`, *optional*):
-            Areas of the cells, 1 on average; `None` where all are equal.
-        attention_forecast (`torch.FloatTensor`, *optional*): Output of the `AttentionForecast`.
-    """
-
-    patches: torch.FloatTensor | None = None
-    positions: torch.FloatTensor | None = None
-    rois: torch.FloatTensor | None = None
-    areas: torch.FloatTensor | None = None
-    attention_forecast: torch.FloatTensor | None = None
-
-
-@dataclass
 class PatchSparseFormerEmbeddingsOutput(ModelOutput):
     """Output of `PatchSparseFormerEmbeddings`.
 
     Args:
         tokens (`torch.FloatTensor` of shape `(batch, prefix + latent tokens, hidden_size)`): Embedded tokens.
-        rois (`torch.FloatTensor` of shape `(batch, latent tokens, 4)`): Cells of the latent tokens, see `CellsOutput`.
+        rois (`torch.FloatTensor` of shape `(batch, latent tokens, 4)`):
+            Cells of the latent tokens: left, top, right and bottom edges, 0 to 1 across the image.
         areas (`torch.FloatTensor` of shape `(batch, latent tokens)`, *optional*):
-            Areas of the cells, 1 on average; 0 marks padding, and `None` equal areas.
+            Areas of the cells, 1 on average and 0 for padding; `None` if all areas are equal.
         attention_forecast (`torch.FloatTensor`, *optional*): Output of the `AttentionForecast`.
     """
 
@@ -123,33 +100,38 @@ class PatchSparseFormerEmbeddings(nn.Module):
         if self.placement is not None:
             grids = self.config.cell_grids(num_tokens, tuple(pixel_values.shape[-2:]))
         if len(grids) > 1 and min(grids[0]) > 1 and pixel_values.shape[0] > 0:
-            cells = self.place_cells(pixel_values, grids)
-        else:
-            # All images have the grid's cells: without finer cells or blocks of four there is no choice.
-            rows, columns = grids[0]
-            height, width = self.patch_size
-            resized = resize(pixel_values, (rows * height, columns * width))
-            cells = CellsOutput(
-                patches=cut_patches(resized, self.patch_size).flatten(1, 2),
-                positions=self.positions_of(grids[0]),
-                rois=grid_rois(grids[0]).to(pixel_values.device),
-            )
-        # The dtype of positions, because the projection's weight may be quantized.
-        patches = cells.patches.to(self.position_embeddings.dtype)
-        tokens = self.patch_norm(self.projection(patches)) + cells.positions
-        batch_size = tokens.shape[0]
-        prefix = [each for each in (self.cls_token, self.register_tokens) if each is not None]
-        tokens = torch.cat([*(each.expand(batch_size, -1, -1) for each in prefix), tokens], dim=1)
+            return self.embed_chosen_cells(pixel_values, grids)
+        # Without finer cells or blocks of four there is no choice: all images have the cells of the grid.
+        rows, columns = grids[0]
+        height, width = self.patch_size
+        resized = resize(pixel_values, (rows * height, columns * width))
+        patches = cut_patches(resized, self.patch_size).flatten(1, 2)
+        rois = grid_rois(grids[0]).to(pixel_values.device)
         return PatchSparseFormerEmbeddingsOutput(
-            tokens=self.norm(tokens),
-            rois=cells.rois.expand(batch_size, -1, -1),
-            areas=cells.areas,
-            attention_forecast=cells.attention_forecast,
+            tokens=self.embed(patches, self.positions_of(grids[0])),
+            rois=rois.expand(len(patches), -1, -1),
         )
 
-    def place_cells(self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]) -> CellsOutput:
+    def embed(self, patches: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return class tokens, registers and embedded patches, `(batch, prefix + latent tokens, hidden_size)`.
+
+        Args:
+            patches (`torch.Tensor` of shape `(batch, tokens, channels * height * width)`): Pixels of the cells.
+            positions (`torch.Tensor` of shape `(tokens, hidden_size)` or `(batch, tokens, hidden_size)`):
+                Position embeddings of the cells.
+        """
+        # The dtype of positions, because the projection's weight may be quantized.
+        patches = patches.to(self.position_embeddings.dtype)
+        tokens = self.patch_norm(self.projection(patches)) + positions
+        prefix = [each for each in (self.cls_token, self.register_tokens) if each is not None]
+        prefix = [each.expand(tokens.shape[0], -1, -1) for each in prefix]
+        return self.norm(torch.cat([*prefix, tokens], dim=1))
+
+    def embed_chosen_cells(
+        self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]
+    ) -> PatchSparseFormerEmbeddingsOutput:
         """Choose as many cells for each image as the first of `grids` has, among its blocks of four and the cells of
-        all grids."""
+        all grids, and embed them."""
         device = pixel_values.device
         height, width = self.patch_size
         base, finest = (
@@ -164,9 +146,9 @@ class PatchSparseFormerEmbeddings(nn.Module):
         table = positions[0].mT.unflatten(1, grids[0])
         positions.insert(0, merge_in_four(table, grids[0]).flatten(1).mT)
         rois, areas = cells_of(grids)
-        return CellsOutput(
-            patches=pick_patches(levels, self.patch_size, chosen),
-            positions=torch.cat(positions)[chosen],
+        patches = pick_patches(levels, self.patch_size, chosen)
+        return PatchSparseFormerEmbeddingsOutput(
+            tokens=self.embed(patches, torch.cat(positions)[chosen]),
             rois=rois.to(device)[chosen],
             areas=areas.to(device)[chosen],
             attention_forecast=forecast,
@@ -184,7 +166,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
 
 
 class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
-    """Base class of all PatchSparseFormers: loading, initialization and numbers of tokens."""
+    """Base class of all PatchSparseFormers, with weight initialization, `from_teacher` and `resize_tokens`."""
 
     config: PatchSparseFormerConfig
     auto_classes = {
@@ -238,8 +220,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         config.num_tokens = None
 
     def set_placement(self, placement: str):
-        """Choose in place where tokens look: `"grid"` or `"content"`, see `placement` of the configuration. Weights
-        stay, except that `"grid"` drops the forecast of attention."""
+        """Set `placement` of the configuration, `"grid"` or `"content"`, in place. `"grid"` removes the weights that
+        predict the teacher's attention; all other weights stay."""
         embeddings = self.base_model.embeddings
         self.config.placement = placement
         if placement == "grid":
@@ -261,22 +243,14 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         embedding, positions, blocks, final norm and classifier or projection.
 
         Args:
-            teacher (`nn.Module`, `Anatomy` or `str`):
-                A plain pre-norm vision transformer of Transformers, timm or open_clip (docs/models.md lists them), or
-                its anatomy; or a folder or hub id of Transformers, which is loaded with its image processor. The
-                student takes over the teacher's pooling, registers, gates, norms, layer scale and rotary positions.
+            teacher, image_processor, fields: Arguments of `SparseFormerPreTrainedModel.from_teacher`.
             num_latent_tokens (`int`, *optional*):
                 Number of latent tokens; a quarter of the teacher's patches by default.
             truncate (`float` or `int`, *optional*, defaults to 0):
                 Leading blocks to leave out: a fraction below 1, or a count from 1 on (1.0 is one block).
-            image_processor (*optional*):
-                The teacher's image processor, from which the student takes size, crop and normalization. Without one,
-                `save_pretrained` writes none.
-            fields: Other fields of the configuration, for example `placement="content"`.
 
         Raises:
-            ValueError: if the teacher is no such transformer or has no classifier where one is needed, or if the
-                numbers do not fit.
+            ValueError: as in `SparseFormerPreTrainedModel.from_teacher`.
         """
         try:
             from frugalvit.modeling.inheritance import inherit_patches
@@ -287,18 +261,18 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         return inherit_patches(cls, teacher, num_latent_tokens, truncate, image_processor, **fields)
 
     def to_plain_vit(self, num_tokens: int | None = None, like=None) -> nn.Module:
-        """Return this model, with a given number of tokens, as a model of its teacher's class for images of as many
-        patches, for example a `Dinov2ForImageClassification` for 84 pixels.
+        """Return this model as a model of its teacher's class with the same outputs, for smaller images, in which each
+        token is a patch: for example a `Dinov2ForImageClassification` for 84 pixels.
 
         Args:
-            num_tokens (`int`, *optional*): Number of latent tokens; by default that of calls without `num_tokens`.
+            num_tokens (`int`, *optional*): Number of latent tokens; `config.num_tokens`, or all, by default.
             like (`PreTrainedConfig` or `str`, *optional*):
-                Configuration, folder or hub id of a model of Transformers with the teacher's architecture. Needed
-                where the teacher was of another library.
+                Configuration, folder or hub id of a model of Transformers with the teacher's architecture; required if
+                the teacher was a model of another library.
 
         Raises:
-            ValueError: if tokens are placed by content, `like` is needed or does not fit, or the class lacks
-                parameters for some of the student's weights.
+            ValueError: if tokens are placed by content, `like` is missing or does not fit, or the teacher's class has
+                no parameter for one of the student's weights.
         """
         try:
             from frugalvit.modeling.plain_vit import to_plain_vit
@@ -348,25 +322,23 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
-                Return all tokens in `last_hidden_state`. With `False`, the last block computes only class tokens where
-                only these are pooled and neither `hidden_states` nor `attentions` are returned.
+                Return all tokens in `last_hidden_state`. With `False`, the last block computes class tokens alone if
+                only they are pooled and neither `hidden_states` nor `attentions` are returned.
 
         Raises:
-            ValueError: if `num_tokens` does not fit.
+            ValueError: if `num_tokens` is below 1, above `config.num_latent_tokens`, or makes no grid.
         """
         num_queries = None if output_tokens else self.num_last_queries(**kwargs)
         if isinstance(num_tokens, torch.Tensor):
             embedded = self.embed_each(pixel_values, num_tokens)
             mask = F.pad(embedded.areas > 0, (self.config.num_prefix_tokens, 0), value=True)
             kwargs["attention_mask"] = create_bidirectional_mask(self.config, embedded.tokens, mask)
-            # The mask has as many queries as keys.
+            # The mask is square, so that the last block has to compute all tokens.
             num_queries = None
         else:
             count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
             embedded = self.embeddings(pixel_values, count)
-        position_embeddings = None
-        if self.config.rope_theta is not None:
-            position_embeddings = rotary_embeddings(self.config, embedded.rois)
+        position_embeddings = rotary_embeddings(self.config, embedded.rois)
         hidden_states = embedded.tokens
         for layer in self.layers:
             hidden_states = layer(
@@ -386,8 +358,8 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
     def embed_each(self, pixel_values: torch.Tensor, num_tokens: torch.Tensor) -> PatchSparseFormerEmbeddingsOutput:
         """Embed each image with its own number of tokens, `(batch,)`, padded to the largest.
 
-        It stays out of compiled graphs, because shapes depend on the values of `num_tokens`. With an int, `forward`
-        compiles to one graph.
+        It is not compiled, because shapes depend on the values of `num_tokens`. With an int, `forward` compiles to one
+        graph.
         """
         is_integer = not (num_tokens.is_floating_point() or num_tokens.is_complex() or num_tokens.dtype == torch.bool)
         if num_tokens.shape != pixel_values.shape[:1] or not is_integer:
@@ -419,7 +391,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         )
 
 
-class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
+class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSparseFormerPreTrainedModel):
     """PatchSparseFormer with a linear classifier on the pooled embedding."""
 
     # The loss divides by `num_items_in_batch` for every problem type.
@@ -441,19 +413,12 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
         output_tokens: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerImageClassifierOutput:
-        """
-        Args:
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-            output_tokens (`bool`, *optional*, defaults to `False`): Compute all tokens in the last block.
-            kwargs: Arguments of `PatchSparseFormerModel.forward`.
-        """
+        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`). Other
+        arguments are those of `PatchSparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, output_tokens=output_tokens, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
-            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
         return SparseFormerImageClassifierOutput(
             loss=loss,
@@ -463,36 +428,13 @@ class PatchSparseFormerForImageClassification(PatchSparseFormerPreTrainedModel):
             rois=outputs.rois,
         )
 
-    @torch.no_grad()
-    def classify_adaptively(
-        self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
-    ) -> AdaptiveClassifierOutput:
-        """Classify images with few tokens, and repeat uncertain images with more tokens.
-
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            confidence (`float`, *optional*, defaults to 0.9):
-                Probability of the likeliest class, 0 to 1, at which an image is finished.
-            token_counts (sequence of `int`, *optional*):
-                Numbers of tokens to try, in order. By default the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens` or all; numbers between cost more than they save (docs/results.md).
-        """
-        return classify_adaptively(
-            self.config,
-            lambda chosen, count: self(pixel_values[chosen], num_tokens=count).logits,
-            torch.arange(len(pixel_values), device=pixel_values.device),
-            confidence,
-            token_counts,
-        )
-
 
 class PatchSparseFormerVisionModel(PatchSparseFormerModel):
-    """PatchSparseFormer as a vision encoder of CLIP or SigLIP: a `PatchSparseFormerModel` under the name that goes
-    with `PatchSparseFormerVisionModelWithProjection`."""
+    """`PatchSparseFormerModel` under the name of `CLIPVisionModel` and `SiglipVisionModel`, which it can replace."""
 
 
 class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedModel):
-    """PatchSparseFormer with a linear projection of the pooled embedding, in the place of
+    """PatchSparseFormer with a linear projection of the pooled embedding, which can replace
     `CLIPVisionModelWithProjection`."""
 
     config: PatchSparseFormerProjectionConfig

@@ -5,8 +5,6 @@ from Vision Foundation Models* (CVPR 2024). Tokens sample the image in the focus
 transformer encoder follows. `python -m frugalvit.convert` loads the authors' checkpoints.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -29,7 +27,7 @@ from .focusing import (
     initial_sampling_offsets,
 )
 from .layers import (
-    AdaptiveClassifierOutput,
+    AdaptiveClassifierMixin,
     AttentionPooling,
     EncoderLayer,
     Pooler,
@@ -39,7 +37,6 @@ from .layers import (
     SparseFormerModelOutput,
     SparseFormerVisionModelWithProjectionOutput,
     check_num_tokens,
-    classify_adaptively,
     image_classification_loss,
     norm_factory,
     rotary_embeddings,
@@ -47,7 +44,7 @@ from .layers import (
 
 
 class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
-    """Base class of all SparseFormers: loading, initialization and numbers of tokens."""
+    """Base class of all SparseFormers, with weight initialization, `from_teacher` and `resize_tokens`."""
 
     config: SparseFormerConfig
     auto_classes = {
@@ -123,7 +120,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
             super()._init_weights(module)
 
     def resize_tokens(self, num_latent_tokens: int):
-        """Change the number of latent tokens in place for continued bootstrapping; remaining tokens keep their
+        """Change the number of latent tokens in place, for continued bootstrapping. Tokens that remain keep their
         weights.
 
         Args:
@@ -152,9 +149,9 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         image_processor=None,
         **fields,
     ):
-        """Return a student as in section 3.2 of the bootstrapping paper, in evaluation mode: it inherits all but the
-        leading blocks of its teacher, the final norm and the classifier or projection. Its focusing stage is new and
-        has to be bootstrapped.
+        """Return a student as in section 3.2 of the bootstrapping paper, in evaluation mode. It inherits the last
+        blocks, the final norm and the classifier or projection of its teacher. Its focusing stage has fresh weights,
+        which have to be bootstrapped.
 
         Args:
             teacher (`nn.Module`, `Anatomy` or `str`):
@@ -162,23 +159,23 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 its anatomy; or a folder or hub id of Transformers, which is loaded with its image processor. The
                 student takes over the teacher's pooling, registers, gates, norms, layer scale and rotary positions.
             num_latent_tokens (`int`, *optional*):
-                Number of latent tokens. By default they are, with [CLS], a quarter of the teacher's image tokens (at
-                224 pixels).
+                Number of latent tokens, without [CLS]. By default, latent tokens and [CLS] together are a quarter of
+                the teacher's image tokens at 224 pixels.
             truncate (`float` or `int`, *optional*, defaults to 1/3):
                 Leading blocks to leave out: a fraction below 1, or a count from 1 on (1.0 is one block).
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the classifier's weights are inherited (an ablation of table 3).
             break_ties (`bool`, *optional*, defaults to `True`):
-                Move equal initial RoIs, 12 of the paper's 48, apart by N(0, 0.05) of the image. Neither the paper nor
-                the reference implementation does so; `results/bootstrap_choices.json` has the gain.
+                Add N(0, 0.05) of the image to initial RoIs that are equal, which are 12 of the paper's 48. Neither the
+                paper nor the reference implementation does so; `results/bootstrap_choices.json` has the gain.
             image_processor (*optional*):
                 The teacher's image processor, from which the student takes size, crop and normalization. Without one,
                 `save_pretrained` writes none.
             fields: Other fields of the configuration, for example `stem_channels=32`.
 
         Raises:
-            ValueError: if the teacher is no such transformer or has no classifier where one is needed, or if the
-                numbers do not fit.
+            ValueError: if the teacher is no plain vision transformer, a student that classifies gets a teacher without
+                a classifier, or `num_latent_tokens` or `truncate` is out of range.
         """
         try:
             from frugalvit.modeling.inheritance import inherit_blocks as inherit
@@ -219,7 +216,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         attends = config.pooling in ("attention", "latent_attention")
         self.pooling_head = AttentionPooling(config) if attends else None
         self.pooler = Pooler(config)
-        # FSDP refuses names of classes that the model does not have.
+        # FSDP raises an error for names of classes that the model does not have.
         whole = (focusing_layer, FinalSamplingLayer, SparseFormerLatents, EncoderLayer)
         self._no_split_modules = {type(module).__name__ for module in self.modules() if isinstance(module, whole)}
         self.post_init()
@@ -249,14 +246,14 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 Return `focusing_hidden_states`.
             output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
             output_tokens (`bool`, *optional*, defaults to `True`):
-                Return all tokens in `last_hidden_state`. With `False`, the last block computes only class tokens where
-                only these are pooled and neither `hidden_states` nor `attentions` are returned. That saves 8 % of the
-                multiply-accumulates of augreg-base-49-224 and 4 % of augreg-large-49-224's.
+                Return all tokens in `last_hidden_state`. With `False`, the last block computes class tokens alone if
+                only they are pooled and neither `hidden_states` nor `attentions` are returned. This saves 8 % of the
+                multiply-accumulates of augreg-base-49-224 and 4 % of those of augreg-large-49-224.
             features (`torch.FloatTensor` of shape `(batch, stem_channels, height / 4, width / 4)`, *optional*):
                 `stem_features` of the same images from another call.
 
         Raises:
-            ValueError: if `num_tokens` does not fit.
+            ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`.
         """
         features = self.stem(pixel_values) if features is None else features
         count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
@@ -299,11 +296,11 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         )
 
 
-class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
-    """SparseFormer with a linear classifier on the pooled token.
+class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPreTrainedModel):
+    """SparseFormer with a linear classifier on the pooled embedding.
 
-    Where [CLS] is pooled, the last block computes no other token. Pass `output_tokens=True` to read others there, for
-    example by a hook.
+    If [CLS] is the pooled embedding, the last block computes no other token. `output_tokens=True` makes it compute all
+    tokens, for example for a hook that reads them.
     """
 
     # The loss divides by `num_items_in_batch` for every problem type.
@@ -325,19 +322,12 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
         output_tokens: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerImageClassifierOutput:
-        """
-        Args:
-            labels (`torch.Tensor`, *optional*):
-                `(batch,)` class indices, or `(batch, num_labels)` floats (multi-label classification, regression).
-            num_items_in_batch (`int`, *optional*): Divide the summed loss by this count (set by `Trainer`).
-            output_tokens (`bool`, *optional*, defaults to `False`): Compute all tokens in the last block.
-            kwargs: Arguments of `SparseFormerModel.forward`.
-        """
+        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`). Other
+        arguments are those of `SparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, output_tokens=output_tokens, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
-            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(logits, labels, self.config, num_items_in_batch)
         return SparseFormerImageClassifierOutput(
             loss=loss,
@@ -349,38 +339,14 @@ class SparseFormerForImageClassification(SparseFormerPreTrainedModel):
             focusing_hidden_states=outputs.focusing_hidden_states,
         )
 
-    @torch.no_grad()
-    def classify_adaptively(
-        self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
-    ) -> AdaptiveClassifierOutput:
-        """Classify images with few tokens, and repeat uncertain images with more tokens. Stem features are computed
-        once.
-
-        Args:
-            pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
-            confidence (`float`, *optional*, defaults to 0.9):
-                Probability of the likeliest class, 0 to 1, at which an image is finished.
-            token_counts (sequence of `int`, *optional*):
-                Numbers of tokens to try, in order. By default the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens` or all; numbers between cost more than they save (docs/results.md).
-        """
-        features = self.sparseformer.stem(pixel_values)
-        return classify_adaptively(
-            self.config,
-            lambda chosen, count: self(pixel_values[chosen], num_tokens=count, features=features[chosen]).logits,
-            torch.arange(len(pixel_values), device=pixel_values.device),
-            confidence,
-            token_counts,
-        )
-
 
 class SparseFormerVisionModel(SparseFormerModel):
-    """SparseFormer as a vision encoder of CLIP, in the place of `CLIPVisionModel`: a `SparseFormerModel` under the
-    name that goes with `SparseFormerVisionModelWithProjection`."""
+    """`SparseFormerModel` under the name of `CLIPVisionModel` and `SiglipVisionModel`, which it can replace."""
 
 
 class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
-    """SparseFormer with a linear projection of the pooled token, in the place of `CLIPVisionModelWithProjection`."""
+    """SparseFormer with a linear projection of the pooled embedding, which can replace
+    `CLIPVisionModelWithProjection`."""
 
     config: SparseFormerProjectionConfig
     auto_classes = {"AutoModel": "SparseFormerVisionModelWithProjection"}

@@ -49,7 +49,7 @@ class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
 
 
 class DenseInitializationMixin:
-    """Initialization of the heads of SparseFormers for dense prediction."""
+    """Mixin that initializes the heads of SparseFormers for dense prediction."""
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -152,22 +152,28 @@ class PatchSparseFormerBackbone(FeatureMapsMixin, PatchSparseFormerPreTrainedMod
         self.post_init()
 
 
-def segmenter_processor_config(config, fields: dict | None) -> dict | None:
-    """Turn the content of a classifier's `preprocessor_config.json` into that of a SegformerImageProcessor, whose
-    post-processing pipelines need."""
-    if fields is None:
-        return None
-    height, width = pair(config.image_size)
-    for name in ("do_center_crop", "crop_size", "do_convert_rgb"):
-        fields.pop(name, None)
-    return fields | {
-        "image_processor_type": "SegformerImageProcessor",
-        "size": {"height": height, "width": width},
-        "do_reduce_labels": False,
-    }
+class SegmenterMixin(DenseInitializationMixin):
+    """Mixin of models for semantic segmentation."""
+
+    # The loss is a mean over labeled pixels, whose number `Trainer` does not compute.
+    accepts_loss_kwargs = False
+
+    def image_processor_config(self) -> dict | None:
+        """Return the `preprocessor_config.json` of a SegformerImageProcessor, whose post-processing pipelines need."""
+        fields = super().image_processor_config()
+        if fields is None:
+            return None
+        height, width = pair(self.config.image_size)
+        for name in ("do_center_crop", "crop_size", "do_convert_rgb"):
+            fields.pop(name, None)
+        return fields | {
+            "image_processor_type": "SegformerImageProcessor",
+            "size": {"height": height, "width": width},
+            "do_reduce_labels": False,
+        }
 
 
-class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormerPreTrainedModel):
+class SparseFormerForSemanticSegmentation(SegmenterMixin, SparseFormerPreTrainedModel):
     """SparseFormer with the paper's segmentation head (section 4.1 of the bootstrapping paper, `SegmentationHead`).
 
     With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
@@ -182,8 +188,6 @@ class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormer
     auto_classes = SparseFormerPreTrainedModel.auto_classes | {
         "AutoModelForSemanticSegmentation": "SparseFormerForSemanticSegmentation"
     }
-    # The loss is a mean over labeled pixels, whose number `Trainer` does not compute.
-    accepts_loss_kwargs = False
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__(config)
@@ -191,9 +195,6 @@ class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormer
         self.sparseformer = SparseFormerModel(config)
         self.decode_head = SegmentationHead(config)
         self.post_init()
-
-    def image_processor_config(self) -> dict | None:
-        return segmenter_processor_config(self.config, super().image_processor_config())
 
     @can_return_tuple
     def forward(
@@ -232,15 +233,13 @@ class SparseFormerForSemanticSegmentation(DenseInitializationMixin, SparseFormer
         )
 
 
-class PatchSparseFormerForSemanticSegmentation(DenseInitializationMixin, PatchSparseFormerPreTrainedModel):
+class PatchSparseFormerForSemanticSegmentation(SegmenterMixin, PatchSparseFormerPreTrainedModel):
     """PatchSparseFormer with a linear classifier of feature maps (`PatchSparseFormerBackbone`), concatenated if
     `out_features` names several layers."""
 
     auto_classes = PatchSparseFormerPreTrainedModel.auto_classes | {
         "AutoModelForSemanticSegmentation": "PatchSparseFormerForSemanticSegmentation"
     }
-    # The loss is a mean over labeled pixels, whose number `Trainer` does not compute.
-    accepts_loss_kwargs = False
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__(config)
@@ -249,9 +248,6 @@ class PatchSparseFormerForSemanticSegmentation(DenseInitializationMixin, PatchSp
         self.feature_maps = FeatureMaps(config)
         self.decode_head = LinearDecoder(config)
         self.post_init()
-
-    def image_processor_config(self) -> dict | None:
-        return segmenter_processor_config(self.config, super().image_processor_config())
 
     @can_return_tuple
     @filter_output_hidden_states

@@ -110,7 +110,6 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
             logits = (cls_logits + distillation_logits) / 2
         loss = None
         if labels is not None:
-            # `self.loss_function` ignores `num_items_in_batch` for multiple labels and regression.
             loss = image_classification_loss(cls_logits, labels, self.config, num_items_in_batch)
             if distillation_logits is not None:
                 second = image_classification_loss(distillation_logits, labels, self.config, num_items_in_batch)

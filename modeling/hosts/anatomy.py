@@ -1,8 +1,8 @@
-"""The record of a vision transformer's modules and tensors, whatever library it is from.
+"""Records of the modules and tensors of vision transformers of any library.
 
-A reader of this folder (`transformers.py`, `timm.py`, `open_clip.py`) returns an `Anatomy`. Reading copies nothing, so
-weights can be written through the record, and computes nothing: the model keeps its own forward pass. `running.py` has
-functions that run a model that was read.
+The readers in `transformers.py`, `timm.py` and `open_clip.py` return an `Anatomy`. They compute and copy nothing:
+weights can be changed through the record, and the model keeps its own forward pass. `running.py` has functions that
+run a model.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from torch import nn
 from ..layers import rotary_table, rotate_half
 
 
-# Transformers' names of activations. Keys are the libraries' class names without "Activation" and "Pytorch".
+# Transformers' names of activations by the libraries' class names in lower case, without "pytorch" and "activation".
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelutanh": "gelu_pytorch_tanh",
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 
 class NotAPlainViT(ValueError):
-    """The reason why a model, or a part of it, is unsupported."""
+    """Error of a reader; its message is the reason why a model or a part is unsupported."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A linear map that is no module of its own, as views of a model's weights."""
+    """A linear map without a module; weight and bias are views of a model's weights."""
 
     weight: torch.Tensor  # (out, in)
     bias: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class GridPositions:
         grid (pair of `int`): Rows and columns of the patches in the table.
         mode (`str`): Mode of `F.interpolate`.
         antialias (`bool`): Argument of `F.interpolate`.
-        crops (`bool`): Whether the positions of a rectangular grid are the corner of a square grid's.
+        crops (`bool`): Whether the positions of a rectangular grid are cut from the corner of a square grid.
     """
 
     table: torch.Tensor
@@ -221,8 +221,8 @@ class Pooling:
 class Anatomy:
     """A vision transformer, part by part.
 
-    Parts of fused layers are views of their weights: read a model again after it was moved or cast. Only `model` and
-    the counts of prefix tokens are set where there is an `unsupported_reason`.
+    Parts of fused layers are views of the model's weights, so that a model has to be read again after it was moved or
+    cast. With an `unsupported_reason`, only `model` and the fields of prefix tokens are set.
 
     Args:
         model (`nn.Module`): The vision transformer, without wrappers and text towers.
@@ -238,16 +238,15 @@ class Anatomy:
         rotary (`Rotary`, *optional*): Rotary positions of its attention.
         pre_norm, norm (`nn.Module`, *optional*): Norms before the first and after the last block.
         pooling (`Pooling`): How tokens become the embedding.
-        projection (`nn.Linear` or `Projection`, *optional*): From the pooled tokens to a CLIP's embedding.
-        classifier (`nn.Linear`, *optional*): From the embedding to logits.
+        projection (`nn.Linear` or `Projection`, *optional*): Maps the pooled tokens to a CLIP's embedding.
+        classifier (`nn.Linear`, *optional*): Maps the embedding to logits.
         labels (`dict`): `id2label`, `label2id` and `problem_type` of the classifier.
-        embed (`Callable`, *optional*): From images, `(batch, channels, height, width)`, to the embedding that a
-            classifier reads or would read, `(batch, embedding_size)`: a CLIP's is projected and not normalized, the
-            embedding of any other model is pooled.
-        run_classifier (`Callable`, *optional*): From images to logits.
-        unsupported_reason (`str`, *optional*): Why it is no plain vision transformer.
-        unsupported_patches_reason (`str`, *optional*): Why `patches` were not read.
-        unsupported_embedding_reason (`str`, *optional*): Why `pooling` or `projection` was not read.
+        embed (`Callable`, *optional*): Maps images, `(batch, channels, height, width)`, to embeddings, `(batch,
+            embedding_size)`: the projected embedding of a CLIP, not normalized, or the pooled tokens of other models.
+        run_classifier (`Callable`, *optional*): Maps images to logits.
+        unsupported_reason (`str`, *optional*): Reason why it is no plain vision transformer.
+        unsupported_patches_reason (`str`, *optional*): Reason why `patches` were not read.
+        unsupported_embedding_reason (`str`, *optional*): Reason why `pooling` or `projection` was not read.
         source (`nn.Module`, *optional*): The argument of `read_anatomy`.
     """
 
@@ -275,11 +274,11 @@ class Anatomy:
     source: nn.Module | None = None
 
     def require_plain(self, purpose: str, embeds: bool = False, patches: bool = False):
-        """Raise a ValueError with the reason why this model cannot be used, unless it is a plain vision transformer.
+        """Raise a ValueError with the reason if this model is no plain vision transformer.
 
         Args:
             purpose (`str`): A verb for the message, for example "bootstrap from".
-            embeds, patches (`bool`): Also require that its embedding and its patch embedding were read.
+            embeds, patches (`bool`): Whether its embedding and its patch embedding must have been read, too.
         """
         reasons = [self.unsupported_reason]
         if embeds:
@@ -344,9 +343,8 @@ class Anatomy:
 
     @property
     def position_table(self) -> torch.Tensor | None:
-        """The positions that are added to the tokens, `(tokens, hidden_size)`, including prefix tokens if they have
-        positions. It is a view of the model's table, and requires a gradient if that is learned. None for a model that
-        computes or interpolates its positions."""
+        """View of the model's table of positions, `(tokens, hidden_size)`, including prefix tokens if they have
+        positions; None for a model that computes or interpolates its positions."""
         if not isinstance(self.patch_positions, GridPositions) or self.patch_positions.grid != self.grid:
             return None
         return self.patch_positions.table.flatten(0, -2)
@@ -357,7 +355,7 @@ _READERS: dict[type, Callable] = {}
 
 
 def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, int] | None], Anatomy]):
-    """Register a function that reads models of a class, for `read_anatomy` and so for every method.
+    """Register a function that reads models of a class. `read_anatomy`, and so every method, calls it.
 
     Args:
         model_class (`type`): A class of models.
@@ -370,19 +368,18 @@ def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, i
 def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None = None) -> Anatomy:
     """Read a vision transformer of Transformers, timm, open_clip or this package into an `Anatomy`.
 
-    Wrappers and models with a text side are read as well, and so are classes that have a reader (`register_reader`).
-    Nothing is copied or computed. A model that is no plain pre-norm vision transformer gets an `unsupported_reason`,
-    see `Anatomy.require_plain`.
+    The vision tower of a wrapper or of a model with a text side is read. `register_reader` adds further classes. A
+    model that is no plain pre-norm vision transformer gets an `unsupported_reason`, see `Anatomy.require_plain`.
 
     Args:
         model (`nn.Module` or `Anatomy`): The model. An anatomy is returned unchanged.
         image_size (pair of `int`, *optional*):
-            Height and width of its images in pixels, where they differ from its configuration: DINOv2 is configured
-            for 518 pixels, and its image processor makes 224. Models of Transformers interpolate their positions in
-            each forward pass; models of timm are set to the new size.
+            Height and width of its images in pixels, if they differ from its configuration: DINOv2 is configured for
+            518 pixels, but its image processor makes images of 224. Models of Transformers interpolate their positions
+            in each forward pass; models of timm are set to the new size.
 
     Raises:
-        ValueError: if `model` is no model or reads text alone, or takes no images of `image_size`.
+        ValueError: if `model` is no model, takes texts alone, or takes no images of `image_size`.
     """
     if isinstance(model, Anatomy):
         return model
@@ -414,7 +411,7 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
 
 
 def read_part(read: Callable[..., T], *arguments) -> tuple[T | None, str | None]:
-    """Return what a reader of a part returns, and None; or None, and the reason why the part is unsupported."""
+    """Return a part and None or, if the part is unsupported, None and the reason."""
     try:
         return read(*arguments), None
     except NotAPlainViT as error:
@@ -422,7 +419,7 @@ def read_part(read: Callable[..., T], *arguments) -> tuple[T | None, str | None]
 
 
 def pool(tokens: torch.Tensor, mode: str, num_prefix_tokens: int) -> torch.Tensor:
-    """Pool normalized tokens, `(batch, prefix + patches, hidden_size)`, for a model without a pooler of its own."""
+    """Pool normalized tokens, `(batch, prefix + patches, hidden_size)`, of a model that does not pool them itself."""
     if mode == "cls":
         return tokens[:, 0]
     if mode == "mean":

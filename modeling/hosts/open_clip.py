@@ -31,7 +31,7 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
     if is_timm(getattr(model, "trunk", None)) and isinstance(getattr(model, "head", None), nn.Sequential):
         return _read_with_trunk(model, image_size)
     if not all(hasattr(model, name) for name in ("transformer", "class_embedding", "ln_post")):
-        return Anatomy(model, unsupported_reason="it has no list of transformer blocks that is known")
+        return Anatomy(model, unsupported_reason="its list of transformer blocks is not known")
     try:
         return _read_plain(model)
     except NotAPlainViT as error:
@@ -69,11 +69,11 @@ def _read_plain(model: nn.Module) -> Anatomy:
 
     def embed(pixel_values: torch.Tensor) -> torch.Tensor:
         outputs = model(pixel_values)
-        # With `output_tokens`, a tower returns tokens beside the embedding.
+        # A tower with `output_tokens` returns the embedding and the tokens.
         return outputs[0] if isinstance(outputs, tuple) else outputs
 
     grid = tuple(model.grid_size)
-    patches, patches_reason = read_part(_read_patches, model)
+    convolution, patches_reason = read_part(check_patches, model.conv1)
     pooling, embedding_reason = read_part(_read_pooling, model)
     return Anatomy(
         model,
@@ -82,7 +82,7 @@ def _read_plain(model: nn.Module) -> Anatomy:
         grid=grid,
         num_class_tokens=1,
         prefix_tokens=[model.class_embedding],
-        patches=patches,
+        patches=None if convolution is None else PatchEmbedding(convolution),
         # open_clip interpolates them with antialiasing when it loads weights.
         patch_positions=GridPositions(model.positional_embedding, grid, antialias=True),
         pre_norm=find(model, ["ln_pre"]),
@@ -93,10 +93,6 @@ def _read_plain(model: nn.Module) -> Anatomy:
         unsupported_patches_reason=patches_reason,
         unsupported_embedding_reason=embedding_reason,
     )
-
-
-def _read_patches(model: nn.Module) -> PatchEmbedding:
-    return PatchEmbedding(check_patches(model.conv1))
 
 
 def _read_pooling(model: nn.Module) -> Pooling:

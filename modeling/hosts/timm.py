@@ -24,7 +24,7 @@ from .anatomy import (
 )
 
 
-# The classes of pre-norm blocks; some post-norm blocks (`ResPostBlock`) have the same parts.
+# Classes of pre-norm blocks. Their names are checked, because some post-norm blocks (`ResPostBlock`) have equal parts.
 _BLOCKS = ("Block", "EvaBlock")
 # Attributes of models whose class token joins after some blocks: CaiT, XCiT, ConViT, VOLO.
 _LATE_CLASS_TOKENS = ("blocks_token_only", "cls_attn_blocks", "local_up_to_layer", "post_network")

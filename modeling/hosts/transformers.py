@@ -114,36 +114,31 @@ def find_tower(model: nn.Module) -> nn.Module:
 
 
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
-    """Read a model, or its vision tower, into an `Anatomy`. Raise a ValueError if the model reads text alone."""
+    """Read a model, or its vision tower, into an `Anatomy`. Raise a ValueError if the model takes no images."""
     tower = find_tower(model)
+    config = tower.config
     # Idefics3's vision tower inherits `main_input_name = "input_ids"`; its `input_modalities` are right.
     modalities = getattr(tower, "input_modalities", ())
     if getattr(tower, "main_input_name", None) == "input_ids" and "image" not in modalities:
-        raise ValueError(f"{type(model).__name__} reads text; expected a model that sees images.")
-    prefix = _read_prefix(tower)
+        raise ValueError(f"{type(model).__name__} takes texts alone, expected a model that takes images.")
+    if is_sparseformer(config):
+        prefix = {"num_class_tokens": config.num_class_tokens, "num_register_tokens": config.num_register_tokens}
+    else:
+        embeddings = getattr(tower, "embeddings", None)
+        tokens = [token for name in _PREFIX_TOKENS if (token := getattr(embeddings, name, None)) is not None]
+        counts = [token.numel() // token.shape[-1] for token in tokens]
+        num_class_tokens = getattr(config, "num_cls_tokens", counts[0]) if tokens else 0
+        # A distillation token counts as a register.
+        num_register_tokens = sum(counts) - num_class_tokens
+        prefix = {
+            "prefix_tokens": tokens,
+            "num_class_tokens": num_class_tokens,
+            "num_register_tokens": num_register_tokens,
+        }
     try:
         return _read_plain(model, tower, prefix, image_size)
     except NotAPlainViT as error:
         return Anatomy(tower, **prefix, unsupported_reason=str(error))
-
-
-def _read_prefix(tower: nn.Module) -> dict:
-    """Return the fields of an `Anatomy` that describe class tokens and registers."""
-    config = tower.config
-    if is_sparseformer(config):
-        return {"num_class_tokens": config.num_class_tokens, "num_register_tokens": config.num_register_tokens}
-    embeddings = getattr(tower, "embeddings", None)
-    tokens = [token for name in _PREFIX_TOKENS if (token := getattr(embeddings, name, None)) is not None]
-    if not tokens:
-        return {}
-    counts = [token.numel() // token.shape[-1] for token in tokens]
-    num_class_tokens = getattr(config, "num_cls_tokens", counts[0])
-    # A distillation token counts as a register.
-    return {
-        "prefix_tokens": tokens,
-        "num_class_tokens": num_class_tokens,
-        "num_register_tokens": sum(counts) - num_class_tokens,
-    }
 
 
 def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tuple[int, int] | None) -> Anatomy:
@@ -151,17 +146,21 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
     if config.model_type not in _FAMILIES:
         raise NotAPlainViT(f"its model type {config.model_type!r} is not known")
     if hasattr(tower, "out_features"):
-        raise NotAPlainViT("it is a backbone, which returns maps; give its base model")
+        raise NotAPlainViT("it is a backbone, which returns feature maps; pass its base model")
     family = _FAMILIES[config.model_type]
     holders = (tower, getattr(tower, "encoder", None), getattr(tower, "model", None))
     modules = next(modules for holder in holders if (modules := find(holder, ["layers", "layer"])) is not None)
     blocks = [read_block(module) for module in modules]
-    own_size = _configured_size(config)
+    patch_size = pair(config.patch_size)
+    if hasattr(config, "image_size"):
+        own_size = pair(config.image_size)
+    else:
+        # SigLIP 2 NaFlex takes images of any shape; its table of positions is square.
+        own_size = pair(int(config.num_patches**0.5) * patch_size[0])
     can_interpolate = "interpolate_pos_encoding" in inspect.signature(tower.embeddings.forward).parameters
     takes_any_size = family.any_size or can_interpolate or getattr(config, "is_native", False)
     if image_size is None or not takes_any_size:
         image_size = own_size
-    patch_size = pair(config.patch_size)
     patches, patches_reason = read_part(_read_patches, tower)
     base_pooling = family.pooling or config.pooling
     pooling, embedding_reason = read_part(_read_pooling, model, tower, family, base_pooling)
@@ -175,7 +174,13 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
         # CLIP's classifier reads tokens before the final norm.
         norm = None
     call = _caller(tower, interpolates=can_interpolate and image_size != own_size)
-    num_prefix_tokens = prefix.get("num_class_tokens", 0) + prefix.get("num_register_tokens", 0)
+    num_prefix_tokens = prefix["num_class_tokens"] + prefix["num_register_tokens"]
+    rotary = None
+    if rope := getattr(tower, "rope_embeddings", None):
+        # DINOv3's coordinates are 2 center - 1, and its angles 2 pi times the coordinates.
+        scale = (4 * torch.pi, 4 * torch.pi)
+        shift = (-2 * torch.pi, -2 * torch.pi)
+        rotary = Rotary(float(rope.base), scale, shift, torch.arange(blocks[0].attention.head_dim))
     has_pooled_output = family.output is not None and pooling.mode == base_pooling
 
     def embed(pixel_values: torch.Tensor) -> torch.Tensor:
@@ -197,7 +202,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
         **prefix,
         patches=patches,
         patch_positions=_read_positions(tower, family, own_size),
-        rotary=_read_rotary(tower, blocks[0].attention),
+        rotary=rotary,
         pre_norm=find(tower, _PRE_NORMS),
         norm=norm,
         pooling=pooling,
@@ -212,7 +217,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
 
 def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, mode: str) -> Pooling:
     if getattr(model, "distillation_classifier", None) is not None:
-        raise NotAPlainViT("it averages two classifiers; give its base model")
+        raise NotAPlainViT("it averages two classifiers; pass its base model")
     class_tokens = list(tower.config.summary_idxs) if family.output == "summary" else None
     if family.classifier_pooling and isinstance(getattr(model, "classifier", None), nn.Linear):
         return Pooling(family.classifier_pooling, class_tokens)
@@ -221,24 +226,6 @@ def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, mode: str)
     head = getattr(tower, "head", None)
     # A SigLIP or an AIMv2 can be built without its head.
     return Pooling("mean") if head is None else Pooling("attention", head=read_head(head))
-
-
-def _read_rotary(tower: nn.Module, attention: Attention) -> Rotary | None:
-    rope = getattr(tower, "rope_embeddings", None)
-    if rope is None:
-        return None
-    # DINOv3's coordinates are 2 center - 1, and its angles 2 pi times the coordinates.
-    scale = (4 * torch.pi, 4 * torch.pi)
-    shift = (-2 * torch.pi, -2 * torch.pi)
-    return Rotary(float(rope.base), scale, shift, torch.arange(attention.head_dim))
-
-
-def _configured_size(config) -> tuple[int, int]:
-    """Return height and width of the images that a model is configured for."""
-    if hasattr(config, "image_size"):
-        return pair(config.image_size)
-    # NaFlex takes images of any shape; its table of positions is square.
-    return pair(int(config.num_patches**0.5) * pair(config.patch_size)[0])
 
 
 def _read_positions(
@@ -306,8 +293,8 @@ def _read_mlp(module: nn.Module) -> MLP:
 
 
 def sincos_positions(hidden_size: int, grid: tuple[int, int], theta: float = 10000.0) -> torch.Tensor:
-    """Return AIMv2's positions of a grid's patches: sines and cosines of columns, then of rows, `(rows * columns,
-    hidden_size)` in float64."""
+    """Return the fixed positions that AIMv2 adds to the patches of a grid, `(rows * columns, hidden_size)` float64:
+    sines and cosines of the column, then of the row."""
     quarter = hidden_size // 4
     frequencies = theta ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
     rows, columns = (torch.arange(count, dtype=torch.float64) for count in grid)
@@ -327,7 +314,7 @@ def _read_patches(tower: nn.Module) -> PatchEmbedding:
         # SigLIP 2 NaFlex flattens the pixels of a patch with channels last.
         weight = projection.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2)
         return PatchEmbedding(Projection(weight, bias), norm)
-    # C-RADIO flattens patches with channels first, and normalizes pixels before; the normalization is folded in.
+    # C-RADIO flattens patches with channels first. The returned weight and bias include its normalization of pixels.
     weight = projection.weight.unflatten(1, (-1, *size))
     conditioner = find(tower, ["input_conditioner"])
     if conditioner is not None and (conditioner.norm_mean.any() or (conditioner.norm_std != 1).any()):
@@ -355,7 +342,7 @@ def read_head(head: nn.Module) -> AttentionPooling:
 
 
 def _caller(tower: nn.Module, interpolates: bool) -> Callable:
-    """Return a function that calls a model, of which `tower` is a part, with images."""
+    """Return a function of a model and images that calls the model as its family expects."""
     options = {"interpolate_pos_encoding": True} if interpolates else {}
     if tower.config.model_type == "vit_mae":
         return functools.partial(_call_unmasked, **options)
@@ -367,8 +354,8 @@ def _caller(tower: nn.Module, interpolates: bool) -> Callable:
 def _call_unmasked(model: nn.Module, pixel_values: torch.Tensor, **options):
     """Call a ViTMAE without a mask.
 
-    A ViTMAE sorts its patches by noise and masks most of them. Ascending noise and a ratio of 0 keep all patches in
-    their order.
+    A ViTMAE sorts its patches by noise and masks most of them. With ascending noise and a ratio of 0, it keeps all
+    patches in their order.
     """
     config = model.config
     mask_ratio = config.mask_ratio
@@ -402,8 +389,8 @@ def has_positions(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
-    """Resize a ViT's positions, in place, to images of another size. Learned positions are interpolated bicubically,
-    fixed positions are computed anew.
+    """Change the image size of a ViT in place. Learned positions are interpolated bicubically, fixed positions are
+    computed for the new size.
 
     Args:
         model (`nn.Module`): A Transformers ViT or DeiT, or a `ViTImpulseInit` model.
