@@ -5,19 +5,19 @@ import inspect
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .training.arguments import NOT_NEGATIVE, POSITIVE, DatasetArguments, OptionParser, argument, check_fields
+from .training.arguments import NOT_NEGATIVE, POSITIVE, ArgumentParser, DatasetArguments, argument, check_fields
 from .training.choices import DEVICE_MAPS, DTYPES
 
 
 AnyOptions = TypeVar("AnyOptions")
 
 
-class CommandParser(OptionParser):
+class CommandParser(ArgumentParser):
     """The parser of a command's dataclass, whose docstring is the description. A field with `positional` in its
     metadata is a positional argument; a boolean is a switch without a value."""
 
     def __init__(self, options: type, prog: str):
-        super().__init__([options], prog, description=inspect.getdoc(options))
+        super().__init__([options], prog, takes_config=False, description=inspect.getdoc(options))
 
     def add_argument(self, *names: str, positional: bool = False, **settings):
         if positional:

@@ -1,12 +1,12 @@
 """Commands in README, docs and results parse, and links lead somewhere; `test_docs.py` runs the pages."""
 
+import argparse
 import contextlib
 import importlib
 import io
 import json
 import re
 import shlex
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor
 
 import frugalvit
 from frugalvit.cli import COMMANDS
-from frugalvit.training.arguments import OptionParser
+from frugalvit.training.arguments import ArgumentParser
 from frugalvit.training.files import shipped_checkpoints
 
 
@@ -72,9 +72,9 @@ def stop_after_parsing(monkeypatch):
 
         return read_and_stop
 
-    monkeypatch.setattr(OptionParser, "parse", stopping(OptionParser.parse))
+    monkeypatch.setattr(ArgumentParser, "parse", stopping(ArgumentParser.parse))
     # Benchmarks have options of argparse.
-    monkeypatch.setattr(ArgumentParser, "parse_args", stopping(ArgumentParser.parse_args))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stopping(argparse.ArgumentParser.parse_args))
 
 
 @pytest.mark.parametrize(("where", "line"), COMMAND_LINES, ids=[" ".join(line)[:60] for line in COMMAND_LINES])

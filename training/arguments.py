@@ -124,26 +124,37 @@ class DataArguments(DatasetArguments):
     tested: str | None = field(default=None, init=False, repr=False)
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help with defaults, except where the text gives the default or the default is empty."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        is_given = "default" in (action.help or "").lower()
-        is_empty = action.default is False or action.default in (None, "", [], argparse.SUPPRESS)
-        return action.help if is_given or is_empty else super()._get_help_string(action)
-
-
-class OptionParser(HfArgumentParser):
+class ArgumentParser(HfArgumentParser):
     """`HfArgumentParser` whose errors are one line. An option has its field's name; hyphens in the place of the
-    underscores are accepted, too, and not listed."""
+    underscores are accepted, too, and not listed.
 
-    def __init__(self, dataclass_types: list[type], prog: str, **options):
-        super().__init__(dataclass_types, prog=prog, allow_abbrev=False, formatter_class=HelpFormatter, **options)
+    Args:
+        dataclass_types (`list[type]`): Dataclasses to read.
+        prog (`str`): The command, for example "frugalvit train".
+        takes_config (`bool`): Whether there is `--config`, a YAML file of arguments or the name of a recipe. Arguments
+            on the command line replace those of the file.
+        options: Arguments of `HfArgumentParser`.
+    """
+
+    def __init__(self, dataclass_types: list[type], prog: str, takes_config: bool = True, **options):
+        options |= {"prog": prog, "allow_abbrev": False, "formatter_class": argparse.HelpFormatter}
+        super().__init__(dataclass_types, **options)
+        self.takes_config = takes_config
+        if takes_config:
+            self.usage = f"{prog} [--config FILE|RECIPE] [--ARGUMENT VALUE ...]"
+            self.add_argument(
+                "--config", metavar="FILE|RECIPE", help="YAML file of arguments, or the name of a recipe."
+            )
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the arguments)\n")
 
     def add_argument(self, *names: str, **settings):
+        text = settings.get("help") or ""
+        default = settings.get("default")
+        is_empty = default is False or default in (None, "", [], argparse.SUPPRESS)
+        if not is_empty and "default" not in text.lower() and text != argparse.SUPPRESS:
+            settings["help"] = f"{text} (default: %(default)s)"
         # `HfArgumentParser` adds the spelling with hyphens as a second name.
         return super().add_argument(*(names[:1] if names[0].startswith("--") else names), **settings)
 
@@ -156,39 +167,26 @@ class OptionParser(HfArgumentParser):
 
     def parse(self, argv: list[str] | None) -> tuple:
         """Return an instance of each dataclass. An error is printed in one line and ends the process with code 2."""
+        given = list(sys.argv[1:] if argv is None else argv)
         try:
+            words = self.read_config(given) if self.takes_config else given
             options = {"look_for_args_file": False, "return_remaining_strings": True}
-            *parsed, rest = self.parse_args_into_dataclasses(self.read_words(argv), **options)
+            *parsed, rest = self.parse_args_into_dataclasses(words, **options)
             if rest:
                 close = difflib.get_close_matches(rest[0].partition("=")[0], self._option_string_actions, 1)
                 raise ValueError(f"there is no argument {rest[0]}{f'; did you mean {close[0]}?' if close else ''}")
         except (ValueError, OSError, argparse.ArgumentError) as error:
             self.error(printable(" ".join(str(error).split())))
-        return tuple(parsed[: len(self.dataclass_types)])
-
-    def read_words(self, argv: list[str] | None) -> list[str]:
-        """Return the words of the command line."""
-        return list(sys.argv[1:] if argv is None else argv)
-
-
-class ArgumentParser(OptionParser):
-    """The parser of a training, with `--config`: a YAML file of arguments or the name of a recipe. Arguments on the
-    command line replace those of the file."""
-
-    def __init__(self, dataclass_types: list[type], prog: str):
-        super().__init__(dataclass_types, prog, usage=f"{prog} [--config FILE|RECIPE] [--ARGUMENT VALUE ...]")
-        self.add_argument("--config", metavar="FILE|RECIPE", help="YAML file of arguments, or the name of a recipe.")
-
-    def parse(self, argv: list[str] | None) -> tuple:
-        groups = super().parse(argv)
-        groups[-1].command = shlex.join([*self.prog.split(), *super().read_words(argv)])
+        groups = tuple(parsed[: len(self.dataclass_types)])
+        if self.takes_config:
+            groups[-1].command = shlex.join([*self.prog.split(), *given])
         return groups
 
-    def read_words(self, argv: list[str] | None) -> list[str]:
-        """Return the words of the file that `--config` names, followed by those of the command line."""
+    def read_config(self, words: list[str]) -> list[str]:
+        """Return the arguments of the file that `--config` names, followed by those of the command line."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
-        found, words = finder.parse_known_args(super().read_words(argv))
+        found, words = finder.parse_known_args(words)
         in_file = []
         for name, value in read_yaml(found.config, self.prog).items() if found.config else ():
             values = value if isinstance(value, list) else [value]

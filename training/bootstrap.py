@@ -175,27 +175,21 @@ class BootstrapArguments(ImageTrainingArguments):
             self.warmup_steps = None
 
 
-def choose_preset(inherits_patches: bool, pixels: int, continued: bool) -> str:
-    """Return the preset of a student that is trained on images of this size if no preset is given."""
-    if inherits_patches:
-        return "inherited"
-    return "paper" if continued or pixels > LARGEST_SMALL else "small"
-
-
-def resolve_arguments(args: BootstrapArguments, config, pixels: int) -> BootstrapArguments:
-    """Return a copy of the arguments with the preset's values in place of None.
-
-    A student that was loaded by `from_pretrained` is continued: it trains for five epochs without warm-up, at a
-    quarter of the preset's learning rate.
+def resolve_arguments(args: BootstrapArguments, inherits_patches: bool, pixels: int, continued: bool):
+    """Return a copy of the arguments with a preset, and its values in place of None.
 
     Args:
         args (`BootstrapArguments`): Arguments as they were given.
-        config: The student's configuration.
+        inherits_patches (`bool`): Whether the student has its teacher's patches, or else a focusing stage.
         pixels (`int`): Longer side of the teacher's images.
+        continued (`bool`): Whether the student was bootstrapped before. It trains for five epochs without warm-up, at
+            a quarter of the preset's learning rate.
     """
     args = copy.copy(args)
-    continued = bool(config.name_or_path)
-    args.preset = args.preset or choose_preset(config.has_patch_embedding, pixels, continued)
+    if args.preset is None and inherits_patches:
+        args.preset = "inherited"
+    elif args.preset is None:
+        args.preset = "paper" if continued or pixels > LARGEST_SMALL else "small"
     defaults = dict(PRESETS[args.preset])
     if continued:
         defaults["learning_rate"] /= 4
@@ -255,7 +249,9 @@ class BootstrapTrainer(ImageTrainer):
                 "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
                 "{} instead of {}. Pass image_processor to from_teacher.".format(*normalizations)
             )
-        args = resolve_arguments(args, config, max(teacher_format.size))
+        # A student that `from_pretrained` loaded is continued.
+        continued = bool(config.name_or_path)
+        args = resolve_arguments(args, config.has_patch_embedding, max(teacher_format.size), continued)
         self.anatomy = teacher
         self.classifier = getattr(model, "classifier", None)
         self.labels = self.classifier and config.id2label
@@ -489,8 +485,8 @@ def make_trainer(
         student = continued_student(options)
     else:
         inherits_patches = options.focusing == "inherited"
-        preset = args.preset or choose_preset(inherits_patches, max(teacher_format.size), continued=False)
-        fields = STUDENT_FIELDS["inherited" if inherits_patches else preset]
+        args = resolve_arguments(args, inherits_patches, max(teacher_format.size), continued=False)
+        fields = STUDENT_FIELDS["inherited" if inherits_patches else args.preset]
         student = build_student(options, anatomy, teacher_format, args.inherit_blocks, **fields)
     if options.image_size:
         set_image_size(student.config, options.image_size)

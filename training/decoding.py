@@ -98,15 +98,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def check_image(record: Mapping | Image.Image, headers_only: bool = False):
-    """Raise an error unless an image can be decoded, or has a header. JPEG is decoded at an eighth of its size, which
-    reads all of the file in a fraction of the time."""
-    with open_record(record) as image:
-        if not headers_only:
-            image.draft(image.mode, (1, 1))
-            to_rgb(image)
-
-
 def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
     """Read the image `index` of a data set, an undecoded `datasets` record or a PIL image, as upright RGB.
 

@@ -193,26 +193,23 @@ def load_model(
     if task.processor_class is None:
         return model, None
     processor = load_processor(given, task.kind, trust_remote_code, task.processor_class)
-    if task is TASKS["image-feature-extraction"]:
-        return _vision_tower(model, processor)
-    return model, processor
-
-
-def _vision_tower(model: nn.Module, image_processor) -> tuple[nn.Module, object]:
-    """Return the vision tower of a VLM with its image processor; other models as they are."""
     tower = getattr(getattr(model, "model", None), "vision_tower", None)
-    if tower is None:
-        return model, image_processor
+    if task is not TASKS["image-feature-extraction"] or tower is None:
+        return model, processor
     if model.config.model_type in GRID_VLMS:
-        # These models cut an image into several tiles, where a vision transformer takes one.
-        height, width = pair(model.config.vision_config.image_size)
-        fields = ("image_mean", "image_std", "rescale_factor", "resample")
-        settings = {name: getattr(image_processor, name) for name in fields}
-        if settings["resample"] == Image.Resampling.LANCZOS:
-            # Training has no Lanczos filter; the difference in a tile is small.
-            settings["resample"] = Image.Resampling.BICUBIC
-        image_processor = transformers.ViTImageProcessor(size={"height": height, "width": width}, **settings)
-    return tower, image_processor
+        processor = processor_of_tower(model, processor)
+    return tower, processor
+
+
+def processor_of_tower(model: nn.Module, processor):
+    """Return an image processor for the vision tower alone, given that of a VLM that cuts an image into tiles."""
+    height, width = pair(model.config.vision_config.image_size)
+    fields = ("image_mean", "image_std", "rescale_factor", "resample")
+    settings = {name: getattr(processor, name) for name in fields}
+    if settings["resample"] == Image.Resampling.LANCZOS:
+        # Training has no Lanczos filter; the difference in a tile is small.
+        settings["resample"] = Image.Resampling.BICUBIC
+    return transformers.ViTImageProcessor(size={"height": height, "width": width}, **settings)
 
 
 def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Module, object]:
@@ -245,7 +242,8 @@ def load_weights(model_class: type, name: str | os.PathLike, kind: str, **option
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     with loading_errors(name, kind):
         model, report = model_class.from_pretrained(found, **revision, **options)
-        load_context_broadcast(model, found, report)
+        if getattr(model.config, "context_broadcast", None):
+            load_context_broadcast(model, found, report)
     return model, report
 
 

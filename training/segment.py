@@ -37,6 +37,7 @@ from .arguments import (
 )
 from .cards import name_images
 from .choices import IGNORED
+from .data import reset_format
 from .loading import load_config, load_processor
 from .masks import MaskReader, load_masked_images, load_masked_splits
 from .metrics import SegmentationScores
@@ -44,7 +45,7 @@ from .models import label_fields, load_with_new_head, new_config, set_drop_path
 from .preprocessing import LONGEST
 from .scores import check_scores
 from .trainer import ImageTrainer, learning_rate_factors, require_processor, run_command, start
-from .views import PlainImages, reset_format
+from .views import PlainImages
 
 
 PROG = "frugalvit segment"

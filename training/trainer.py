@@ -10,8 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -200,10 +199,15 @@ class ImageTrainer(Trainer):
     def train(self, *args, **kwargs):
         """As in Transformers. The first Ctrl-C saves the current step, and an error closes the progress bar."""
         self.first_step = None
+        handler = None
+        # In a run of several processes, Ctrl-C ends all at once.
+        if self.args.world_size == 1 and threading.current_thread() is threading.main_thread():
+            handler = signal.signal(signal.SIGINT, self.interruption.note)
         try:
-            with self.interruption.handle_signals(self.args.world_size):
-                return super().train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
+            if handler is not None:
+                signal.signal(signal.SIGINT, handler)
             for callback in self.callback_handler.callbacks:
                 if bar := getattr(callback, "training_bar", None):
                     bar.close()
@@ -335,25 +339,12 @@ class ImageTrainer(Trainer):
 
 
 class SaveWhenInterrupted(TrainerCallback):
-    """Save a checkpoint of the current step at the first Ctrl-C, and end the run. A second Ctrl-C ends it at once, as
-    does the first in a run of several processes."""
+    """Save a checkpoint of the current step at the first Ctrl-C, and end the run. A second Ctrl-C ends it at once."""
 
     received = False
 
-    @contextmanager
-    def handle_signals(self, world_size: int) -> Iterator[None]:
-        """Handle Ctrl-C by `note` within the block."""
-        if world_size > 1 or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        handler = signal.signal(signal.SIGINT, self.note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, handler)
-
     def note(self, number: int, _):
-        """Handle the first Ctrl-C."""
+        """Handle the first Ctrl-C, see `signal.signal`."""
         self.received = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         print("\nFinishing and saving the current step. Press Ctrl-C again to stop at once.", file=sys.stderr)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-import pyarrow as pa
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
@@ -22,7 +21,6 @@ from .augmentation import MIX, VIEW, seeded
 from .data import class_names, load_images
 from .decoding import CorruptImageError, decode_image
 from .splits import check_classes, check_same_classes, hold_back
-from .text import first_line
 
 
 # Number of images among which a stream is shuffled; the order of its files is shuffled, too.
@@ -74,14 +72,7 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
     if isinstance(images, PlainImages):
         return images
     if isinstance(images, datasets.Dataset | datasets.IterableDataset):
-        images = reset_format(images)
-        try:
-            return load_images(images)
-        except pa.ArrowInvalid as error:
-            raise ValueError(
-                f"The columns of the images cannot be read ({first_line(error)}). Pass the argument features to "
-                "`map`, for example features=images.features."
-            ) from error
+        return load_images(images)
     if isinstance(images, str | Path):
         return load_images(str(images))
     if isinstance(images, Mapping) or not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
@@ -93,23 +84,6 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
         table = datasets.Dataset.from_dict({"image": [str(path) for path in images]})
         return table.cast_column("image", datasets.Image(decode=False))
     return PlainImages(images)
-
-
-def reset_format(images: datasets.Dataset | datasets.IterableDataset) -> datasets.Dataset | datasets.IterableDataset:
-    """Return a data set without the format of its rows. Raise a ValueError if the format has a transform or leaves
-    columns out."""
-    if isinstance(images, datasets.IterableDataset):
-        return images.with_format(None)
-    if images.format["type"] == "custom":
-        raise ValueError(
-            "The data set has a transform (with_transform or set_transform), which training would replace; expected "
-            "images without one: apply it by `map`, or call reset_format()."
-        )
-    if hidden := sorted({*images.column_names} - {*images.format["columns"]}):
-        raise ValueError(
-            f"The format of the data set leaves out {', '.join(hidden)}; expected all columns: call reset_format()."
-        )
-    return images.with_format(None)
 
 
 def split_off(images):

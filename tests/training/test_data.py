@@ -60,8 +60,8 @@ def formatted(images) -> dict:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a transform", "has the format 'custom' of the columns image, label"),
-        ("a format of some columns", "has the format 'torch' of the columns label .* dataset.with_format"),
+        ("a transform", r"has a transform .* or call reset_format\(\)"),
+        ("a format of some columns", r"leaves out image; expected all columns: call reset_format\(\)"),
         ("a mapped stream", "stream.map.function, features=stream.features"),
     ],
 )

@@ -42,7 +42,10 @@ def darken(record):
     [
         (lambda table: table.with_transform(lambda batch: batch), r"has a transform .* or call reset_format\(\)"),
         (lambda table: table.with_format("torch", columns=["kind"]), "leaves out picture; expected all columns"),
-        (lambda table: table.to_iterable_dataset().map(darken), "Pass the argument features to `map`"),
+        (
+            lambda table: table.to_iterable_dataset().map(darken),
+            "columns of the stream are not known .* features=stream.features",
+        ),
         (lambda table: table.with_format("arrow"), None),
         (lambda table: table.to_iterable_dataset().map(darken, features=table.features), None),
     ],
