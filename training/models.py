@@ -10,6 +10,7 @@ from ..configuration.configuration_base import FrugalViTConfig, pair, set_image_
 from ..configuration.configuration_vit import AttentionStartConfig
 from ..modeling import initialization
 from ..modeling.context_broadcast_hosts import insert_context_broadcast
+from ..modeling.hosts.anatomy import is_timm
 from ..modeling.hosts.transformers import has_positions, resize_positions_
 from ..modeling.hub import image_processor_config
 from ..modeling.image_format import set_size
@@ -17,7 +18,6 @@ from ..modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import read_values
 from .loading import TIMM, load_config, load_processor, load_weights
 from .students import parse_overrides
-from .trainer import classifiers_inside
 
 
 # Expected kind of model, for messages.
@@ -179,3 +179,44 @@ def set_drop_path(config: PreTrainedConfig, rate: float):
         raise ValueError(f"drop_path is {rate}, but {config.model_type} models have none; expected 0.")
     elif rate:
         config.drop_path_rate = rate
+
+
+def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_decay: float) -> dict[str, float]:
+    """Return the factor of each parameter's learning rate by parameter name.
+
+    The last block and the layers after it have the factor 1; each block before has `layer_decay` times the factor of
+    the next one, and the layers before the first block have the first block's factor. The blocks are the longest list
+    of modules in the base model. The head, outside of the base model or, in timm's models, inside, has
+    `head_multiplier`.
+    """
+    base = model.base_model
+    if base is model and head_multiplier != 1:
+        raise ValueError(f"head_multiplier is {head_multiplier}, expected 1 for a {type(model).__name__}.")
+    # timm keeps its blocks in an `nn.Sequential`.
+    kinds = (torch.nn.ModuleList, torch.nn.Sequential) if is_timm(base) else torch.nn.ModuleList
+    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, kinds)]
+    name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
+    last = len(blocks) - 1
+    index = -1
+    heads = classifiers_inside(base)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    factors = dict.fromkeys(names.values(), head_multiplier)
+    for full_name, parameter in base.named_parameters():
+        if full_name.startswith(heads):
+            continue
+        if blocks and full_name.startswith(f"{name}."):
+            index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
+        elif index >= 0:
+            index = last
+        factors[names[parameter]] = layer_decay ** (last - index)
+    return factors
+
+
+def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of the parameter names of a timm model's classifier, which is inside of the base model;
+    Transformers' models have it outside."""
+    if not is_timm(base):
+        return ()
+    heads = base.get_classifier()
+    heads = heads if isinstance(heads, tuple) else (heads,)
+    return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))

@@ -41,10 +41,10 @@ from .data import reset_format
 from .loading import load_config, load_processor
 from .masks import MaskReader, load_masked_images, load_masked_splits
 from .metrics import SegmentationScores
-from .models import label_fields, load_with_new_head, new_config, set_drop_path
+from .models import label_fields, learning_rate_factors, load_with_new_head, new_config, set_drop_path
 from .preprocessing import LONGEST
 from .scores import check_scores
-from .trainer import ImageTrainer, learning_rate_factors, require_processor, run_command, start
+from .trainer import ImageTrainer, require_processor, run_command, start
 from .views import PlainImages
 
 

@@ -25,11 +25,11 @@ from .choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZA
 from .data import class_names
 from .loading import load_model
 from .metrics import accuracies
-from .models import build_model
+from .models import build_model, learning_rate_factors
 from .precision import hold_teacher
 from .sharpness import SharpnessAwareTrainer
 from .splits import check_single_label, load_splits, match_classes
-from .trainer import learning_rate_factors, require_processor, run_command, start
+from .trainer import require_processor, run_command, start
 from .views import labeled_images, mixing
 
 

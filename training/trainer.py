@@ -6,41 +6,70 @@ import functools
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import datasets
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 
-from ..modeling.hosts.anatomy import is_timm
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import write_card
 from .data import class_names
 from .files import apply_umask, check_output_outside_input
-from .runs import (
-    RUN_FILE,
-    SOURCES,
-    TRAINING_SETTINGS,
-    VOLATILE_FIELDS,
-    WITHOUT_EFFECT,
-    check_same_run,
-    find_checkpoint,
-    find_damaged_file,
-    is_checkpoint,
-    remove_checkpoints,
-)
 from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
 
 # Parameters without weight decay besides vectors, by parts of their names.
 WITHOUT_DECAY = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
+# Settings of the run in an output folder. `Trainer.push_to_hub` does not upload files whose names start with "_".
+RUN_FILE = "_run.json"
+# Files and folders of which a checkpoint of `Trainer` has at least one, even if it is incomplete.
+CHECKPOINT_FILES = (TRAINER_STATE_NAME, "model*.safetensors", "optimizer*", "pytorch_model*", "global_step*")
+# Arguments of `TrainingArguments` that change the trained weights. The number of epochs or steps is not among them,
+# because a longer run continues a shorter one.
+TRAINING_SETTINGS = (
+    "seed",
+    "data_seed",
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "optim",
+    "optim_args",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+)
+# Our own arguments that do not change the trained weights.
+WITHOUT_EFFECT = (
+    "overwrite_output_dir",
+    "license",
+    "attn_implementation",
+    "trust_remote_code",
+)
+# Arguments that name models and images, by hub id or path.
+SOURCES = ("base_model", "model", "teacher", "student", "vision_model", "distill_from", "dataset", "eval_dataset")
+# Fields of a configuration that depend on where a model was loaded from or saved, and by which version.
+VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype")
 
 
 class ImageTrainer(Trainer):
@@ -289,17 +318,21 @@ class ImageTrainer(Trainer):
                 raise ValueError(f"resume_from_checkpoint is {checkpoint}, whose {file.name} is missing or damaged.")
         elif args.overwrite_output_dir:
             if args.should_save:
-                remove_checkpoints(folder)
+                # A folder of this name that `Trainer` did not finish stays.
+                for path in list_checkpoints(folder):
+                    if (path / TRAINER_STATE_NAME).is_file():
+                        shutil.rmtree(path)
             self.accelerator.wait_for_everyone()
         else:
             checkpoint, damaged = find_checkpoint(folder)
             start = f"continues from {checkpoint}" if checkpoint else "starts anew"
             for file in damaged:
                 self.accelerator.print(f"{file} is missing or damaged, so training {start}.")
-        if others := [path for path in folder.glob("checkpoint-*") if path.is_dir() and not is_checkpoint(path)]:
-            # `Trainer` removes the oldest folders of this name, whatever they hold.
-            args.save_total_limit = None
-            self.accelerator.print(f"{others[0]} is no checkpoint, so all checkpoints are kept (save_total_limit).")
+        for path in filter(Path.is_dir, folder.glob("checkpoint-*")):
+            if not any(any(path.glob(pattern)) for pattern in CHECKPOINT_FILES) and args.save_total_limit:
+                # `Trainer` removes the oldest folders of this name, whatever they hold.
+                args.save_total_limit = None
+                self.accelerator.print(f"{path} is no checkpoint, so all checkpoints are kept (save_total_limit).")
         if args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RUN_FILE).write_text(json.dumps(settings, indent=2), encoding="utf-8")
@@ -363,45 +396,72 @@ class SaveWhenInterrupted(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_decay: float) -> dict[str, float]:
-    """Return the factor of each parameter's learning rate by parameter name.
-
-    The last block and the layers after it have the factor 1; each block before has `layer_decay` times the factor of
-    the next one, and the layers before the first block have the first block's factor. The blocks are the longest list
-    of modules in the base model. The head, outside of the base model or, in timm's models, inside, has
-    `head_multiplier`.
-    """
-    base = model.base_model
-    if base is model and head_multiplier != 1:
-        raise ValueError(f"head_multiplier is {head_multiplier}, expected 1 for a {type(model).__name__}.")
-    # timm keeps its blocks in an `nn.Sequential`.
-    kinds = (torch.nn.ModuleList, torch.nn.Sequential) if is_timm(base) else torch.nn.ModuleList
-    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, kinds)]
-    name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
-    last = len(blocks) - 1
-    index = -1
-    heads = classifiers_inside(base)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    factors = dict.fromkeys(names.values(), head_multiplier)
-    for full_name, parameter in base.named_parameters():
-        if full_name.startswith(heads):
-            continue
-        if blocks and full_name.startswith(f"{name}."):
-            index = int(full_name.removeprefix(f"{name}.").partition(".")[0])
-        elif index >= 0:
-            index = last
-        factors[names[parameter]] = layer_decay ** (last - index)
-    return factors
+def list_checkpoints(folder: str | Path) -> list[Path]:
+    """Return the folders named `checkpoint-STEP`, the highest step first."""
+    paths = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = [path for path in paths if path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
 
 
-def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the parameter names of a timm model's classifier, which is inside of the base model;
-    Transformers' models have it outside."""
-    if not is_timm(base):
-        return ()
-    heads = base.get_classifier()
-    heads = heads if isinstance(heads, tuple) else (heads,)
-    return tuple(f"{name}." for name, module in base.named_modules() if any(module is head for head in heads))
+def find_damaged_file(checkpoint: Path) -> Path | None:
+    """Return the first file of a checkpoint that is missing, empty or cut, or None if the checkpoint is whole."""
+    state_file = checkpoint / TRAINER_STATE_NAME
+    try:
+        state = json.loads(state_file.read_text(encoding="utf-8"))
+        if not (isinstance(state, dict) and isinstance(state.get("global_step"), int)):
+            return state_file
+    except (OSError, ValueError):
+        return state_file
+    for file in sorted(checkpoint.iterdir()):
+        # `torch.save` writes zip files, whose directory is at their end.
+        if file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
+            return file
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(file, "pt"):
+                    pass
+            except (OSError, SafetensorError):
+                return file
+    return None
+
+
+def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
+    """Return the newest whole checkpoint in a folder, or None, and a damaged file of each newer checkpoint."""
+    damaged = []
+    for checkpoint in list_checkpoints(folder):
+        file = find_damaged_file(checkpoint)
+        if file is None:
+            return checkpoint, damaged
+        damaged.append(file)
+    return None, damaged
+
+
+def check_same_run(file: Path, settings: dict):
+    """Raise a ValueError if the run whose settings are in a file was started with others than `settings`."""
+    try:
+        recorded = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); remove it to continue the run in its folder.") from error
+    if changes := list_changes(recorded, settings):
+        more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+        raise ValueError(
+            f"output_dir {file.parent} holds a run with other settings: {', '.join(changes[:3])}{more}. Choose "
+            f"another output_dir, or pass overwrite_output_dir to train anew; without {file.name} there, settings are "
+            "not compared."
+        )
+
+
+def list_changes(recorded: dict, asked: dict, prefix: str = "") -> list[str]:
+    """Return a text about each value that differs between two nested dicts, for keys that both have."""
+    changes = []
+    for name in sorted(recorded.keys() & asked.keys()):
+        before = recorded[name]
+        now = asked[name]
+        if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+            changes += list_changes(before, now, f"{prefix}{name}.")
+        elif before != now:
+            changes.append(f"{prefix}{name} was {str(before):.60}, now {str(now):.60}")
+    return changes
 
 
 def require_processor(processing_class):

@@ -22,11 +22,11 @@ from frugalvit.training.align_llava import AlignLlavaTrainer
 from frugalvit.training.arguments import ImageTrainingArguments
 from frugalvit.training.augmentation import EvalView
 from frugalvit.training.data import load_images
-from frugalvit.training.runs import find_checkpoint
+from frugalvit.training.models import learning_rate_factors
 from frugalvit.training.segment import SegmentationTrainer
 from frugalvit.training.sharpness import SharpnessAwareTrainer
 from frugalvit.training.train import SmallDataArguments, SmallDataView
-from frugalvit.training.trainer import learning_rate_factors, start
+from frugalvit.training.trainer import find_checkpoint, start
 from frugalvit.training.views import mixing
 from tiny import make_vit
 
