@@ -21,9 +21,9 @@ from ..configuration.configuration_vit_context_broadcast import ContextBroadcast
 
 
 class ContextBroadcast(nn.Module):
-    """Broadcasts the mean of all tokens, or the class token, to each token.
+    """Broadcast the mean of all tokens, or the class token, to each token.
 
-    The kinds, where mean is the mean over all tokens, [CLS] and registers included, and x_0 is the class token:
+    The outputs of the kinds, where mean is the mean over all tokens, including [CLS] and registers, and x_0 is [CLS]:
 
     - `"cb"`: (x_i + mean) / 2, without parameters (CB of the main paper);
     - `"cb_s"`: x_i + s * mean with a learned vector s (CB_S of the main paper);
@@ -103,7 +103,7 @@ def broadcast_block(
     Args:
         mlp (`nn.Module`): The MLP.
         second_linear (`nn.Linear`): The last layer of the MLP.
-        attention (`nn.Module`): The module before which or after which the output of the attention is broadcast.
+        attention (`nn.Module`): The module whose output or input is the output of the attention.
         attention_side (`str`): `"out"` for the output of `attention`, `"in"` for its input.
         positions (list of `str`): Positions of `insert_context_broadcast`.
         kind, scale_init, blend: Arguments of `ContextBroadcast`.
@@ -128,8 +128,7 @@ def broadcast_block(
         module.add_module(f"context_broadcast_{side}", broadcast)
 
 
-# Hooks are functions of the module's level and find the broadcast by its name, so that models can be copied and
-# pickled.
+# Hooks are top-level functions, which find the broadcast by its name, so that models can be copied and pickled.
 def _broadcast_output(module: nn.Module, args, output):
     if isinstance(output, tuple):
         return module.context_broadcast_out(output[0]), *output[1:]

@@ -19,7 +19,7 @@ from .hosts.anatomy import find
 _ATTENTIONS = ("attention", "self_attn", "attn")
 _MLPS = ("mlp", "ffn")
 _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# For blocks whose attention returns windows: the name of the module whose input is the map merged from the windows.
+# If the attention of a block returns windows, they are merged to a map, which is the input of this module.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
@@ -32,13 +32,13 @@ def insert_context_broadcast(
 ) -> list[str]:
     """Insert Context Broadcasting into every block of a vision transformer, in place.
 
-    Insertion changes the outputs of a trained model, which then has to be fine-tuned, except with `kind="cb_s"`, whose
-    scale is initially 0, or `blend=True`.
+    Insertion changes the outputs of a trained model, which then has to be fine-tuned. Outputs do not change with
+    `blend=True`, or with `kind="cb_s"` and a `scale_init` of 0.
 
-    The model keeps its class. `save_pretrained` saves the arguments in `config.context_broadcast` and the parameters
-    of `cb_s` and `blend` beside the host's. `from_pretrained` builds the host without them: call
-    `load_context_broadcast` afterwards. To publish a model, train a `ViTContextBroadcastForImageClassification`.
-    Families of this package whose configuration has the field `context_broadcast` build it themselves.
+    The model keeps its class. `save_pretrained` saves the arguments in `config.context_broadcast`, and the parameters
+    of `cb_s` and `blend` with the model's weights. `from_pretrained` builds the model without Context Broadcasting:
+    call `load_context_broadcast` afterwards. To publish a model, train a `ViTContextBroadcastForImageClassification`.
+    Families of this package whose configuration has the field `context_broadcast` need no second call.
 
     Args:
         model (`nn.Module`):
@@ -103,7 +103,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: dict | None = None):
     """Insert Context Broadcasting into a model of `from_pretrained`, with the arguments in `config.context_broadcast`
-    and the weights in its folder. Nothing happens if the configuration has no such arguments.
+    and the weights in its folder. A model without `config.context_broadcast` is not changed.
 
     Args:
         model (`PreTrainedModel`): The model, changed in place.

@@ -1,7 +1,7 @@
 """Conversion of checkpoints of the SparseFormer authors' implementation (github.com/showlab/sparseformer).
 
-Names and shapes of a checkpoint determine most of the configuration. The iterations of v1, epsilons, heads,
-activations and the normalization of images come from a variant of the papers.
+Names and shapes of a checkpoint determine most of the configuration. The other fields come from a variant of the
+papers: the iterations of v1, epsilons, heads, activations and the normalization of images.
 """
 
 import re
@@ -146,14 +146,14 @@ def config_from_showlab(
             "v1", "bootstrapped" or "bootstrapped-clip" (with a projection and QuickGELU). It is inferred from the
             checkpoint's names by default.
         iterations (`int`, *optional*):
-            Executions of the focusing layer. By default, the number of stage embeddings of a bootstrapped model, which
-            has none for a single iteration; the variant's number for v1.
+            Number of executions of the focusing layer. By default, a bootstrapped model has one for each stage
+            embedding, or one without stage embeddings; v1 has the variant's number.
         image_size (`int` or pair of `int`, *optional*):
-            Height and width in pixels, for preprocessing; 224 by default. Images are resized to 8/7 of a square size
-            and cropped; they are resized to a rectangular size without a crop.
+            Height and width of preprocessed images in pixels; 224 by default. For a square size, images are resized to
+            8/7 of it and cropped; for a rectangular size, they are resized without a crop.
 
     Raises:
-        ValueError: if the checkpoint has not the tensors of the variant, or other stage embeddings than `iterations`.
+        ValueError: if tensors of the variant are missing, or `iterations` is not the number of stage embeddings.
     """
     variant = variant or infer_showlab_variant(state_dict)
     if variant != "v1":

@@ -41,7 +41,7 @@ def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Ten
     weights = along(top, bottom, height).unsqueeze(-1) * along(left, right, width).unsqueeze(-2)
     sums = weights.sum(1, keepdim=True)
     nearest = geometric_bias(rois, height, width).softmax(1)
-    # Smaller sums are rounding errors.
+    # Sums below 1e-6 are rounding errors.
     return torch.where(sums > 1e-6, weights / sums.clamp(min=1e-6), nearest)
 
 
@@ -96,7 +96,7 @@ class MapUpsampler(nn.Module):
         and `places`, the result of `place_in_token`."""
         size = tuple(cells * points for cells, points in zip(features.shape[-2:], self.points, strict=True))
         pixel_values = resize(pixel_values, size)
-        # Normalized, because the scale of features differs between layers.
+        # Features are normalized, because their scale differs between layers.
         channels_last = features.permute(0, 2, 3, 1)
         normed = F.layer_norm(channels_last, channels_last.shape[-1:]).permute(0, 3, 1, 2)
         hidden = self.read(normed) + self.look(pixel_values.to(features.dtype)) + self.place(places.to(features.dtype))
@@ -149,7 +149,7 @@ class FeatureMaps(nn.Module):
             pixel_values (`torch.Tensor` of shape `(batch, num_channels, height, width)`): The images.
             norm (`nn.Module`): Norm that is applied to hidden states.
             names (`list[str]`):
-                Layers. Those that the configuration does not name have a scale of 1 and no upsampler.
+                Names of layers. A layer that is not in `config.out_features` has a scale of 1 and no upsampler.
 
         Returns:
             Feature maps, `(batch, hidden_size, rows, columns)`, and the `assignment_weights` of the last map.

@@ -23,8 +23,8 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
 
     With root = floor(sqrt(num_tokens)), the first root**2 tokens have boxes of side 0.5 on a grid, x in the outer
     loop. Further tokens have the whole image. With fewer than 4 tokens, all have the whole image; the reference
-    implementation divides by zero there. With `counts`, smaller numbers of tokens, the tokens of the first count and
-    the tokens that each next count adds have layouts of their own.
+    implementation divides by zero for them. `counts` are smaller numbers of tokens that a model is trained with: the
+    tokens of the first count, and the tokens that each further count adds, are laid out separately.
     """
     if counts:
         added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
@@ -102,11 +102,12 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
     Returns:
         `(batch, tokens, points, channels)`, NaN at points that are NaN.
     """
-    # Values do not change beyond one image size outside; the clamp keeps indices of pixels in the range of integers.
+    # Samples are constant from one image size outside of the image on. The clamp keeps pixel indices in the range of
+    # integers.
     points = points.to(torch.promote_types(in_float32(points).dtype, features.dtype)).clamp(-2, 3)
-    # `clamp` keeps NaN, with which `grid_sample` on CPUs reads, and in the backward pass writes, outside of the map.
+    # `clamp` keeps NaN. At NaN, `grid_sample` on CPUs reads outside of the map, and its backward pass writes there.
     grid = (points.nan_to_num() * 2 - 1).expand(features.shape[0], -1, -1, -1)
-    # 0, or NaN where a coordinate is NaN, so that outputs of a model that diverged are NaN, too.
+    # The mask is 0, or NaN at points with a NaN coordinate, so that a model that diverged returns NaN.
     nan_mask = 0 * points.detach().sum(-1, keepdim=True)
     sampled = F.grid_sample(features.to(grid.dtype), grid, padding_mode=padding_mode, align_corners=False)
     return sampled.permute(0, 2, 3, 1) + nan_mask
@@ -151,16 +152,16 @@ class SparseFormerStem(nn.Module):
         pixel_values = pixel_values.to(self.convolution.weight.dtype)
         # Pooling, normalizing and sampling are several times faster in this memory format.
         pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
-        # The paper has ReLU before pooling. After pooling it gives the same result at a quarter of the cost.
+        # In the paper, ReLU precedes pooling. After pooling, it has the same result at a quarter of the cost.
         features = F.max_pool2d(self.convolution(pixel_values), kernel_size=3, stride=2, padding=1).relu()
-        # LayerNorm over channels without parameters, in float32 for sampling.
+        # Sampling needs float32. The LayerNorm over channels has no parameters.
         features = in_float32(features.permute(0, 2, 3, 1))
         return F.layer_norm(features, features.shape[-1:], eps=1e-5).permute(0, 3, 1, 2)
 
 
 class SparseFormerLatents(nn.Module):
-    """Initial latent tokens and RoIs, and the [CLS] tokens and registers that join them before the encoder. In v1,
-    each latent token has its own embedding; in bootstrapped models all share one."""
+    """Initial latent tokens and RoIs, and [CLS] tokens and registers, which are concatenated with the latent tokens
+    before the encoder. Each latent token has its own embedding in v1; all share one in bootstrapped models."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
@@ -184,7 +185,7 @@ class SparseFormerLatents(nn.Module):
         tokens = self.token_embedding.expand(len(self.initial_rois), -1)
         rois = in_float32(self.initial_rois)
         prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
-        # Copies instead of views, because FSDP frees a module's parameters after its forward pass.
+        # `repeat` makes copies instead of views, because FSDP frees a module's parameters after its forward pass.
         return (
             tokens[:num_tokens].repeat(1, 1, 1),
             rois[:num_tokens].repeat(1, 1, 1),
@@ -201,8 +202,8 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def break_ties(self, first: int = 0, std: float = 0.05):
-        """Move the RoIs of tokens from number `first` on that have the same RoI and embedding as another token. Their
-        gradients would be equal, so that they would remain copies of each other: 12 of the paper's 48 tokens."""
+        """Add noise to the RoI of each token, from index `first` on, whose RoI and embedding equal those of another
+        token. The tokens would otherwise get equal gradients and stay equal: 12 of the paper's 48 tokens."""
         embedding = self.token_embedding.expand(len(self.initial_rois), -1).to(self.initial_rois)
         starts = torch.cat([self.initial_rois, embedding], dim=1)
         tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
@@ -211,7 +212,7 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Drop the last tokens, or add tokens with the RoIs of a new model, of which no two are equal."""
+        """Drop the last tokens, or add tokens with initial RoIs of a new model, and move equal RoIs apart."""
         kept = min(num_latent_tokens, len(self.initial_rois))
         if len(self.token_embedding) > 1:
             embedding = self.token_embedding
@@ -292,7 +293,7 @@ class SparseFormerSampling(nn.Module):
         """Return the residual branch, `(batch, tokens, hidden_size)`, and points, `(batch, tokens, points, 2)`."""
         offsets = in_float32(self.offset_proj(self.offset_layernorm(tokens))) + in_float32(self.offset_bias)
         points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
-        # Expanded before `ClipGradient`, so that gradients are clipped for each image.
+        # Points are expanded before `ClipGradient`, so that gradients are clipped for each image.
         points = points.expand(features.shape[0], -1, -1, -1)
         if self.clip_gradients and self.training:
             points = ClipGradient.apply(points, 1 / features.shape[2])
@@ -411,8 +412,8 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
 
 
 class FinalSamplingLayer(GradientCheckpointingLayer):
-    """Last layer of the focusing stage in the bootstrapping paper, at the encoder's width. It samples and encodes
-    positions, without adjusting RoIs."""
+    """Last layer of the focusing stage in the bootstrapping paper, of the encoder's width. It samples and encodes
+    positions, and does not adjust RoIs."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rate: float):
         super().__init__()

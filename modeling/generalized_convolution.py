@@ -9,7 +9,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import initialization as init
+
+from .layers import uniform_init_
 
 
 def window_size(num_positions: int) -> int:
@@ -51,13 +52,7 @@ class GeneralizedConv2d(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, num_positions))
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        """Initialize as PyTorch's convolutions, uniformly in +-1 / sqrt(fan_in)."""
-        bound = self.weight[0].numel() ** -0.5
-        for parameter in self.parameters():
-            init.uniform_(parameter, -bound, bound)
+        uniform_init_(self)
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
         return generalized_conv2d(feature_map, self.weight, self.bias)

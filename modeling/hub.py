@@ -62,9 +62,9 @@ class HubModel(HubMixin, PreTrainedModel):
     Class attributes:
         auto_classes (`dict[str, str]`): Names of the family's classes by Auto class, for `auto_map`.
         embeds (`dict[str, tuple[str, str]]`):
-            For sentence-transformers, by kind of input ("image", "text"): a method of the model that `AutoModel` loads
-            and the name of the output that holds the embedding.
-        embedding_arguments (`tuple[str, ...]`): Keyword arguments of these methods that a caller may set.
+            For sentence-transformers: for each kind of input, "image" or "text", the method of the model that computes
+            the embedding, and the name of the output that holds it.
+        embedding_arguments (`tuple[str, ...]`): Arguments of the methods in `embeds` that a caller may set.
     """
 
     auto_classes: dict[str, str] = {}
@@ -72,16 +72,15 @@ class HubModel(HubMixin, PreTrainedModel):
     embedding_arguments: tuple[str, ...] = ()
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        # For custom code, Transformers skips modules without parameters of their own, which `_init_weights` of our
-        # families may initialize. Loaded parameters need no such guard: `transformers.initialization` leaves them.
+        # For custom code, Transformers skips modules without direct parameters, but our `_init_weights` initializes
+        # some of them. Loaded parameters are safe, because `transformers.initialization` does not change them.
         super()._initialize_weights(module)
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
         """Save weights and configuration as `PreTrainedModel.save_pretrained` does, and the family's source files.
 
-        Where they do not exist yet, it also writes the image processor's configuration, the files that
-        sentence-transformers needs and, if frugalvit is installed, a model card. Of a model with adapters, only the
-        adapters are saved.
+        Unless they exist, the image processor's configuration, the files that sentence-transformers needs and, if
+        frugalvit is installed, a model card are saved, too. If the model has adapters, only the adapters are saved.
         """
         folder = Path(save_directory)
         names = ("commit_message", "commit_description", "private", "revision", "create_pr")
@@ -96,7 +95,7 @@ class HubModel(HubMixin, PreTrainedModel):
             module = family.__module__.rpartition(".")[2]
             for name, source in source_files(family.__module__).items():
                 (folder / name).write_text(source, encoding="utf-8", newline="\n")
-            # Through the modeling file, so that `AutoConfig` and the model use the same configuration class.
+            # `AutoConfig` loads the modeling file, too, so that it and the model use the same configuration class.
             classes = {"AutoConfig": family.config_class.__name__, **self.auto_classes}
             self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
             super().save_pretrained(folder, **kwargs)
@@ -127,8 +126,8 @@ class HubModel(HubMixin, PreTrainedModel):
         return None
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """Return the files that make `SentenceTransformer` use the model's embeddings; without them, it averages all
-        tokens."""
+        """Return names and contents of the files with which `SentenceTransformer` uses the model's embeddings; without
+        them, it averages all tokens."""
         if not self.embeds:
             return {}
         inputs = {
@@ -142,12 +141,12 @@ class HubModel(HubMixin, PreTrainedModel):
         }
 
     def push_to_hub(self, repo_id: str, *, private=None, token=None, revision=None, **commit):
-        """Upload what `save_pretrained` writes and, if frugalvit is installed, a notebook. A model card and notebook
-        on the hub are kept.
+        """Upload the files of `save_pretrained` and, if frugalvit is installed, a notebook. A model card or notebook
+        that is already on the hub is kept.
 
         Args:
             repo_id (`str`): Repository to upload to; it is created if it does not exist.
-            private, token, revision: As in Transformers' `push_to_hub`.
+            private, token, revision: Arguments of `PreTrainedModel.push_to_hub`.
             commit: Further arguments of `HfApi.upload_folder`, for example `commit_message`.
         """
         # Transformers' own method would replace our model card by its template.

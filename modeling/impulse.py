@@ -1,8 +1,8 @@
 """Mathematics of impulse initialization: query and key weights whose attention map is a shift.
 
-After Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139). Attention is
-softmax(X Q K' X' / sqrt(head_dim)). X, `(positions, hidden_size)`, is a pseudo input in the place of the layer's
-tokens, whose positions are the cells of a grid in row-major order.
+Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139). Attention is
+softmax(X Q K' X' / sqrt(head_dim)). X, `(positions, hidden_size)`, is a pseudo input that stands for the layer's
+tokens; positions are the cells of a grid in row-major order.
 """
 
 import math
@@ -90,14 +90,14 @@ def solve_closed_form(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve for Q and K in closed form: the least-squares shift of the pseudo input, of rank `head_dim`.
 
-    A shift acts on a sinusoidal encoding as a rotation within each frequency pair. So there is an R with X R = S X,
-    where S is the impulse matrix, up to the LayerNorm. X R X' holds the products of each position's target with all
-    positions, which are largest at the target itself. R is solved on the well-determined directions of X (see
-    `RELATIVE_TOLERANCE`), an SVD reduces its rank and is split evenly between Q and K, and one factor sets the
+    A shift acts on a sinusoidal encoding as a rotation within each frequency pair. Without the LayerNorm, there is
+    therefore a matrix R with X R = S X, where S is the impulse matrix. X R X' holds the products of each position's
+    target with all positions, which are largest at the target itself. R is solved on the well-determined directions of
+    X (see `RELATIVE_TOLERANCE`), an SVD reduces its rank and is split evenly between Q and K, and one factor sets the
     sharpness of the softmax.
 
-    With a `head_dim` of 16 or more, the attention of every position is largest at its target, if that lies on the
-    grid. With a smaller `head_dim`, the map is a blur around the target.
+    With a `head_dim` of 16 or more, the attention of every position is largest at its target, if the target lies on
+    the grid. With a smaller `head_dim`, the map is a blur around the target.
 
     Without a `mass`, the maps are as sharp as those of Algorithm 1. Positions whose target lies outside of the grid
     then attend evenly, as in the minimum of eq. 8: R maps these positions to zero (`results/impulse_speed.json`).
@@ -220,7 +220,7 @@ def solve_adam(
                         part.mul_(length / part.norm(dim=axis, keepdim=True))
             optimizer.zero_grad()
             losses = ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1))
-            # Because of Adam's epsilon, the mean of the authors' code differs from a sum, whose heads are independent.
+            # In a sum, heads are independent. The mean in the authors' code differs from it because of Adam's epsilon.
             (losses.mean() if renormalize_every else losses.sum()).backward()
             optimizer.step()
     return tuple(part.detach() for part in parameters)

@@ -31,7 +31,7 @@ VALUE_INITS = ("default", "mimetic")
 
 @dataclass
 class HeadReport:
-    """How close a head's attention on its layer's pseudo input is to its target, after initialization.
+    """Measurements of a head's attention to its layer's pseudo input after initialization.
 
     Args:
         layer, head (`int`): Indices of the layer and the head.
@@ -114,8 +114,8 @@ class TransformerParts:
 
 
 def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
-    """Return the parts of a plain vision transformer that adds positions to its tokens. Raise a ValueError for other
-    models."""
+    """Return the parts of a plain vision transformer whose tokens have added positions. Raise a ValueError for any
+    other model."""
     if isinstance(model, TransformerParts):
         return model
     try:
@@ -172,8 +172,8 @@ def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts
 
 
 def is_drawn(model: nn.Module) -> bool:
-    """Whether the attention weights of a base model of this package, or of Transformers' ViT, are fresh. Transformers
-    marks loaded weights; weights on the meta device will be loaded."""
+    """Return whether the attention weights of a base model of this package, or of Transformers' ViT, are initial.
+    Transformers marks loaded weights; weights on the meta device will be loaded."""
     weights = [layer.attention.q_proj.weight for layer in model.layers]
     return not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights)
 
@@ -199,7 +199,7 @@ def impulse_init_(
     `solver="adam_bounded", value_init="default"` in its authors' code; see docs/impulse_initialization.md.
 
     Biases of queries and keys become zero. The layer's own LayerNorm is applied to the pseudo input. Attention maps
-    are maps among patches; [CLS] and registers are left out.
+    have patches alone, without [CLS] and registers.
 
     Args:
         model (`nn.Module`):
@@ -227,13 +227,14 @@ def impulse_init_(
         generator (`torch.Generator`, *optional*): Random number generator on the CPU.
         offsets (`torch.Tensor` or `Callable`, *optional*):
             Rows and columns from a patch to the patch that each head attends to, `(heads, 2)` integers for all layers,
-            or a function from a layer's index to such a tensor. Drawn from the kernel by default.
+            or a function from a layer's index to its integers. By default, they are drawn from the kernel.
 
     Returns:
         `InitializationReport`: A report on every head.
 
     Raises:
-        ValueError: if the model is no such transformer, or an argument is invalid. The model is unchanged then.
+        ValueError: if the model is no plain vision transformer with added positions, or an argument is invalid. The
+            model is then unchanged.
     """
     first_and_later = (pseudo_input, pseudo_input) if isinstance(pseudo_input, str) else tuple(pseudo_input)
     _check("solver", solver, SOLVERS)

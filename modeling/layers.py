@@ -23,8 +23,15 @@ logger = logging.get_logger(__name__)
 INITIALIZER_STD = 0.02
 
 
+def uniform_init_(layer: nn.Module):
+    """Initialize weights and biases uniformly in +-1 / sqrt(fan_in), PyTorch's default."""
+    bound = layer.weight[0].numel() ** -0.5
+    for parameter in layer.parameters():
+        init.uniform_(parameter, -bound, bound)
+
+
 def in_float32(values: torch.Tensor) -> torch.Tensor:
-    """Cast to float32; float64 stays float64."""
+    """Cast to float32, or keep float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -58,7 +65,7 @@ def rotary_table(
     Returns:
         Cosines and sines, `(..., head_dim / 2)` in float32: the frequencies of y, then those of x.
     """
-    # Python numbers instead of tensors: a tensor would have to be copied to the device.
+    # `scale` and `shift` are Python numbers, because tensors would have to be copied to the device.
     axes = zip(in_float32(centers).unbind(-1), scale, shift, strict=True)
     coordinates = torch.stack([center * factor + offset for center, factor, offset in axes], dim=-1)
     steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
@@ -67,7 +74,7 @@ def rotary_table(
 
 
 def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotate queries or keys from token number `first` on.
+    """Rotate queries or keys, except those of the tokens before index `first`.
 
     Args:
         states (`torch.Tensor` of shape `(batch, heads, tokens, head_dim)`): Queries or keys.
@@ -81,10 +88,8 @@ def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, fi
 
 
 def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the rotary position embeddings of tokens, or `None` if the model has none.
-
-    A token is rotated as a patch around the center of its RoI, `(batch, tokens, 4)`, would be. RoIs get no gradient.
-    """
+    """Return the rotary position embeddings at the centers of RoIs, `(batch, tokens, 4)`, which get no gradient, or
+    `None` if the model has none."""
     if config.rope_theta is None:
         return None
     left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
@@ -301,9 +306,9 @@ class AttentionPooling(nn.Module):
 
 
 class Pooler(nn.Module):
-    """Pool tokens to one embedding of each image, in the way that `config.pooling` names.
+    """Pool the tokens of each image to one embedding, see `pooling` of `SparseFormerBaseConfig`.
 
-    The final norm and attention pooling are modules of the model, under the names that checkpoints have.
+    The final norm and attention pooling are arguments, because they are modules of the model in checkpoints.
     """
 
     def __init__(self, config):
@@ -323,8 +328,8 @@ class Pooler(nn.Module):
         """
         Args:
             tokens (`torch.Tensor` of shape `(batch, prefix + latent tokens, hidden_size)`): Output of the last block.
-            norm (`nn.Module`): The final norm, applied to tokens or, by `final_norm`, to the pooled embedding.
-            attention_pooling (`AttentionPooling`, *optional*): Needed where `config.pooling` is attention.
+            norm (`nn.Module`): The final norm, applied before or after pooling (`config.final_norm`).
+            attention_pooling (`AttentionPooling`, *optional*): Pooling head of `"attention"`, `"latent_attention"`.
             areas (`torch.Tensor` of shape `(batch, latent tokens)`, *optional*):
                 Weights of latent tokens, 1 on average; padding has a weight of 0.
 
@@ -424,8 +429,8 @@ class SparseFormerBasePreTrainedModel(HubModel):
     supports_gradient_checkpointing = True
     embeds = {"image": ("forward", "pooler_output")}
     embedding_arguments = ("num_tokens",)
-    # Whether the last block may leave out tokens that are not pooled. Context Broadcasting in that block reads all
-    # tokens, so `insert_context_broadcast` sets it to False on the base model.
+    # Whether the last block may skip tokens that are not pooled. Context Broadcasting in the last block reads all
+    # tokens, so that `insert_context_broadcast` sets this to False on the base model.
     skips_unread_tokens = True
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -434,7 +439,7 @@ class SparseFormerBasePreTrainedModel(HubModel):
     _can_compile_fullgraph = True
 
     def no_weight_decay(self) -> list[str]:
-        """Names of parameters that optimizers should not decay, besides biases and norms."""
+        """Return the names of parameters that optimizers should not decay, besides biases and norms."""
         names = (
             "initial_rois",
             "token_embedding",
@@ -465,9 +470,9 @@ class SparseFormerBasePreTrainedModel(HubModel):
             super()._init_weights(module)
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Set the number of latent tokens, without [CLS], of calls that do not choose one.
+        """Set the default number of latent tokens, without [CLS].
 
-        The configuration keeps it, so that it is saved, exported and used by pipelines; weights stay as they are.
+        It is stored in the configuration, so that it is saved, exported and used by pipelines. Weights do not change.
 
         Args:
             num_tokens (`int` or `None`): Number of latent tokens; `None` for all.
@@ -479,8 +484,8 @@ class SparseFormerBasePreTrainedModel(HubModel):
         self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
 
     def num_last_queries(self, output_hidden_states: bool | None = None, output_attentions: bool | None = None, **_):
-        """Return the number of tokens that the last block has to compute when only the pooled embedding is read, given
-        the other arguments of a call; `None` for all tokens."""
+        """Return the number of tokens that the last block computes if only the pooled embedding is needed, `None` for
+        all tokens. Arguments are those of `forward`."""
         config = self.config
         records_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         records_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -512,8 +517,8 @@ class AdaptiveClassifierOutput(ModelOutput):
 
     Args:
         logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Logits with the last number of tokens tried.
-        num_tokens (`torch.LongTensor` of shape `(batch,)`): That number of tokens.
-        confidence (`float`): Probability of the likeliest class at which an image was finished.
+        num_tokens (`torch.LongTensor` of shape `(batch,)`): Last number of tokens tried.
+        confidence (`float`): Argument of `classify_adaptively`.
     """
 
     logits: torch.FloatTensor | None = None
@@ -580,8 +585,8 @@ class AdaptiveClassifierMixin:
 
 
 def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Resize images `(batch, channels, height, width)` in float32. Images that have the size already are returned
-    as they are, unless their size is dynamic in an exported program."""
+    """Resize images `(batch, channels, height, width)` in float32. Images of this size are returned unchanged, unless
+    the size is dynamic in an exported program."""
     is_static = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
     if is_static and size == tuple(images.shape[-2:]):
         return images

@@ -8,7 +8,6 @@ Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from P
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndNoAttention,
@@ -22,7 +21,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.configuration_agent_cnn import AgentCNNConfig
 from .generalized_convolution import GeneralizedConv2d
 from .hub import HubModel
-from .layers import image_classification_loss
+from .layers import image_classification_loss, uniform_init_
 from .reference_initialization import REFERENCE, init_patches_, init_xavier_
 
 
@@ -87,7 +86,7 @@ class AgentCNNLayer(nn.Module):
 
 
 class AgentCNNPreTrainedModel(HubModel):
-    """Base class of the family."""
+    """Base class of all agent CNNs, with weight initialization."""
 
     config: AgentCNNConfig
     base_model_prefix = "agent"
@@ -107,13 +106,8 @@ class AgentCNNPreTrainedModel(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-            # The bound of PyTorch's default initialization.
-            bound = module.weight[0].numel() ** -0.5
-            for parameter in module.parameters():
-                init.uniform_(parameter, -bound, bound)
-        elif isinstance(module, GeneralizedConv2d):
-            module.reset_parameters()
+        if isinstance(module, (nn.Conv2d, nn.Linear, GeneralizedConv2d)):
+            uniform_init_(module)
         else:
             super()._init_weights(module)
         if self.config.initialization == REFERENCE:

@@ -118,7 +118,7 @@ class BootstrappedViTForImageClassification(HubModel):
     base_model_prefix = "model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    # There is no model without a head: `vit.base_model` and `agent.base_model` are these.
+    # The pair has no model without a head; `vit.base_model` and `agent.base_model` have none.
     auto_classes = {
         "AutoModel": "BootstrappedViTForImageClassification",
         "AutoModelForImageClassification": "BootstrappedViTForImageClassification",

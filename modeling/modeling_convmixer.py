@@ -77,7 +77,7 @@ class ConvMixerLayer(nn.Module):
 
 
 class ConvMixerPreTrainedModel(HubModel):
-    """Base class of the family."""
+    """Base class of all ConvMixers, with weight initialization."""
 
     config: ConvMixerConfig
     base_model_prefix = "convmixer"
@@ -98,10 +98,10 @@ class ConvMixerPreTrainedModel(HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            # The bound of PyTorch's default initialization, which random filters keep.
+            # The weights of fixed filters are buffers, not parameters.
             bound = module.weight[0].numel() ** -0.5
-            for parameter in (module.weight, module.bias):
-                init.uniform_(parameter, -bound, bound)
+            for tensor in (module.weight, module.bias):
+                init.uniform_(tensor, -bound, bound)
         else:
             super()._init_weights(module)
         if isinstance(module, ConvMixerSpatialMixing) and self.config.spatial_filters.endswith(("impulse", "box")):
@@ -116,7 +116,7 @@ class ConvMixerPreTrainedModel(HubModel):
         positions = torch.randint(size, (len(weight),), device=weight.device)
         filters.view(len(weight), size)[torch.arange(len(weight), device=weight.device), positions] = 3**-0.5
         if self.config.spatial_filters == "signed_impulse":
-            # With signs, x + BN(filter(x)) has differences of pixels from the start, and not only sums.
+            # With signs, x + BN(filter(x)) has differences of pixels from the start; without signs, only sums.
             filters *= 1 - 2 * torch.randint(2, (len(weight), 1, 1, 1), device=weight.device)
         return filters
 

@@ -62,11 +62,11 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         self.text_model.set_input_embeddings(value)
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Set the number of latent tokens of calls that do not choose one, see `SparseFormerModel.set_num_tokens`."""
+        """Set the default number of latent tokens, see `SparseFormerModel.set_num_tokens`."""
         self.vision_model.set_num_tokens(num_tokens)
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """As in `HubModel`, with the text model's maximum length."""
+        """Return the files of `HubModel.sentence_transformers_config`, with the text model's maximum length."""
         files = super().sentence_transformers_config()
         lengths = {"padding": self.text_padding, "max_length": self.config.text_config.max_position_embeddings}
         files["sentence_bert_config.json"]["processing_kwargs"] = {"text": lengths}
@@ -109,8 +109,9 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         num_tokens: int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPOutput:
-        """Compare texts and images. Arguments are those of `CLIPModel.forward`; `output_rois` and `num_tokens` are
-        those of `SparseFormerModel.forward`. With `return_loss`, image i belongs to text i."""
+        """Compute the similarity of texts and images. `output_rois` and `num_tokens` are arguments of
+        `SparseFormerModel.forward`, the others of `CLIPModel.forward`. With `return_loss`, image i belongs to text
+        i."""
         images = self.get_image_features(pixel_values, num_tokens, output_rois=output_rois, return_dict=True, **kwargs)
         texts = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
         image_embeds = F.normalize(images.pooler_output, dim=-1)
@@ -128,7 +129,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
 
 
 class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
-    """A CLIP with a SparseFormer in the place of its vision transformer; it is called like `CLIPModel`."""
+    """CLIP whose vision transformer is a SparseFormer, with the interface of `CLIPModel`."""
 
     config: SparseFormerCLIPConfig
     base_model_prefix = "clip"
@@ -188,7 +189,7 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
 
 
 class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
-    """A SigLIP with a SparseFormer in the place of its vision transformer, called as `SiglipModel` is."""
+    """SigLIP whose vision transformer is a SparseFormer, with the interface of `SiglipModel`."""
 
     config: SparseFormerSiglipConfig
     base_model_prefix = "siglip"

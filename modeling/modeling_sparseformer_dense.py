@@ -68,11 +68,11 @@ class DenseInitializationMixin:
 
 
 class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
-    """Backbone with feature maps on the teacher's grid for any number of tokens, in the place of backbones of
-    Transformers such as `Dinov2Backbone`.
+    """Backbone with feature maps on the teacher's grid for any number of tokens, which can replace backbones of
+    Transformers, for example a `Dinov2Backbone`.
 
-    A cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
-    `upsampler_hidden_size`, convolutions refine the map by the image. An untrained student with a token for each patch
+    Each cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
+    `upsampler_hidden_size`, convolutions of the image refine the map. An untrained student with a token for each patch
     has its teacher's feature map.
 
     A backbone loads from the folder of any model of the family, for example of a bootstrapped classifier:

@@ -1,8 +1,7 @@
 """VLMs whose vision tower is a SparseFormer; `swap_vision_tower` makes them.
 
-The language models of LLaVA (section 4.3 of the bootstrapping paper) and PaliGemma read the SparseFormer's tokens.
-Gemma 3 and LLaVA-OneVision need rows and columns of patches; a cell has the hidden states of the tokens whose RoIs
-cover it.
+LLaVA (section 4.3 of the bootstrapping paper) and PaliGemma take the tokens of the SparseFormer. Gemma 3 and
+LLaVA-OneVision take a grid of patches: `SparseFormerGridTower` averages, in each cell, the tokens whose RoIs cover it.
 """
 
 from collections.abc import Sequence
@@ -123,8 +122,8 @@ class SparseFormerVLMMixin(HubModel):
     """Mixin of VLMs with language-modeling head."""
 
     def set_num_tokens(self, num_tokens: int | None):
-        """Set the number of the vision tower's latent tokens in calls that do not choose one. The processor has to be
-        replaced by one of `matching_processor`."""
+        """Set the default number of latent tokens of the vision tower. The model then needs a new processor, see
+        `matching_processor`."""
         self.model.vision_tower.set_num_tokens(num_tokens)
 
     def image_processor_config(self):
@@ -198,7 +197,7 @@ class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForCo
                 '`vision_feature_select_strategy` is "default", which removes [CLS], but this SparseFormer has no '
                 '[CLS]; choose "full".'
             )
-        # Skips the constructor of `LlavaForConditionalGeneration`, which makes a `LlavaModel`.
+        # The constructor of `LlavaForConditionalGeneration` is skipped, because it makes a `LlavaModel`.
         super(LlavaForConditionalGeneration, self).__init__(config)
         self.model = SparseFormerLlavaModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
@@ -261,7 +260,7 @@ class SparseFormerLlavaOnevisionForConditionalGeneration(SparseFormerVLMMixin, L
 
 
 class SparseFormerLlavaImagesKwargs(ImagesKwargs, total=False):
-    # Number of latent tokens of all images, or of each image in order, without [CLS]. The model is trained with the
+    # One number of latent tokens, without [CLS], for all images, or one for each image. The model is trained with the
     # numbers in `config.vision_config.elastic_token_counts`.
     num_image_tokens: int | list[int] | tuple[int, ...]
 
@@ -271,10 +270,10 @@ class SparseFormerLlavaProcessorKwargs(ProcessingKwargs, total=False):
 
 
 class SparseFormerLlavaProcessor(HubMixin, LlavaProcessor):
-    """`LlavaProcessor` whose calls may choose the number of tokens of each image by `num_image_tokens`, which it also
-    returns for the model. `matching_processor` makes the processor of a model.
+    """`LlavaProcessor` with the argument `num_image_tokens`, the number of tokens of each image, which it also returns
+    as an input of the model. `matching_processor` makes the processor of a model.
 
-    A saved processor also loads as a `LlavaProcessor`, which cannot choose numbers of tokens.
+    A saved processor also loads as a `LlavaProcessor`, which has no `num_image_tokens`.
 
     Args:
         num_prefix_tokens (`int`, *optional*, defaults to 0):

@@ -34,7 +34,7 @@ class ViTContextBroadcastImageClassifierOutput(ImageClassifierOutput):
 
 
 class ViTContextBroadcastPreTrainedModel(ViTPreTrainedModel):
-    """Base class of the family."""
+    """Base class of all `ViTContextBroadcast` models, with weight initialization."""
 
     config: ViTContextBroadcastConfig
     auto_classes = {

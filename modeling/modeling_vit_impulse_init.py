@@ -14,12 +14,12 @@ from transformers.utils.generic import can_return_tuple
 
 from ..configuration.configuration_vit_impulse_init import ViTImpulseInitConfig
 from .initialization import is_drawn, parts_of_layers, start_attention_
-from .layers import image_classification_loss
-from .vit import ViTEmbeddings, ViTModel, ViTPreTrainedModel, uniform_init_
+from .layers import image_classification_loss, uniform_init_
+from .vit import ViTEmbeddings, ViTModel, ViTPreTrainedModel
 
 
 class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
-    """Base class of the family."""
+    """Base class of all `ViTImpulseInit` models, with weight initialization."""
 
     config: ViTImpulseInitConfig
     auto_classes = {

@@ -26,8 +26,8 @@ from .modeling_sparseformer_clip import (
 
 # PIL's resampling filters by open_clip's names.
 RESAMPLE = {"bilinear": 2, "bicubic": 3, "random": 3}
-# Parts of the names of text weights in open_clip and in Transformers, without "text_model.". In open_clip, queries,
-# keys and values are one tensor.
+# Parts of the names of text weights in open_clip, and the names that replace them in Transformers' text models.
+# Queries, keys and values are one tensor in open_clip.
 TEXT_NAMES = {
     "transformer.resblocks.": "encoder.layers.",
     "token_embedding.": "embeddings.token_embedding.",
@@ -178,7 +178,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     else:
         pooling = getattr(text, "pool_type", getattr(text, "text_pool_type", "argmax"))
         eos_token_id = getattr(text, "eos_id", getattr(text, "text_eos_id", 2))
-        # With `eos_token_id=2`, Transformers takes the position of the highest token id for the end of a text.
+        # With `eos_token_id=2`, Transformers pools at the highest token id, as open_clip does with "argmax".
         text_config |= {"eos_token_id": eos_token_id if pooling == "eos" else 2, "pad_token_id": 0}
         config = SparseFormerCLIPConfig(
             text_config=text_config,
@@ -193,7 +193,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     model.logit_scale.copy_(clip.logit_scale.squeeze())
     model.vision_model.load_state_dict(visual.model.base_model.state_dict())
     model.eval()
-    # Texts of random token ids, padded with 0.
+    # Both models have to embed texts of random token ids, padded with 0, alike.
     config = model.config.text_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (8, config.max_position_embeddings), generator=generator)
@@ -206,8 +206,8 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
 
 
 def text_names(text: nn.Module) -> dict[str, str]:
-    """Return a dict from open_clip's names of a text side's weights to Transformers' names, without the projection of
-    the embedding. `qkv` stands for queries, keys and values in one tensor."""
+    """Return a dictionary from open_clip's names of text weights to Transformers' names, without the projection of the
+    embedding. A name with `qkv` is one tensor of queries, keys and values."""
     names = {}
     for theirs in text.state_dict():
         if theirs.startswith(("transformer.", "token_embedding.", "positional_embedding", "ln_final.")):
@@ -249,7 +249,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         text |= {"pool_type": "eos", "eos_id": config.eos_token_id}
     clip = (open_clip.CustomTextCLIP if is_siglip else open_clip.CLIP)(
         embed_dim=config.projection_size if is_siglip else model.config.projection_dim,
-        # A small tower that is replaced below.
+        # The tower is small, because it is replaced below.
         vision_cfg={"layers": 1, "width": 64, "head_width": 64, "patch_size": 16, "image_size": 16},
         text_cfg=text,
         quick_gelu=config.hidden_act == "quick_gelu",

@@ -21,8 +21,8 @@ class PackedLinear(nn.Linear):
     gradient is needed.
 
     The layer shares weight and bias with `linear`. It computes without the copy once the weight has changed or moved.
-    As in-place changes by `.data` and NumPy are found by a sample of the weight, a change of a few elements may be
-    missed; pack such a layer again.
+    In-place changes by `.data` and NumPy are found by a sample of the weight, which may miss a change of a few
+    elements; pack the layer again after such a change.
     """
 
     def __init__(self, linear: nn.Linear):

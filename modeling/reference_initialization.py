@@ -9,6 +9,8 @@ from torch import nn
 from transformers import ViTForImageClassification
 from transformers import initialization as init
 
+from .layers import uniform_init_
+
 
 REFERENCE = "reference"
 
@@ -48,9 +50,7 @@ def reference_init_(vit: ViTForImageClassification):
         init_xavier_(layer.mlp.fc1, bias_std=1.0)
         init_xavier_(layer.mlp.fc2, bias_std=1.0)
     if isinstance(vit.classifier, nn.Linear):
-        bound = vit.classifier.in_features**-0.5
-        for parameter in vit.classifier.parameters():
-            init.uniform_(parameter, -bound, bound)
+        uniform_init_(vit.classifier)
 
 
 def init_patches_(projection: nn.Conv2d):

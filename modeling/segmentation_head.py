@@ -19,8 +19,8 @@ def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return the logarithm of a Gaussian for each token, centered in its RoI.
 
     The paper has "the Gaussian-like form w.r.t. token RoIs". Our standard deviations are half the RoI's width and
-    height: the result is -1/2 in the middle of an edge and -4.5 one RoI further out. They are at least one cell of the
-    map, so that a token whose RoI has shrunk to a point keeps its weight in the cell of the point.
+    height, so that the logarithm is -1/2 in the middle of an edge and -4.5 one RoI further out. They are at least one
+    cell of the map, so that a token whose RoI has shrunk to a point keeps its weight in the cell of the point.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.
@@ -98,7 +98,8 @@ class SegmentationHead(nn.Module):
         queries = self.query(features.to(tokens.dtype))
         size = queries.shape[-2:]
         keys = self.key(tokens) * tokens.shape[-1] ** -0.5
-        # Classifying before spreading keeps the largest tensors at one value for each token and cell.
+        # Tokens are classified before they are spread over cells: the largest tensor then has one value for each token
+        # and cell.
         scores = in_float32(keys @ queries.flatten(2) + self.importance(tokens))
         weights = (scores + geometric_bias(rois, *size).flatten(2)).softmax(1).to(tokens.dtype)
         logits = self.classifier(tokens).mT @ weights

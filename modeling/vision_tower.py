@@ -43,8 +43,8 @@ def swap_vision_tower(
 ) -> PreTrainedModel:
     """Return a VLM with its vision tower replaced by a SparseFormer.
 
-    The `vision_feature_layer` is converted to a negative index, as the last blocks of both towers correspond: 22 of a
-    tower with 24 blocks becomes -3.
+    `vision_feature_layer` is converted to a negative index, because the last blocks of both towers correspond: layer
+    22 of a tower with 24 blocks becomes -3.
 
     Args:
         vlm (`PreTrainedModel`):
@@ -53,7 +53,7 @@ def swap_vision_tower(
             language model and projector become part of the new model; they are not copied.
         vision_model (`SparseFormerVisionModel`, `SparseFormerVisionModelWithProjection` or `SparseFormerModel`):
             A SparseFormer or PatchSparseFormer that was bootstrapped from the replaced tower, or a CLIP or SigLIP with
-            such a tower. It is copied to the device of the VLM's inputs, in the dtype of the replaced tower.
+            this SparseFormer. It is copied to the device of the VLM's inputs, in the dtype of the replaced tower.
         image_grid (`int`, *optional*):
             Rows and columns of the grid of features in a Gemma 3 or a LLaVA-OneVision; the VLM's own by default. With
             a smaller grid, the language model reads fewer tokens.
@@ -70,7 +70,7 @@ def swap_vision_tower(
     tower_fields["model_type"] = tower_fields.get("model_type", "").removesuffix("_projection")
     if tower_fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
-    # The base model of a VLM has its model type, but no head.
+    # A VLM without language-modeling head has the same model type.
     if not hasattr(vlm, "lm_head") or vlm.config.model_type not in MODELS:
         raise ValueError(
             f"Got a {type(vlm).__name__}, expected a Llava-, PaliGemma-, Gemma3- or "
@@ -89,7 +89,7 @@ def swap_vision_tower(
     sparseformer.to(input_device(vlm), next(old.vision_tower.parameters()).dtype)
     new_parts = {"vision_tower": new.vision_tower}
     if has_grid and image_grid is not None:
-        # The projector depends on the grid, and its weights do not.
+        # The projector is built for the new grid, but its weights are those of the VLM.
         check_projector_on_device(vlm)
         new.multi_modal_projector.load_state_dict(old.multi_modal_projector.state_dict(), assign=True)
         new_parts["multi_modal_projector"] = new.multi_modal_projector
@@ -210,8 +210,8 @@ def match_channels_(
 ) -> None:
     """Match mean and standard deviation of each channel of the projector's input to the original model's, in place.
 
-    A SparseFormer's tokens are averages of patches, so the standard deviations of their channels are smaller, and the
-    outputs of a projector that was trained on patches are off. The factors and shifts are folded into a copy of the
+    The channels of a SparseFormer's tokens, which are averages of patches, have smaller standard deviations than those
+    of patches, on which the projector was trained. Factors and shifts that restore them are folded into a copy of the
     projector's first layer, without training or additional parameters. This is not part of a paper.
 
     Args:
@@ -302,7 +302,7 @@ def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> Pro
     strategy = config.vision_feature_select_strategy
     return SparseFormerLlavaProcessor(
         **parts,
-        # Images are smaller than such a patch, so that all tokens are "additional" tokens.
+        # No image has a patch of this size, so that `LlavaProcessor` counts "additional" tokens alone.
         patch_size=10**6,
         # `LlavaProcessor` subtracts one token for [CLS], which "default" leaves out.
         num_additional_image_tokens=config.image_seq_length + (strategy == "default"),

@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_base import pair
 from .hub import HubModel
 from .impulse import sincos_position_encoding
-from .layers import MLP, SelfAttention, drop_path, in_float32
+from .layers import MLP, SelfAttention, drop_path, in_float32, uniform_init_
 
 
 def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
@@ -121,7 +121,7 @@ class ViTLayer(GradientCheckpointingLayer):
 
 
 class ViTPreTrainedModel(HubModel):
-    """Base class of both families' `…PreTrainedModel`."""
+    """Base class of the plain vision transformers, with weight initialization."""
 
     base_model_prefix = "vit"
     main_input_name = "pixel_values"
@@ -165,7 +165,7 @@ class ViTPreTrainedModel(HubModel):
 
 
 class ViTModel(ViTPreTrainedModel):
-    """Base class of both families' bare models."""
+    """The bare plain vision transformer, from pixels to tokens."""
 
     def __init__(self, config, embeddings: ViTEmbeddings):
         super().__init__(config)
@@ -201,10 +201,3 @@ class ViTModel(ViTPreTrainedModel):
         hidden_states = self.layernorm(hidden_states)
         pooled = hidden_states.mean(dim=1) if self.embeddings.cls_token is None else hidden_states[:, 0]
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
-
-
-def uniform_init_(layer: nn.Module):
-    """Initialize weights and biases uniformly in +-1 / sqrt(fan_in), PyTorch's default."""
-    bound = layer.weight[0].numel() ** -0.5
-    for parameter in layer.parameters():
-        init.uniform_(parameter, -bound, bound)
