@@ -89,11 +89,13 @@ def main(argv: list[str] | None = None) -> None:
     captions = []
     results = []
     count = 0
+    num_unreadable = 0
     for name, prediction in tqdm(predicted, "predict", leave=False, disable=None):
         if isinstance(prediction, CorruptImageError):
             if not options.skip_corrupt:
                 raise ValueError(f"Cannot read {name!r} ({prediction}). To leave such images out: --skip_corrupt.")
             tqdm.write(f"Left out: cannot read {printable(f'{name}: {prediction}')}", file=sys.stderr)
+            num_unreadable += 1
             continue
         if options.json:
             labels = [{"label": label, "score": score} for label, score in prediction.labels]
@@ -108,6 +110,8 @@ def main(argv: list[str] | None = None) -> None:
             break
     if not count:
         raise ValueError("None of the images can be read.")
+    if num_unreadable:
+        print(f"{num_unreadable} of {num_unreadable + count} images were left out.", file=sys.stderr)
     if options.json:
         print(json.dumps(results, indent=2))
     if options.rois:

@@ -104,6 +104,7 @@ def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, cap
     code, output, error = run(*arguments, "--skip-corrupt", capsys=capsys)
     assert code == 0 and [Path(result["image"]).name for result in json.loads(output)] == ["a.png", "b.jpg", "c.webp"]
     assert error.count("Left out: cannot read") == 3 and "--skip_corrupt" not in error
+    assert "3 of 6 images were left out." in error
     said = fails(*arguments, "--rois", images / "rois.png", capsys=capsys)
     assert "aa.png" in said and "--skip_corrupt" in said
     assert not (images / "rois.png").exists()

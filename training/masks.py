@@ -74,7 +74,7 @@ def load_masked_images(
     if not {image_column, mask_column} <= {*found}:
         raise ValueError(
             f"{dataset!r} has the image columns {', '.join(found)}, expected images and masks: give image_column and "
-            f"mask_column, or a folder with pictures of masks in {', '.join(MASK_FOLDERS)}."
+            f"mask_column, or a folder with PNG masks in {', '.join(MASK_FOLDERS)}."
         )
     names = {image_column: "image", mask_column: "mask"}
     # Renaming the columns of a stream reads from it, unless they were cast before.

@@ -121,10 +121,6 @@ def test_both_start_as_the_reference_has_it(variant):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"sam_rho": 0.1, "gradient_accumulation_steps": 2},
-            "sam_rho is 0.1, expected 0 with gradient accumulation or fp16",
-        ),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0"),
         ({"vit": "deep"}, "vit is 'deep', expected name=value pairs"),
     ],

@@ -60,6 +60,25 @@ def test_masks_and_images_are_images_alone(split, tmp_path):
     assert all("/masks/" in record["path"] for record in table["mask"])
 
 
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        (["0.npy", "1.npy"], "has the image columns image, expected .* PNG masks in annotations, masks, labels"),
+        (["0.jpg", "1.jpg"], "has the image columns image, expected .* PNG masks in annotations, masks, labels"),
+        (["0.png"], r"The image .*1.png has no mask in a folder annotations, masks, labels, nor labelme's"),
+    ],
+)
+def test_images_without_pictures_of_masks_are_refused(masks, message, tmp_path):
+    for name in ("images/0.png", "images/1.png", *(f"masks/{mask}" for mask in masks)):
+        if name.endswith(".npy"):
+            np.save(tmp_path / name, np.zeros((6, 8), np.uint8))
+        else:
+            draw(tmp_path / name)
+        (tmp_path / "masks").mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match=message):
+        load_masked_images(str(tmp_path), "train")
+
+
 NEAREST = ImageFormat((24, 32), mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), resample=0)
 
 

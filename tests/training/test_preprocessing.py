@@ -9,7 +9,7 @@ from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmW
 
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import EvalView, seeded
-from frugalvit.training.preprocessing import LONGEST, middle_of, prepare_images
+from frugalvit.training.preprocessing import LONGEST, prepare_images
 
 
 SQUARE = {"height": 16, "width": 16}
@@ -42,17 +42,6 @@ def test_a_strip_is_seen_as_if_it_were_resized_whole(name, size):
     image_format = ImageFormat.from_processor(processor)
     seen = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
     torch.testing.assert_close(seen, pixels, rtol=0, atol=0.1)
-
-
-@pytest.mark.parametrize("size", [(1, 1), (320, 10), (321, 10), (10, 999), (1, 60_000)])
-def test_both_ends_of_a_strip_lose_as_much(size):
-    image = strip(*size)
-    middle, longest = middle_of(image), LONGEST * min(size)
-    if max(size) <= longest:
-        assert middle is image
-    else:
-        assert max(middle.size) - longest in (0, 1) and min(middle.size) == min(size)
-        assert (max(size) - max(middle.size)) % 2 == 0
 
 
 def test_seeds_are_fixed_and_spread_and_leave_no_trace():
