@@ -15,15 +15,15 @@ from kinds import KINDS
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Code that all families share is compiled anew by every test: the compiler gives up on a function that it has
-    seen with eight kinds of arguments, whichever tests those were."""
+    """Reset the compiler before each test, because it gives up on a function after eight kinds of arguments, also if
+    several tests passed them."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")
 def make_config():
-    """Function that makes a tiny configuration of a kind."""
+    """Return a function that makes a tiny configuration of a kind."""
 
     def make(kind: str, **fields) -> PreTrainedConfig:
         return KINDS[kind].config(**fields)
@@ -33,8 +33,11 @@ def make_config():
 
 @pytest.fixture(scope="session")
 def make_model():
-    """Function that makes a tiny model in evaluation mode, with every weight moved off its initial value, so that
-    outputs differ between images. The class is one of the kind's, or `"base"` or `"classifier"`."""
+    """Return a function that makes a tiny model of a class, or of the kind's `"base"` or `"classifier"` class, in
+    evaluation mode.
+
+    Every weight is moved off its initial value, so that outputs differ between images.
+    """
 
     def make(model_class, kind: str, seed: int = 0, **fields):
         if isinstance(model_class, str):
@@ -51,13 +54,13 @@ def make_model():
 
 @pytest.fixture(params=list(KINDS))
 def kind(request) -> str:
-    """Every family and generation; tests that some do not fit name others by `parametrize`."""
+    """Return the name of each kind in turn. Tests that do not suit all kinds parametrize `kind` themselves."""
     return request.param
 
 
 @pytest.fixture(params=["bootstrapped", "v1"])
 def generation(request) -> str:
-    """The generations of SparseFormer."""
+    """Return the name of each generation of SparseFormer in turn."""
     return request.param
 
 
@@ -68,7 +71,7 @@ def pixel_values() -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def photographs() -> tuple[list[Image.Image], list[int]]:
-    """Images and labels of CIFAR-10's embedded test images."""
+    """Return images and labels of the package's CIFAR-10 test images."""
     table = pyarrow.parquet.read_table(resources.files("frugalvit.training") / "cifar10" / "test.parquet")
     rows = table.slice(0, 32).to_pylist()
     return [Image.open(io.BytesIO(row["img"]["bytes"])).convert("RGB") for row in rows], [row["label"] for row in rows]

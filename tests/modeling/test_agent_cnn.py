@@ -1,6 +1,8 @@
-"""Generalized convolution and the agent CNNs: eqs. 1 to 6, the reference's numbers, the tables' architectures."""
+"""Generalized convolution and agent CNNs: equations 1 to 6, outputs of the reference implementation, architectures of
+the paper's tables."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from frugalvit import AgentCNNConfig, AgentCNNModel, GeneralizedConv2d
 from frugalvit.modeling.generalized_convolution import generalized_conv2d, window_size
+from frugalvit.modeling.modeling_bootstrapped_vit import head_products
 from generalized_convolution_speed import generalized_convolution_in_matrix_form, shift_matrices
 
 
@@ -18,22 +21,23 @@ FIXTURE = load_file(Path(__file__).parents[1] / "fixtures" / "generalized_conv.s
 
 
 class TestGeneralizedConvolution:
-    def test_is_the_references(self):
-        """Stored as [position, out, in]."""
+    def test_equals_the_reference_implementation(self):
+        # The reference implementation stores weights as (positions, out_channels, in_channels).
         weight = FIXTURE["weight"].permute(1, 2, 0)
         torch.testing.assert_close(
             generalized_conv2d(FIXTURE["input"], weight, FIXTURE["bias"]), FIXTURE["output"], atol=1e-5, rtol=1e-4
         )
 
     def test_heads_of_attention_are_positions(self):
-        """Position i goes through W_O(head i) W_V(head i)."""
-        value, output, heads = FIXTURE["shared_v_weight"], FIXTURE["shared_o_weight"], 9
-        weight = torch.einsum("ohd,hdi->oih", output.unflatten(1, (heads, -1)), value.unflatten(0, (heads, -1)))
-        given = generalized_conv2d(FIXTURE["shared_input"], weight, FIXTURE["shared_o_bias"])
-        torch.testing.assert_close(given, FIXTURE["shared_output"], atol=1e-5, rtol=1e-4)
+        """Position i has the weight W_O,i W_V,i of head i."""
+        value = SimpleNamespace(weight=FIXTURE["shared_v_weight"])
+        output = SimpleNamespace(weight=FIXTURE["shared_o_weight"])
+        weight = head_products(SimpleNamespace(v_proj=value, o_proj=output), 9)
+        convolved = generalized_conv2d(FIXTURE["shared_input"], weight, FIXTURE["shared_o_bias"])
+        torch.testing.assert_close(convolved, FIXTURE["shared_output"], atol=1e-5, rtol=1e-4)
 
     def test_matrices_select_at_most_one_token(self):
-        """Eqs. 4 and 6: each matrix shifts all tokens. The middle one of 3 x 3 leaves them where they are."""
+        """Each matrix of equations 4 and 6 shifts all tokens; the middle one of 3 x 3 is the identity."""
         matrices = shift_matrices(3, 4, 9)
         assert matrices.shape == (9, 12, 12) and set(matrices.unique().tolist()) == {0, 1}
         assert torch.equal(matrices[4], torch.eye(12)) and matrices.sum(-1).max() == 1
@@ -70,7 +74,7 @@ class TestAgentCNN:
         ("variant", "maps"), [("agent-small", [14] * 6), ("agent-base-res", [28, 28, 14, 14, *[7] * 8])]
     )
     def test_maps_of_the_tables(self, variant, maps):
-        """Each as the block makes it, before it is halved: hints see these."""
+        """Hidden states are the output maps of the blocks, before a map is halved."""
         config = AgentCNNConfig.from_variant(variant)
         with torch.device("meta"):
             model = AgentCNNModel(config).eval()
@@ -107,7 +111,7 @@ class TestAgentCNN:
             return (hidden @ layer.mlp.fc2.weight[:, :, 0, 0].T + layer.mlp.fc2.bias).movedim(-1, 1)
 
         def drop(branch):
-            # The mask is drawn in the order of memory.
+            # Dropout draws its mask in the order of the memory, which has to be that of the convolution's output.
             return nn.functional.dropout(branch.contiguous(), branch_dropout)
 
         torch.manual_seed(1)

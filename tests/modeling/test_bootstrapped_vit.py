@@ -1,4 +1,4 @@
-"""A ViT beside its agent: every term of the loss, who learns from whom, what is shared, and both by themselves."""
+"""Joint training of a ViT and its agent CNN: terms of the loss, gradients of each term, shared weights, loading."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from transformers import AutoModelForImageClassification
 
 from frugalvit import BootstrappedViTConfig, BootstrappedViTForImageClassification
 from frugalvit.modeling import modeling_bootstrapped_vit
-from frugalvit.modeling.modeling_bootstrapped_vit import head_products, hint
+from frugalvit.modeling.modeling_bootstrapped_vit import hint
 from tiny import randomize
 
 
@@ -42,8 +42,8 @@ def images() -> torch.Tensor:
     return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def learned(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters that have a gradient."""
+def trained_parameters(model: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that have a gradient."""
     return {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
 
 
@@ -62,7 +62,7 @@ class TestLoss:
         expected = {
             "classification": F.cross_entropy(vit.logits, LABELS),
             "agent_classification": F.cross_entropy(agent.logits, LABELS),
-            # The teacher's surprise at the student.
+            # The teacher's distribution comes first in the Kullback-Leibler divergence.
             "divergence": 16 * (q * (q.log() - p.log())).sum(1).mean(),
             "agent_divergence": 16 * (p * (p.log() - q.log())).sum(1).mean(),
         }
@@ -82,15 +82,16 @@ class TestLoss:
         total = weight * sum(expected.values()) + outputs.losses["hints"].sum()
         torch.testing.assert_close(outputs.loss, total.float())
 
-    def test_who_learns_from_which_term(self, make_model, images):
-        """Teachers get no gradient: the agent none from hints and from the divergence of the ViT."""
-        of_vit, of_agent = {"classification", "divergence", "hints"}, {"agent_classification", "agent_divergence"}
+    def test_each_term_trains_one_model(self, make_model, images):
+        """The teacher of a term gets no gradient: hints and the ViT's divergence do not train the agent."""
+        vit_terms = {"classification", "divergence", "hints"}
+        agent_terms = {"agent_classification", "agent_divergence"}
         model = make_model()
-        for name in of_vit | of_agent:
+        for name in vit_terms | agent_terms:
             model.zero_grad()
             model(images, labels=LABELS).losses[name].sum().backward()
-            parts = {parameter.partition(".")[0] for parameter in learned(model)}
-            assert parts == ({"vit"} if name in of_vit else {"twin"}), name
+            parts = {parameter.partition(".")[0] for parameter in trained_parameters(model)}
+            assert parts == ({"vit"} if name in vit_terms else {"twin"}), name
 
     @settings(max_examples=40, deadline=None)
     @given(
@@ -100,7 +101,7 @@ class TestLoss:
         longer=st.sampled_from(["tokens", "map"]),
         seed=st.integers(0, 99),
     )
-    def test_the_longer_is_averaged(self, rows, columns, factor, longer, seed):
+    def test_the_longer_sequence_is_averaged(self, rows, columns, factor, longer, seed):
         generator = torch.Generator().manual_seed(seed)
         length = rows * columns
         short = torch.randn(2, length, 8, generator=generator)
@@ -108,13 +109,13 @@ class TestLoss:
         averaged = long.unflatten(1, (length, factor)).mean(2)
         expected = F.mse_loss(F.layer_norm(short, (8,)), F.layer_norm(averaged, (8,)))
         if longer == "tokens":
-            given_ = hint(long, short.mT.unflatten(2, (rows, columns)))
+            loss = hint(long, short.mT.unflatten(2, (rows, columns)))
         else:
-            given_ = hint(short, long.mT.unflatten(2, (rows, columns * factor)))
-        torch.testing.assert_close(given_, expected)
+            loss = hint(short, long.mT.unflatten(2, (rows, columns * factor)))
+        torch.testing.assert_close(loss, expected)
 
     def test_hints_see_maps_before_they_are_halved(self, monkeypatch):
-        """The reference implementation does so. The token sequence stays, and is averaged if it is the longer one."""
+        """Hints compare all tokens with the maps before they are halved, as in the reference implementation."""
         seen = []
 
         def record(tokens, feature_map):
@@ -147,18 +148,10 @@ class TestSharing:
         agent = BootstrappedViTConfig.from_variant(variant).agent_config
         assert (agent.dropout, agent.branch_dropout) == (dropout, branch_dropout)
 
-    def test_positions_are_heads(self, make_model):
-        attention = make_model("weights").vit.base_model.layers[1].attention
-        products = head_products(attention, 6)
-        for head in range(6):
-            of_head = slice(6 * head, 6 * head + 6)
-            expected = attention.o_proj.weight[:, of_head] @ attention.v_proj.weight[of_head]
-            torch.testing.assert_close(products[:, :, head], expected)
-
-    def test_the_agent_teaches_the_vits_own_weights(self, make_model, images):
+    def test_the_agents_loss_trains_the_vits_weights(self, make_model, images):
         model = make_model("weights")
         model(images, labels=LABELS).losses["agent_classification"].backward()
-        names = {name.removeprefix("vit.vit.layers.0.") for name in learned(model) if ".layers.0." in name}
+        names = {name.removeprefix("vit.vit.layers.0.") for name in trained_parameters(model) if ".layers.0." in name}
         assert {"attention.v_proj.weight", "attention.o_proj.weight", "attention.o_proj.bias"} <= names
         assert {"mlp.fc1.weight", "mlp.fc2.bias"} <= names and "attention.q_proj.weight" not in names
 
@@ -169,6 +162,10 @@ def test_loads_with_and_without_the_package(make_model, images, tmp_path):
     expected = model(images, labels=LABELS)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
     assert torch.equal(loaded(images, labels=LABELS).loss, expected.loss)
-    given = (tmp_path / "model", "AutoModelForImageClassification", {"pixel_values": images})
-    for found in compute_without_frugalvit(tmp_path, *given):
+    for found in compute_without_frugalvit(
+        tmp_path,
+        tmp_path / "model",
+        "AutoModelForImageClassification",
+        {"pixel_values": images},
+    ):
         assert torch.equal(found, expected.logits)

@@ -1,4 +1,4 @@
-"""A CLIP or SigLIP with a SparseFormer: in Transformers, in open_clip, and from one to the other."""
+"""CLIP and SigLIP with a SparseFormer, in Transformers and in open_clip, and conversion between the two."""
 
 import copy
 import functools
@@ -31,18 +31,16 @@ from tiny import SMALL, randomize, word_tokenizer
 
 
 WORDS = ["[PAD]", "a", "photo", "of", "this", "is", "cat", "dog", "ship", ".", "[UNK]"]
-# SigLIP's texts have no ends.
+# SigLIP's texts have no end token.
 CLIP_WORDS = [*WORDS, "[BOS]", "[EOS]"]
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 VISION |= {"image_size": 32, "patch_size": 4}
 CLIP_TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CLIP_TEXT |= {"vocab_size": len(CLIP_WORDS), "max_position_embeddings": 16, "eos_token_id": len(CLIP_WORDS) - 1}
-# open_clip multiplies a width by a ratio; 56 * (61 / 56) is less than 61.
-SIGLIP_TEXT = {
-    **{"hidden_size": 56, "intermediate_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
-    **{"vocab_size": len(WORDS), "projection_size": 64},
-}
+# open_clip multiplies the width by a ratio, which rounds down here: 56 * (61 / 56) is less than 61.
+SIGLIP_TEXT = {"hidden_size": 56, "intermediate_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIGLIP_TEXT |= {"vocab_size": len(WORDS), "projection_size": 64}
+SIGLIP_TEXT |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 TEXTS = ["a photo of a cat", "this is a ship.", "dog"]
 
 
@@ -58,7 +56,7 @@ def make_teacher(name: str) -> CLIPModel | SiglipModel:
 
 
 class Towers:
-    """A CLIP or SigLIP, a SparseFormer in the place of its image side, and the folder of both."""
+    """A CLIP or SigLIP, `teacher`, and `model`, the same with a SparseFormer as vision model, saved in `folder`."""
 
     def __init__(self, name: str, folder):
         self.name, self.folder = name, folder
@@ -77,7 +75,7 @@ class Towers:
         return put(teacher, self.vision_model)
 
     def tokenize(self, texts: list[str], length: int | None = None) -> dict[str, torch.Tensor]:
-        # Those of SigLIP make no mask: it was trained to attend to padding.
+        # SigLIP's tokenizer makes no attention mask, because SigLIP was trained to attend to padding.
         options = {"model_max_length": 64, "model_input_names": ["input_ids"]} if self.is_siglip else {}
         tokenizer = word_tokenizer(WORDS if self.is_siglip else CLIP_WORDS, **options)
         padding = "max_length" if length or self.is_siglip else True
@@ -99,7 +97,7 @@ def towers(request, make_towers) -> Towers:
 
 
 class AsVisionModel(nn.Module):
-    """A SparseFormer called as Transformers' models call their vision models."""
+    """Wrapper with the signature by which Transformers' models call their vision model."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -111,11 +109,12 @@ class AsVisionModel(nn.Module):
 
 @torch.no_grad()
 def test_images_and_texts_are_compared_as_the_teacher_compares_them(towers):
-    """Transformers' own model, with the SparseFormer put into it, gives what is expected; the text side is the
+    """Outputs equal those of Transformers' own class with the SparseFormer put into it, and text embeddings equal the
     teacher's to the bit."""
     teacher, model, inputs = make_teacher(towers.name), towers.model, towers.inputs
     texts = {key: value for key, value in inputs.items() if key != "pixel_values"}
-    expected, given = teacher.get_text_features(**texts), model.get_text_features(**texts)
+    expected = teacher.get_text_features(**texts)
+    given = model.get_text_features(**texts)
     assert torch.equal(given.pooler_output, expected.pooler_output)
     teacher.vision_model = AsVisionModel(towers.vision_model.base_model)
     if towers.name == "clip":
@@ -124,7 +123,7 @@ def test_images_and_texts_are_compared_as_the_teacher_compares_them(towers):
     for output in ("text_embeds", "image_embeds", "logits_per_image", "logits_per_text", "loss"):
         torch.testing.assert_close(given[output], expected[output], rtol=0, atol=1e-5)
     assert expected.logits_per_text.std() > 0.1
-    # Any size, unlike the teacher.
+    # The SparseFormer takes images of any size, which the teacher does not.
     assert model.get_image_features(torch.randn(1, 3, 40, 56), output_rois=True).pooler_output.isfinite().all()
 
 
@@ -140,11 +139,8 @@ def test_loads_with_and_without_the_package(towers, tmp_path):
         assert torch.equal(given, expected)
 
 
-# open_clip
-
-
 def open_clip_model(name: str, model_class=None, quick_gelu: bool = False, **text) -> nn.Module:
-    """A small CLIP or SigLIP with the fields of open_clip's configurations."""
+    """Return a small CLIP or SigLIP of open_clip."""
     torch.manual_seed(0)
     sizes = {"context_length": 16, "width": 32, "heads": 4, "layers": 2}
     if name == "clip":
@@ -153,10 +149,8 @@ def open_clip_model(name: str, model_class=None, quick_gelu: bool = False, **tex
         model = (model_class or open_clip.CLIP)(24, vision, text, quick_gelu=quick_gelu)
     else:
         vision = {"timm_model_name": "test_vit", "timm_pool": "map", "timm_proj": "none"}
-        text = {
-            **{**sizes, "vocab_size": len(WORDS), "mlp_ratio": 3.7362, "no_causal_mask": True, "proj_bias": True},
-            **{"pool_type": "last", "norm_kwargs": {"eps": 1e-6}, **text},
-        }
+        sizes |= {"vocab_size": len(WORDS), "mlp_ratio": 3.7362, "no_causal_mask": True, "proj_bias": True}
+        text = sizes | {"pool_type": "last", "norm_kwargs": {"eps": 1e-6}} | text
         logits = {"init_logit_scale": 2.3, "init_logit_bias": -3.7}
         model = (model_class or open_clip.CustomTextCLIP)(64, vision, text, quick_gelu=quick_gelu, **logits)
     preprocessing = {"size": 32, "mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bicubic"}

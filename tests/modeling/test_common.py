@@ -1,8 +1,8 @@
-"""Transformers' own common model tests, run on one class of every family, at night on all of them.
+"""Transformers' common model tests, run on one class of every family, and with `-m nightly` on all classes.
 
-They are part of Transformers' source distribution and not of this repository. Unpack the one of the installed version
-(`pip download --no-deps --no-binary transformers transformers==<version>`) and name its folder in
-FRUGALVIT_TRANSFORMERS_SOURCE. The distribution has no tests of export and generation; empty mixins replace them, and
+The common tests are part of Transformers' source distribution. Unpack the distribution of the installed version
+(`pip download --no-deps --no-binary transformers transformers==<version>`) and set FRUGALVIT_TRANSFORMERS_SOURCE to
+its folder. The distribution lacks the tests of export and generation; empty mixins replace them, and
 `test_ecosystem.py` tests exporting.
 """
 
@@ -34,13 +34,19 @@ if not SOURCE:
     )
 
 
-# Fields that every configuration takes, with other values than the defaults.
+# These fields belong to every configuration and differ from the defaults.
 FIELDS = {
-    **{"return_dict": False, "output_hidden_states": True, "output_attentions": True, "dtype": "float16"},
-    **{"chunk_size_feed_forward": 5, "architectures": ["SparseFormerModel"], "problem_type": "regression"},
-    **{"id2label": {0: "label"}, "label2id": {"label": 0}},
+    "return_dict": False,
+    "output_hidden_states": True,
+    "output_attentions": True,
+    "dtype": "float16",
+    "chunk_size_feed_forward": 5,
+    "architectures": ["SparseFormerModel"],
+    "problem_type": "regression",
+    "id2label": {0: "label"},
+    "label2id": {"label": 0},
 }
-# What the distribution leaves out; a checkout of Transformers has the files themselves.
+# The distribution lacks these modules, which a checkout of Transformers has.
 MISSING = {
     "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
     "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
@@ -49,7 +55,8 @@ MISSING = {
 
 
 def import_common_tests(name: str) -> types.ModuleType:
-    """A module of the `tests` folder, as part of a package made here: the distribution has no `tests/__init__.py`."""
+    """Import a module of the distribution's `tests` folder as part of a new package, as the folder has no
+    `__init__.py`."""
     package, folder = "transformers_common_tests", Path(SOURCE) / "tests"
     if package not in sys.modules:
         sys.modules[package] = types.ModuleType(package)
@@ -63,24 +70,26 @@ def import_common_tests(name: str) -> types.ModuleType:
 
 
 common = import_common_tests("test_modeling_common")
-# It sets every field whose name contains `layer_scale` to a small number; ours is a choice.
+# `_config_zero_init` sets every field whose name contains `layer_scale` to a small number, but ours is a bool.
 common._config_zero_init = copy.deepcopy
-with mock.patch("transformers.utils.direct_transformers_import"):  # wants `tests/__init__.py`, for other models
+# The import needs `tests/__init__.py`, and our tests do not need the import.
+with mock.patch("transformers.utils.direct_transformers_import"):
     configuration_common = import_common_tests("test_configuration_common")
 backbone_common = import_common_tests("test_backbone_common")
 
 
 class CommonTests(common.ModelTesterMixin):
-    """The common tests, on one thread, and no slower than they must be."""
+    """The common tests of all our models."""
 
-    test_resize_embeddings = False  # no token embeddings of their own
+    # Vision models have no token embeddings.
+    test_resize_embeddings = False
     test_can_init_all_missing_weights_before_2023 = True
-    # Class names by the tables of Transformers' by which tests choose inputs and what they skip.
+    # The common tests choose inputs, and skip parts, by Transformers' tables of class names.
     tables: dict[str, str | tuple[str, ...]] = {}
 
     def setUp(self):
         super().setUp()
-        # Messages print every parameter, of tests that pass, too.
+        # The common tests format every parameter for their messages, which takes long with full printing.
         torch.set_printoptions(threshold=0, edgeitems=1)
         self.addCleanup(torch.set_printoptions, profile="default")
         self.model_tester = self.make_tester(self)
@@ -91,13 +100,16 @@ class CommonTests(common.ModelTesterMixin):
             self.addCleanup(patch.stop)
 
     def subTest(self, *_, **__):
-        """Part of its test: thousands of their own take longer to report than to run."""
+        # Reporting thousands of subtests takes longer than running them.
         return contextlib.nullcontext()
 
 
 class ImageTests(CommonTests):
-    """Without repetitions, as images have no attention mask: however texts would be padded, eager and SDPA attention
-    see the same images. Each precision remains, with and without fused kernels, and attention maps."""
+    """The common tests of models that take images alone.
+
+    Images have no attention mask, so that the tests of eager and SDPA attention with masks would only repeat those
+    without.
+    """
 
     def test_model_get_set_embeddings(self):
         for model_class in self.all_model_classes:
@@ -188,10 +200,10 @@ class PatchesCommonTest(FamilyTests, unittest.TestCase):
 
 @pytest.mark.nightly
 class V1CommonTest(FamilyTests, unittest.TestCase):
-    # More heads than flash and flex attention can do, as in the published models.
+    # v1 has narrower heads than flash and flex attention allow, as in the published models.
     kind = "v1"
     every_class = True
-    # The paper's segmentation head has a width of its own.
+    # The width of the paper's segmentation head is fixed, so that the model has more parameters than the test allows.
     test_model_is_small = None
 
 
@@ -210,11 +222,6 @@ class PatchesProjectionCommonTest(EveryPatchesCommonTest):
     config_class = frugalvit.PatchSparseFormerVisionModelWithProjection.config_class
 
 
-@pytest.mark.nightly
-class ContentCommonTest(EveryPatchesCommonTest):
-    kind = "content"
-
-
 class BackboneCommonTest(backbone_common.BackboneTesterMixin, unittest.TestCase):
     kind = "patches"
     all_model_classes = (frugalvit.PatchSparseFormerBackbone,)
@@ -231,7 +238,7 @@ class ViTImpulseInitCommonTest(FamilyTests, unittest.TestCase):
     def setUp(self):
         super().setUp()
         if "eager_matches_sdpa_inference" in self._testMethodName:
-            # Sharp attention magnifies what half precision rounds away, on some CPUs beyond the tolerance.
+            # Sharp attention magnifies rounding errors of half precision beyond the tolerance on some CPUs.
             self.model_tester.fields = {"initialization": "trunc_normal"}
 
 
@@ -250,7 +257,7 @@ class ConvMixerCommonTest(FamilyTests, unittest.TestCase):
             shapes = [tuple(states.shape) for states in outputs.hidden_states]
             self.assertEqual(shapes, [(3, config.hidden_size, 8, 8)] * 3)
 
-    # Frozen filters are buffers and random.
+    # The test needs two initializations to give equal buffers, but frozen filters are random buffers.
     test_init_weights_can_init_buffers = None
 
 
@@ -258,8 +265,8 @@ class AgentCNNCommonTest(ConvMixerCommonTest):
     kind = "agent_cnn"
 
 
-class TwinsTester(ModelTester):
-    """Like `ModelTester`, of a ViT with an agent."""
+class JointTester(ModelTester):
+    """`ModelTester` of a ViT with its agent."""
 
     num_attention_heads = 4
     hidden_size = 32
@@ -280,16 +287,16 @@ class TwinsTester(ModelTester):
 
 class BootstrappedViTCommonTest(ImageTests, unittest.TestCase):
     all_model_classes = (frugalvit.BootstrappedViTForImageClassification,)
-    make_tester = TwinsTester
+    make_tester = JointTester
     tables = {"MODEL_FOR_IMAGE_CLASSIFICATION": "BootstrappedViTForImageClassification"}
     _is_composite = True
 
-    # The two teach each other a distribution over classes, of which an image has one.
+    # ViT and agent teach each other distributions over classes, so that an image has a single label.
     test_problem_types = None
 
 
 class VisionAndTextTester(ModelTester):
-    """Like `ModelTester`, of a text model with a SparseFormer."""
+    """`ModelTester` of a text model with a SparseFormer."""
 
     num_attention_heads = 4
     hidden_size = 32
@@ -332,19 +339,19 @@ class ClipCommonTest(VisionAndTextTests, unittest.TestCase):
     def setUp(self):
         super().setUp()
         if "eager_matches_sdpa_inference" in self._testMethodName:
-            self.skipTest("it knows models of one input only; test_clip.py compares both sides")
+            self.skipTest("This test gives models a single input; test_clip.py compares both sides.")
 
-    # The two sides' outputs hold them, as CLIPModel's do.
+    # Hidden states belong to the outputs of the two sides, as in CLIPModel.
     test_hidden_states_output = test_retain_grad_hidden_states_attentions = None
 
 
-# One of the tests is about it.
+# One of the tests passes the deprecated argument.
 @pytest.mark.filterwarnings("default:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.nightly
 class LlavaCommonTest(VisionAndTextTests, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
     text = {"model_type": "llama", "pad_token_id": 0, "num_key_value_heads": 4}
-    # As in Transformers' tests of LLaVA: others have to be among the states that are asked for.
+    # Transformers' LLaVA tests have -1, too, because other layers need recorded hidden states.
     fields = {"image_token_index": 4, "vision_feature_layer": -1}
     tables = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT": "SparseFormerLlavaForConditionalGeneration"}
     test_resize_embeddings = True
@@ -352,4 +359,4 @@ class LlavaCommonTest(VisionAndTextTests, common.GenerationTesterMixin, unittest
     def setUp(self):
         super().setUp()
         if "training_gradient_checkpointing" in self._testMethodName:
-            self.skipTest("LLaVA reads a layer before the last, so that what follows has no gradient")
+            self.skipTest("LLaVA reads a layer before the last, so that later layers get no gradient.")

@@ -1,4 +1,4 @@
-"""Context Broadcasting: the definitions, hosts, saving and loading, what the positions do, what it costs."""
+"""Context Broadcasting: its definitions, host models, positions, saving and loading, parameters and cost."""
 
 import copy
 import pickle
@@ -30,17 +30,13 @@ SWIN = {"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "image_size": 32,
 TINY_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 
-def of_transformers(name: str, fields: dict, ending: str = "ForImageClassification"):
+def make_transformers(name: str, fields: dict, ending: str = "ForImageClassification"):
     config = getattr(transformers, f"{name}Config")(**fields)
     return getattr(transformers, f"{name}{ending}")(config)
 
 
-def of_timm(name: str, **options):
-    return timm.create_model(name, num_classes=3, **options)
-
-
 def small_family(**fields) -> frugalvit.ViTContextBroadcastForImageClassification:
-    config = frugalvit.ViTContextBroadcastConfig(**{**SMALL, "num_labels": 3, "resize_size": None, **fields})
+    config = frugalvit.ViTContextBroadcastConfig(**SMALL | {"num_labels": 3, "resize_size": None} | fields)
     return frugalvit.ViTContextBroadcastForImageClassification(config)
 
 
@@ -55,12 +51,12 @@ def wrapped_timm() -> transformers.TimmWrapperForImageClassification:
     return transformers.TimmWrapperForImageClassification(config)
 
 
-# A function that builds each host, and its number of blocks. tests/modeling/test_hosts.py has more hosts.
+# Each host has a function that builds it and its number of blocks. tests/modeling/test_hosts.py has more hosts.
 HOSTS = {
-    "ViT": (lambda: of_transformers("ViT", SMALL), 2),
-    "Swin": (lambda: of_transformers("Swin", SWIN), 3),
-    "CLIP": (lambda: of_transformers("CLIP", {"text_config": TEXT, "vision_config": SMALL}, "Model"), 2),
-    "timm ViT": (lambda: of_timm("vit_tiny_patch16_224", **TINY_VIT), 2),
+    "ViT": (lambda: make_transformers("ViT", SMALL), 2),
+    "Swin": (lambda: make_transformers("Swin", SWIN), 3),
+    "CLIP": (lambda: make_transformers("CLIP", {"text_config": TEXT, "vision_config": SMALL}, "Model"), 2),
+    "timm ViT": (lambda: timm.create_model("vit_tiny_patch16_224", num_classes=3, **TINY_VIT), 2),
     "timm in Transformers": (wrapped_timm, 2),
     "SparseFormer": (small_sparseformer, 2),
 }
@@ -77,9 +73,9 @@ def output_of(model: nn.Module) -> torch.Tensor:
     if not isinstance(model, transformers.PreTrainedModel):
         return model(pixel_values)
     text = {"input_ids": torch.tensor([[1, 2, 3]] * 2)} if hasattr(model, "text_model") else {}
-    # Models without Context Broadcasting may otherwise skip tokens that are not pooled.
-    whole = {"output_tokens": True} if hasattr(model, "sparseformer") else {}
-    outputs = model(pixel_values=pixel_values, **text, **whole)
+    # A model without Context Broadcasting would skip tokens that are not pooled.
+    all_tokens = {"output_tokens": True} if hasattr(model, "sparseformer") else {}
+    outputs = model(pixel_values=pixel_values, **text, **all_tokens)
     return next(outputs[name] for name in ("logits", "logits_per_image", "pooler_output") if name in outputs)
 
 
@@ -91,7 +87,7 @@ def set_scales(model: nn.Module):
 
 
 def by_hand(kind: str, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Broadcast within tokens `(tokens, channels)`, one by one."""
+    """Apply Context Broadcasting to the tokens of an image, `(tokens, channels)`, one by one."""
     mean = sum(x) / len(x)
     rows = {
         "cb": lambda token: (token + mean) / 2,
@@ -104,7 +100,7 @@ def by_hand(kind: str, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Ten
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 7), st.integers(1, 5), st.integers(0, 99))
-def test_tokens(kind, batch, tokens, channels, seed):
+def test_follows_the_definition(kind, batch, tokens, channels, seed):
     torch.manual_seed(seed)
     module, x = ContextBroadcast(kind, channels), torch.randn(batch, tokens, channels)
     if kind == "cb_s":
@@ -113,13 +109,13 @@ def test_tokens(kind, batch, tokens, channels, seed):
 
 
 @pytest.mark.parametrize("kind", ["cb", "cb_s"])
-def test_maps(kind):
+def test_a_map_is_a_sequence_of_tokens(kind):
     tokens, x = randomize(ContextBroadcast(kind, 5)), torch.randn(2, 3, 4, 5)
     torch.testing.assert_close(tokens(x), tokens(x.flatten(1, 2)).view_as(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_blend_leads_from_the_tokens_to_what_the_kind_makes_of_them(kind):
+def test_a_blend_interpolates_between_tokens_and_broadcast_tokens(kind):
     torch.manual_seed(0)
     module, x = ContextBroadcast(kind, 4, scale_init=0.5, blend=True), torch.randn(2, 6, 4)
     assert torch.equal(module(x), x)
@@ -132,8 +128,8 @@ def test_a_blend_leads_from_the_tokens_to_what_the_kind_makes_of_them(kind):
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_is_what_one_would_write_by_hand(host):
-    """Insertion equals wrapping the forward of every MLP, and removal restores the model."""
+def test_insertion_equals_wrapping_every_mlp(host):
+    """Inserted modules compute the same as wrapped MLPs, and removal restores the model."""
     model = make(host)
     before, weights = output_of(model), set(model.state_dict())
     inserted = insert_context_broadcast(model)
@@ -155,7 +151,7 @@ def test_is_what_one_would_write_by_hand(host):
     assert (broadcast - before).abs().max() > 1e-3
 
 
-# Blocks are found in three ways; the other hosts share one of them.
+# These three hosts cover the three ways of finding blocks.
 @pytest.mark.parametrize("host", ["ViT", "Swin", "timm ViT"])
 def test_positions_and_copies(host):
     model, outputs = make(host), {}
@@ -167,7 +163,7 @@ def test_positions_and_copies(host):
     torch.testing.assert_close(outputs["mlp_mid"], outputs["mlp_end"], atol=1e-4, rtol=1e-4)
     assert (outputs["mlp_end"] - outputs["mlp_front"]).abs().max() > 1e-3
     inserted = insert_context_broadcast(model, "cb_s", ["mlp_end", "attention_end"])
-    assert len(inserted) == 2 * HOSTS[host][1] and torch.equal(output_of(model), before)  # scales of 0
+    assert len(inserted) == 2 * HOSTS[host][1] and torch.equal(output_of(model), before)
     set_scales(model)
     after = output_of(model)
     assert (after - before).abs().max() > 1e-3
@@ -179,8 +175,8 @@ def test_positions_and_copies(host):
     ("host", "original"),
     [("ViT", True), ("ViT", False), ("CLIP", True), ("timm in Transformers", True), ("SparseFormer", True)],
 )
-def test_is_loaded_again(host, original, tmp_path):
-    """The host keeps its class, and `load_context_broadcast` restores what was inserted."""
+def test_a_saved_host_loads_with_its_modules(host, original, tmp_path):
+    """A loaded host keeps its class, and `load_context_broadcast` restores its modules, also if called twice."""
     model = make(host)
     model_class = type(model)
     insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)
@@ -190,11 +186,11 @@ def test_is_loaded_again(host, original, tmp_path):
     assert type(loaded) is type(model) is model_class
     assert not torch.allclose(output_of(loaded), output_of(model))
     load_context_broadcast(loaded, tmp_path)
-    load_context_broadcast(loaded, tmp_path)  # once
+    load_context_broadcast(loaded, tmp_path)
     assert torch.equal(output_of(loaded), output_of(model))
 
 
-def test_a_family_builds_what_was_inserted(tmp_path):
+def test_a_family_saves_inserted_modules_in_its_configuration(tmp_path):
     model = randomize(small_family(context_broadcast=None))
     insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)
     set_scales(model)
@@ -206,13 +202,13 @@ def test_a_family_builds_what_was_inserted(tmp_path):
 
 
 class TestFamily:
-    def test_patches_start_at_pytorchs_default_as_deits_do(self):
+    def test_patch_embeddings_start_at_pytorchs_default_as_in_deit(self):
         embeddings = small_family(patch_size=4, hidden_size=192, num_attention_heads=3).vit.embeddings
         assert embeddings.patch_embeddings.projection.weight.abs().max().item() == pytest.approx(48**-0.5, rel=0.01)
         assert embeddings.position_embeddings.std() < 0.03
 
     @pytest.mark.parametrize(("distilled", "parameters"), [("", 5_717_416), ("-distilled", 5_910_800)])
-    def test_counts_are_deits(self, distilled, parameters):
+    def test_has_as_many_parameters_as_deit(self, distilled, parameters):
         sizes = {}
         for kind in ("plain", "cb", "cb_s"):
             config = frugalvit.ViTContextBroadcastConfig.from_variant(f"vit-tiny{distilled}-{kind}-224")
@@ -220,16 +216,16 @@ class TestFamily:
                 sizes[kind] = frugalvit.ViTContextBroadcastForImageClassification(config).num_parameters()
         assert sizes == {"plain": parameters, "cb": parameters, "cb_s": parameters + 12 * config.hidden_size}
 
-    def test_is_deit(self):
-        theirs = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**SMALL, num_labels=3))
-        theirs = randomize(theirs)
+    def test_without_context_broadcast_it_equals_deit(self):
+        deit = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**SMALL, num_labels=3))
+        deit = randomize(deit)
         fields = {"context_broadcast": None, "use_distillation_token": True}
-        ours = small_family(**fields, layer_norm_eps=theirs.config.layer_norm_eps).eval()
-        state = theirs.state_dict()
-        ours.load_state_dict(
+        model = small_family(**fields, layer_norm_eps=deit.config.layer_norm_eps).eval()
+        state = deit.state_dict()
+        model.load_state_dict(
             {name.replace("deit.", "vit.").replace("cls_classifier", "classifier"): state[name] for name in state}
         )
-        torch.testing.assert_close(output_of(ours), output_of(theirs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output_of(model), output_of(deit), atol=1e-5, rtol=1e-5)
 
     def test_a_distilled_model_has_two_heads(self):
         model = randomize(small_family(use_distillation_token=True))

@@ -1,4 +1,4 @@
-"""ConvMixers whose spatial filters are trained or stay as they start."""
+"""ConvMixers with trained and with frozen spatial filters."""
 
 import pytest
 import torch
@@ -36,12 +36,12 @@ def test_follows_the_definition(kernel_size, make_model, pixel_values):
 
 @pytest.mark.parametrize("kernel_size", [3, 8])
 @pytest.mark.parametrize("spatial_filters", ["trained", *FROZEN])
-def test_filters(spatial_filters, kernel_size, make_config):
+def test_filters_are_initialized_by_their_kind(spatial_filters, kernel_size, make_config):
     torch.manual_seed(0)
     config = make_config("convmixer", hidden_size=256, kernel_size=kernel_size, spatial_filters=spatial_filters)
     filters = torch.cat([layer.spatial_mixing.weight for layer in ConvMixerModel(config).layers]).flatten(1)
     norms, size = filters.norm(dim=1), kernel_size**2
-    # All kinds are on average as large as uniform values in +-1 / kernel_size.
+    # The root mean square of every kind is that of uniform values within 1 / kernel_size.
     assert norms.square().mean().item() == pytest.approx(1 / 3, rel=0.1)
     if spatial_filters in ("trained", "random"):
         assert filters.abs().max() <= 1 / kernel_size and abs(filters.mean().item()) < 0.05 / kernel_size
@@ -67,7 +67,7 @@ def test_frozen_filters_and_their_biases_are_never_trained(spatial_filters, make
 
 
 def test_parameters_of_table_4():
-    # Patches, 8 layers of filters and channel mixing, each with bias and BatchNorm, and the classifier.
+    # A layer has spatial and channel mixing with biases and two BatchNorms.
     for name, width, kernel_size in (("convmixer-256-k3", 256, 3), ("convmixer-512-k8", 512, 8)):
         with torch.device("meta"):
             model = ConvMixerForImageClassification(ConvMixerConfig.from_variant(name))

@@ -1,5 +1,5 @@
-"""Feature maps of few tokens: where they lie, that they are the teacher's where there is a token for each patch, and
-the heads that take them."""
+"""Feature maps of SparseFormers: assignment of tokens to cells, equality with the teacher's maps at a token for each
+patch, upsamplers, and heads that read the maps."""
 
 import pytest
 import torch
@@ -23,14 +23,18 @@ from frugalvit.modeling.placement import grid_rois
 
 
 FIELDS = {
-    **{"image_size": 64, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 4},
-    **{"num_attention_heads": 2, "num_labels": 3},
+    "image_size": 64,
+    "num_latent_tokens": 16,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_labels": 3,
 }
 PATCHES = FIELDS | {"patch_size": 8}
 
 
 def make(model_class=PatchSparseFormerBackbone, **fields):
-    """A small model in evaluation mode whose weights are no longer initial."""
+    """Return a small model in evaluation mode whose weights are moved off their initial values."""
     torch.manual_seed(0)
     sizes = FIELDS if model_class is SparseFormerBackbone else PATCHES
     model = model_class(model_class.config_class(**sizes | fields)).eval()
@@ -45,15 +49,31 @@ def images(*size: int) -> torch.Tensor:
     return torch.randn(2, 3, *(size or (64, 64)), generator=torch.Generator().manual_seed(0))
 
 
-class TestShares:
+class TestAssignmentWeights:
     @given(st.tuples(st.integers(1, 5), st.integers(1, 5)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
-    def test_cells_within_a_tile_are_its_own(self, tiles, cells):
-        """Exactly, whatever the edges round to."""
-        size = tuple(count * each for count, each in zip(tiles, cells, strict=True))
-        shares = assignment_weights(grid_rois(tiles).unsqueeze(0), *size)
-        owner = torch.arange(tiles[0] * tiles[1]).view(tiles).repeat_interleave(cells[0], 0)
+    def test_cells_inside_a_grid_cell_belong_to_its_token(self, grid, cells):
+        """Cells of the map belong to one token alone, although edges of RoIs are rounded."""
+        size = tuple(count * each for count, each in zip(grid, cells, strict=True))
+        weights = assignment_weights(grid_rois(grid).unsqueeze(0), *size)
+        owner = torch.arange(grid[0] * grid[1]).view(grid).repeat_interleave(cells[0], 0)
         expected = nn.functional.one_hot(owner.repeat_interleave(cells[1], 1)).permute(2, 0, 1).float()
-        torch.testing.assert_close(shares[0], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(weights[0], expected, atol=1e-5, rtol=0)
+
+    def test_of_two_tokens_the_smaller_has_the_larger_weight(self):
+        rois = torch.tensor([[[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.5, 0.5]]])
+        weights = assignment_weights(rois, 4, 4)[0]
+        torch.testing.assert_close(weights[:, 0, 0], torch.tensor([0.2, 0.8]))
+        torch.testing.assert_close(weights[:, 3, 3], torch.tensor([1.0, 0.0]))
+
+    def test_a_cell_outside_all_rois_belongs_to_the_nearest_token(self):
+        rois = torch.tensor([[[0.0, 0.0, 0.25, 0.25], [0.75, 0.0, 1.0, 0.25]]])
+        weights = assignment_weights(rois, 8, 8)[0]
+        assert weights[0, 7, 0] > 0.99 and weights[1, 7, 7] > 0.99
+        torch.testing.assert_close(weights.sum(0), torch.ones(8, 8))
+
+    def test_rois_get_no_gradient(self):
+        rois = torch.rand(1, 3, 4, requires_grad=True)
+        assert not scatter_to_grid(torch.rand(1, 3, 2), assignment_weights(rois, 4, 4)).requires_grad
 
 
 class TestMaps:
@@ -62,17 +82,17 @@ class TestMaps:
         [("dinov2-registers", "Dinov2WithRegistersBackbone"), ("dinov3", "DINOv3ViTBackbone")],
     )
     @torch.no_grad()
-    def test_with_a_token_for_each_patch_they_are_transformers_own(self, name, backbone_class):
+    def test_with_a_token_for_each_patch_they_equal_those_of_transformers(self, name, backbone_class):
         teacher = KINDS[name].make()
         teacher.config.out_indices = [0, 2, 3]
         reference = getattr(transformers, backbone_class)(teacher.config).eval()
         reference.load_state_dict(teacher.state_dict())
-        own = PatchSparseFormerBackbone.from_teacher(teacher, 64, out_indices=[0, 2, 3], upsampler_hidden_size=8)
+        student = PatchSparseFormerBackbone.from_teacher(teacher, 64, out_indices=[0, 2, 3], upsampler_hidden_size=8)
         pixel_values = images(32, 32)
         expected = reference(pixel_values).feature_maps
-        torch.testing.assert_close(own(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
-        own.set_placement("content")
-        torch.testing.assert_close(own(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(student(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
+        student.set_placement("content")
+        torch.testing.assert_close(student(pixel_values).feature_maps, expected, atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize(
         "fields",
@@ -90,27 +110,10 @@ class TestMaps:
         with pytest.raises(ValueError, match="pixels, expected at least 8 x 8, a cell of the feature map"):
             model(images(7, 64))
 
-    @torch.no_grad()
-    def test_a_cell_has_the_state_of_the_token_that_covers_it(self):
-        model = make()
-        outputs = model(images(), output_hidden_states=True)
-        tokens = model.sparseformer.layernorm(outputs.hidden_states[-1][:, 1:])
-        expected = tokens.mT.unflatten(-1, (4, 4)).repeat_interleave(2, -1).repeat_interleave(2, -2)
-        torch.testing.assert_close(outputs.feature_maps[0], expected, atol=1e-5, rtol=1e-4)
-
-    def test_gradients_reach_every_block_but_not_the_rois(self):
-        model = make(SparseFormerBackbone, upsampler_hidden_size=4).train()
-        model(images()).feature_maps[0].sum().backward()
-        assert all(
-            any(p.grad is not None and p.grad.any() for p in layer.parameters()) for layer in model.sparseformer.layers
-        )
-        rois = torch.rand(1, 3, 4, requires_grad=True)
-        assert not scatter_to_grid(torch.rand(1, 3, 2), assignment_weights(rois, 4, 4)).requires_grad
-
 
 class TestUpsampler:
     @torch.no_grad()
-    def test_adds_nothing_at_first_and_sees_the_image_later(self):
+    def test_adds_nothing_at_first_and_details_of_the_image_later(self):
         plain = make(out_indices=[2, 4])
         torch.manual_seed(1)
         model = PatchSparseFormerBackbone(
@@ -130,7 +133,7 @@ class TestUpsampler:
 
 class TestLoading:
     @torch.no_grad()
-    def test_a_classifiers_folder_is_one_of_a_backbone(self, tmp_path):
+    def test_a_saved_classifier_loads_as_a_backbone_and_a_backbone_as_a_segmentation_model(self, tmp_path):
         classifier = make(PatchSparseFormerForImageClassification)
         classifier.save_pretrained(tmp_path)
         backbone, report = PatchSparseFormerBackbone.from_pretrained(
@@ -142,7 +145,7 @@ class TestLoading:
         for found, index in zip(maps, (2, 4), strict=True):
             tokens = classifier.base_model.layernorm(states.hidden_states[index][:, 1:])
             torch.testing.assert_close(found, scatter_to_grid(tokens, assignment_weights(states.rois[-1], 8, 8)))
-        # What a dense backbone learned stays, also under a decoder.
+        # Upsamplers and their weights are kept, also in a segmentation model.
         for parameter in backbone.feature_maps.parameters():
             nn.init.normal_(parameter)
         backbone.save_pretrained(tmp_path / "backbone")
@@ -152,30 +155,25 @@ class TestLoading:
         expected = backbone(images()).feature_maps
         torch.testing.assert_close(again(images()).feature_maps, expected)
         decoded = segmenter.decode_head(expected)
-        torch.testing.assert_close(segmenter(images()).logits, decoded)
-        assert decoded.shape == (2, 3, 8, 8)
+        outputs = segmenter(images(), output_token_maps=True)
+        torch.testing.assert_close(outputs.logits, decoded)
+        assert decoded.shape == (2, 3, 8, 8) and outputs.hidden_states is None
+        torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 8))
 
 
-def test_a_linear_decoder_reads_the_maps():
+def make_upernet(backbone_config) -> transformers.UperNetForSemanticSegmentation:
     torch.manual_seed(0)
-    model = PatchSparseFormerForSemanticSegmentation(PatchSparseFormerConfig(**PATCHES))
-    labels = torch.zeros(2, 64, 64, dtype=torch.long)
-    labels[:, 32:, :32] = 2
-    outputs = model(images(), labels=labels, output_token_maps=True)
-    assert outputs.logits.shape == (2, 3, 8, 8) and outputs.hidden_states is None
-    torch.testing.assert_close(outputs.token_maps.sum(1), torch.ones(2, 8, 8))
-    outputs.loss.backward()
-    assert model.decode_head.classifier.weight.grad.any() and model.sparseformer.layers[0].mlp.fc1.weight.grad.any()
+    fields = {"hidden_size": 16, "pool_scales": [1, 2], "use_auxiliary_head": False, "num_labels": 3}
+    config = transformers.UperNetConfig(backbone_config=backbone_config, **fields)
+    return transformers.UperNetForSemanticSegmentation(config).eval()
 
 
 PYRAMID = {"feature_scales": [4, 2, 1, 0.5], "upsampler_hidden_size": 4}
 
 
-def test_a_head_of_transformers_is_trained_saved_and_loaded_with_it(tmp_path):
-    torch.manual_seed(0)
-    fields = {"hidden_size": 16, "pool_scales": [1, 2], "use_auxiliary_head": False, "num_labels": 3}
-    config = transformers.UperNetConfig(backbone_config=PatchSparseFormerConfig(**PATCHES | PYRAMID), **fields)
-    head, labels = transformers.UperNetForSemanticSegmentation(config), torch.ones(2, 64, 64, dtype=torch.long)
+def test_a_head_of_transformers_is_trained_saved_and_loaded_with_a_backbone(tmp_path):
+    head = make_upernet(PatchSparseFormerConfig(**PATCHES | PYRAMID))
+    labels = torch.ones(2, 64, 64, dtype=torch.long)
     assert type(load_backbone(head.config)) is PatchSparseFormerBackbone
     head.train()(images(), labels=labels).loss.backward()
     assert all(any(p.grad.any() for p in layer.parameters()) for layer in head.backbone.sparseformer.layers)
@@ -186,44 +184,17 @@ def test_a_head_of_transformers_is_trained_saved_and_loaded_with_it(tmp_path):
         torch.testing.assert_close(loaded.eval()(images()).logits, head(images()).logits, atol=1e-6, rtol=1e-5)
 
 
-class TestSwap:
-    @pytest.fixture
-    def teacher(self):
-        model = of_transformers("Dinov2", mlp_ratio=2)()
-        model.config.out_indices = [1, 3]
-        return model
-
-    @pytest.fixture
-    def head(self, teacher):
-        torch.manual_seed(0)
-        config = transformers.UperNetConfig(
-            backbone_config=teacher.config, hidden_size=16, pool_scales=[1, 2], use_auxiliary_head=False, num_labels=3
-        )
-        model = transformers.UperNetForSemanticSegmentation(config).eval()
-        model.backbone.load_state_dict(teacher.state_dict())
-        return model
-
-    @torch.no_grad()
-    def test_a_teachers_head_reads_its_student(self, teacher, head, tmp_path):
-        expected = head(images(32, 32)).logits
-        student = PatchSparseFormerBackbone.from_teacher(teacher, 64, out_indices=[1, 3])
-        swapped = swap_backbone(head, student)
-        torch.testing.assert_close(swapped(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)
-        swapped.save_pretrained(tmp_path)
-        loaded = transformers.UperNetForSemanticSegmentation.from_pretrained(tmp_path).eval()
-        assert type(loaded.backbone) is PatchSparseFormerBackbone
-        torch.testing.assert_close(loaded(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)
-
-
-def test_the_smaller_of_two_says_more():
-    rois = torch.tensor([[[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.5, 0.5]]])
-    shares = assignment_weights(rois, 4, 4)[0]
-    torch.testing.assert_close(shares[:, 0, 0], torch.tensor([0.2, 0.8]))
-    torch.testing.assert_close(shares[:, 3, 3], torch.tensor([1.0, 0.0]))
-
-
-def test_what_nobody_covers_is_the_nearests():
-    rois = torch.tensor([[[0.0, 0.0, 0.25, 0.25], [0.75, 0.0, 1.0, 0.25]]])
-    shares = assignment_weights(rois, 8, 8)[0]
-    assert shares[0, 7, 0] > 0.99 and shares[1, 7, 7] > 0.99
-    torch.testing.assert_close(shares.sum(0), torch.ones(8, 8))
+@torch.no_grad()
+def test_a_teachers_head_reads_the_maps_of_its_student(tmp_path):
+    teacher = of_transformers("Dinov2", mlp_ratio=2)()
+    teacher.config.out_indices = [1, 3]
+    head = make_upernet(teacher.config)
+    head.backbone.load_state_dict(teacher.state_dict())
+    expected = head(images(32, 32)).logits
+    student = PatchSparseFormerBackbone.from_teacher(teacher, 64, out_indices=[1, 3])
+    swapped = swap_backbone(head, student)
+    torch.testing.assert_close(swapped(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)
+    swapped.save_pretrained(tmp_path)
+    loaded = transformers.UperNetForSemanticSegmentation.from_pretrained(tmp_path).eval()
+    assert type(loaded.backbone) is PatchSparseFormerBackbone
+    torch.testing.assert_close(loaded(images(32, 32)).logits, expected, atol=1e-4, rtol=1e-3)

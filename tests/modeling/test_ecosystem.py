@@ -1,4 +1,4 @@
-"""Every family behaves like models of Transformers: pipelines, Trainer, attention interfaces, compilation, export."""
+"""Models of every family in the ecosystem of Transformers: Trainer, PEFT, compilation and export."""
 
 import peft
 import pytest
@@ -10,7 +10,7 @@ from kinds import KINDS
 
 
 def nightly_but(*kinds: str, of=tuple(KINDS)):
-    """Few kinds each time, the others at night."""
+    """Parametrize `kind`: all kinds but `kinds` are nightly tests."""
     others = [pytest.param(kind, marks=pytest.mark.nightly) for kind in of if kind not in kinds]
     return pytest.mark.parametrize("kind", [*kinds, *others])
 
@@ -20,14 +20,14 @@ TRANSFORMERS = ("bootstrapped", "patches", "v1", "vit_impulse_init", "vit_contex
 
 @pytest.fixture(scope="module")
 def cifar10(make_config, photographs) -> list[dict]:
-    """Photographs as the image processor of a saved model prepares them, with labels."""
+    """Return preprocessed photographs with labels."""
     images, labels = photographs
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
     batch = processor(images, return_tensors="pt")["pixel_values"]
     return [{"pixel_values": pixels, "labels": label} for pixels, label in zip(batch, labels, strict=True)]
 
 
-def test_a_training_step_of_each_head(kind, make_model, pixel_values):
+def test_a_training_step_changes_most_weights_of_each_class(kind, make_model, pixel_values):
     for model_class in KINDS[kind].classes:
         model = make_model(model_class, kind).train()
         outputs = model(pixel_values)
@@ -56,7 +56,7 @@ def test_lora(kind, make_model, cifar10, pixel_values, tmp_path):
     tuned.eval().save_pretrained(tmp_path / "adapter")
     base = KINDS[kind].classifier.from_pretrained(tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    # Sums of weights that lie elsewhere in memory differ by a rounding.
+    # The order of a sum depends on the address of the weights, so that results differ by rounding.
     torch.testing.assert_close(loaded(pixel_values).logits, tuned(pixel_values).logits, rtol=0, atol=1e-6)
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(merged(pixel_values).logits, tuned(pixel_values).logits, atol=1e-4, rtol=1e-4)
@@ -68,8 +68,7 @@ def test_lora(kind, make_model, cifar10, pixel_values, tmp_path):
 class TestCompilationAndExport:
     @pytest.fixture
     def classifier(self, kind, make_model, request) -> transformers.PreTrainedModel:
-        """A classifier with one layer where it is traced forth and back, or written: each further layer would take as
-        long as the first."""
+        """Return a tiny classifier; one layer is enough for export, which takes time for each layer."""
         fewer = {"num_focusing_iterations": 2} if kind in ("bootstrapped", "patches", "v1") else {}
         layers = 2 if request.function.__name__ == "test_compile_without_graph_breaks" else 1
         return make_model("classifier", kind, num_hidden_layers=layers, **fewer)
@@ -77,7 +76,7 @@ class TestCompilationAndExport:
     @torch.no_grad()
     @nightly_but("bootstrapped", "content", "agent_cnn")
     def test_compile_without_graph_breaks(self, kind, classifier, pixel_values):
-        # Transformers installs what records hidden states in the first call that asks for them, behind a lock.
+        # The first call with hidden states registers Transformers' hooks behind a lock, which cannot be compiled.
         arguments = {"output_hidden_states": True}
         if kind in ("bootstrapped", "v1"):
             arguments["output_rois"] = True
@@ -85,8 +84,8 @@ class TestCompilationAndExport:
         outputs = torch.compile(classifier, fullgraph=True, backend="eager")(pixel_values, **arguments)
         assert torch.equal(outputs.logits, expected.logits)
         for name in ("hidden_states", "rois"):
-            for own, other in zip(outputs.get(name, ()), expected.get(name, ()), strict=True):
-                assert torch.equal(own, other)
+            for compiled, eager in zip(outputs.get(name, ()), expected.get(name, ()), strict=True):
+                assert torch.equal(compiled, eager)
 
     @torch.no_grad()
     @nightly_but("patches")

@@ -1,6 +1,6 @@
-"""SparseFormer computes what the reference implementation computes, at any size and precision.
+"""SparseFormers against the reference implementation: outputs, precisions, geometry of RoIs, initialization.
 
-The fixtures hold checkpoints of the reference implementation with inputs and outputs; their metadata says the sizes.
+The fixtures hold checkpoints of the reference implementation with inputs, outputs and, as metadata, sizes.
 """
 
 import math
@@ -30,7 +30,7 @@ VARIANTS = ("v1", "bootstrapped")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """The fixtures' checkpoints, converted and saved."""
+    """Return the folders of the fixtures' converted checkpoints."""
     root = tmp_path_factory.mktemp("converted")
     for variant in VARIANTS:
         fixture = load_file(FIXTURES / f"sparseformer_{variant}.safetensors")
@@ -43,7 +43,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(params=VARIANTS)
 def case(request, folders):
-    """A folder and the tensors of its fixture."""
+    """Return a converted checkpoint's folder and the tensors of its fixture."""
     return folders[request.param], load_file(FIXTURES / f"sparseformer_{request.param}.safetensors")
 
 
@@ -71,8 +71,8 @@ class TestReference:
         adjusts_at_full_width = model.config.generation == "v1"
         assert len(outputs.rois) == model.config.num_focusing_iterations + adjusts_at_full_width
 
-    # Measured on the fixtures, whose logits reach 0.9 and whose tokens 3.9: bfloat16 0.003 and 0.043, float16 0.0005
-    # and 0.005; RoIs 0.0007 and 0.0001.
+    # Limits are about three times the measured differences. These are in bfloat16 0.003 for logits, 0.043 for tokens
+    # and 0.0007 for RoIs, in float16 0.0005, 0.005 and 0.0001. Logits reach 0.9, tokens 3.9.
     @pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
     @pytest.mark.parametrize(
         ("dtype", "logits_within", "tokens_within", "rois_within"),
@@ -108,16 +108,20 @@ class TestReference:
             assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-# A point, without width, negative, far away, and very large.
-DEGENERATE_ROIS = [[0.5, 0.5, 0.5, 0.5], [0.5, 0.2, 0.5, 0.8], [0.8, 0.9, 0.2, 0.1], [1e8, 1e8, 2e8, 2e8]]
-DEGENERATE_ROIS += [[-1e4, -1e4, 1e4, 1e4]]
+DEGENERATE_ROIS = {
+    "point": [0.5, 0.5, 0.5, 0.5],
+    "no width": [0.5, 0.2, 0.5, 0.8],
+    "negative sides": [0.8, 0.9, 0.2, 0.1],
+    "far away": [1e8, 1e8, 2e8, 2e8],
+    "very large": [-1e4, -1e4, 1e4, 1e4],
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_degenerate_rois_and_deltas_are_finite(case, dtype):
-    """Shifts by thousands of sizes and scales beyond float32, at every adjustment, too."""
+    """Outputs and gradients are finite, also if every adjustment shifts RoIs by 10,000 times their size."""
     folder, reference = case
-    for roi, delta in [*((roi, None) for roi in DEGENERATE_ROIS), (None, -1e4), (None, 1e4)]:
+    for roi, delta in [*((roi, None) for roi in DEGENERATE_ROIS.values()), (None, -1e4), (None, 1e4)]:
         model = load(folder, dtype=dtype).train()
         if roi is not None:
             model.base_model.latents.initial_rois.data[:] = torch.tensor(roi)
@@ -131,7 +135,7 @@ def test_degenerate_rois_and_deltas_are_finite(case, dtype):
 
 
 def tensors(*shape: int, low: float, high: float):
-    """Strategy for float32 tensors of a shape."""
+    """Return a strategy for float32 tensors of a shape."""
     values = st.floats(low, high, width=32)
     return st.lists(values, min_size=math.prod(shape), max_size=math.prod(shape)).map(
         lambda numbers: torch.tensor(numbers).reshape(shape)
@@ -139,7 +143,7 @@ def tensors(*shape: int, low: float, high: float):
 
 
 def boxes(count: int):
-    """Strategy for `(1, count, 4)` RoIs in and around the image, wider and higher than 0.0625."""
+    """Return a strategy for `(1, count, 4)` RoIs in and around the image with sides of at least 0.0625."""
     corners, sizes = tensors(1, count, 2, low=-1, high=1), tensors(1, count, 2, low=0.0625, high=2)
     return st.builds(lambda corner, size: torch.cat([corner, corner + size], dim=-1), corners, sizes)
 
@@ -196,7 +200,7 @@ class TestGeometry:
     @properties
     @given(boxes(2), st.sampled_from([16, 64]), st.sampled_from(["reference", "paper"]))
     def test_position_encoding(self, rois, hidden_size, kind):
-        """As the reference implementation orders it, and as the paper prints it."""
+        """Sines and cosines have the order of the reference implementation or that of the paper."""
         count = hidden_size // (4 if kind == "reference" else 8)
         frequencies = [128 ** (k / (count - 1)) * math.pi for k in range(count)]
         expected = []
@@ -206,7 +210,7 @@ class TestGeometry:
                 expected += [math.cos(coordinate * frequency) for frequency in frequencies[1::2]]
             else:
                 expected += [each(coordinate * f) for f in frequencies for each in (math.sin, math.cos)]
-        # Angles reach 128 * 3 pi, where float32 is good to 1e-4.
+        # Angles reach 128 * 3 pi, where float32 has a precision of 1e-4.
         encoded = encode_rois(rois, hidden_size, kind)
         torch.testing.assert_close(encoded, torch.tensor(expected).view(1, 2, hidden_size), atol=5e-4, rtol=0)
 
@@ -223,7 +227,7 @@ class TestGeometry:
             assert initial_rois(count).tolist() == [[0.0, 0.0, 1.0, 1.0]] * count
 
     def test_initial_sampling_offsets(self):
-        """A grid, or random where the count makes none."""
+        """Offsets of a square number of points form a grid; others are random."""
         for count in (4, 9, 36):
             root = int(count**0.5)
             expected = [[(j + 0.5) / root - 0.5, (i + 0.5) / root - 0.5] for i in range(root) for j in range(root)]
@@ -235,14 +239,16 @@ class TestGeometry:
 
 @pytest.mark.parametrize("count", [20, 9, 5])
 @torch.no_grad()
-def test_resized_tokens_stay_as_they_are(case, count, tmp_path):
+def test_resizing_keeps_the_first_tokens(case, count, tmp_path):
     folder, reference = case
     model = load(folder)
-    latents, kept = model.base_model.latents, min(count, 9)
-    rois, embedding = latents.initial_rois.clone(), latents.token_embedding.clone()
+    latents = model.base_model.latents
+    kept = min(count, 9)
+    rois = latents.initial_rois.clone()
+    embedding = latents.token_embedding.clone()
     model.resize_tokens(count)
     assert torch.equal(latents.initial_rois[:kept], rois[:kept])
-    # New tokens start as in a new model, those that would start alike each on a RoI of its own.
+    # New tokens have the RoIs of a new model, except that equal RoIs are moved apart.
     starts, new = initial_rois(count - kept), latents.initial_rois[kept:]
     alone = (starts[:, None] == starts).all(dim=-1).sum(dim=1) == 1
     assert torch.equal(new[alone], starts[alone]) and len(new.unique(dim=0)) == count - kept
@@ -270,7 +276,7 @@ def new_model(request) -> SparseFormerForImageClassification:
 
 
 class TestInitialization:
-    """Fresh weights are those of the reference implementation; bootstrapping depends on them."""
+    """Initial weights of the reference implementation, on which bootstrapping depends."""
 
     def test_linear_layers_and_norms(self, new_model):
         special = ("sampling.offset_proj", "mixing.generator", "roi_deltas.out_proj")

@@ -1,4 +1,4 @@
-"""Every kind of vision transformer of docs/models.md is read exactly, and works with the methods in its row."""
+"""Host models of docs/models.md: reading, inheritance, and the methods in each model's row."""
 
 import re
 from dataclasses import replace
@@ -36,7 +36,7 @@ TINY_FOCUS = {
     "num_focusing_iterations": 2,
     "num_latent_tokens": 5,
 }
-# One host of each library, for tests of code that all hosts share.
+# Code that all hosts share is tested with one host of each library.
 FEW = ("dinov2-registers-classifier", "timm-registers", "open_clip")
 WITH_PATCHES = [name for name, kind in KINDS.items() if kind.patches]
 OF_TRANSFORMERS = [name for name in WITH_PATCHES if not name.startswith(("timm", "open_clip"))]
@@ -96,7 +96,7 @@ def parity(anatomy) -> float:
 
 
 @pytest.mark.parametrize("name", WITH_PATCHES)
-def test_a_student_with_all_patches_is_its_teacher(name):
+def test_a_student_with_all_patches_equals_its_teacher(name):
     anatomy = read_anatomy(make(name))
     anatomy.require_plain("try", embeds=True, patches=True)
     assert parity(anatomy) < TOLERANCE
@@ -147,12 +147,12 @@ def check_other_methods(name: str):
 
 class TestReading:
     @pytest.mark.parametrize("name", ["vit", "dinov3", "timm-registers", "open_clip-timm-siglip"])
-    def test_at_another_size_too(self, name):
+    def test_a_host_is_read_at_another_image_size(self, name):
         """Positions are interpolated or computed as the model's own library does it."""
         assert parity(read_anatomy(make(name), (24, 16))) < TOLERANCE
 
     @pytest.mark.parametrize("name", ["dinov3", "timm-eva02", "timm-pe-core"])
-    def test_what_is_read_wrongly_is_found(self, name):
+    def test_wrong_rotary_embeddings_are_found(self, name):
         rotary = read_anatomy(make(name)).rotary
         wrong = {
             "theta": rotary.theta * 2,
@@ -168,7 +168,7 @@ class TestReading:
                 inherit(anatomy)
 
     @pytest.mark.parametrize("name", ["timm-vit", "timm-query-key-norm", "timm-eva02", "timm-dinov3"])
-    def test_queries_and_keys_are_those_of_its_attention(self, name):
+    def test_queries_and_keys_are_those_of_the_host_s_attention(self, name):
         anatomy = read_anatomy(make(name))
         attention = anatomy.blocks[1].module.attn
         attention.fused_attn, weights = False, []
@@ -178,37 +178,34 @@ class TestReading:
         scores = queries @ keys.mT * anatomy.blocks[1].attention.head_dim ** -0.5
         assert relative_difference(scores.softmax(-1), weights[0]) < TOLERANCE
 
-    def test_patches_that_are_not_linear_are_an_obstacle_to_this_alone(self):
+    def test_only_inheriting_patches_needs_linear_patch_embeddings(self):
         overlapping = of_timm()()
         overlapping.patch_embed.proj = randomize(nn.Conv2d(3, 48, 6, stride=4, padding=1))
         for model, reason in ((overlapping, "overlap or leave gaps"), (make("timm-mobileclip-b"), "a ConvStem")):
             with pytest.raises(ValueError, match=f"Cannot .* VisionTransformer: its patches.* {reason}"):
                 inherit(read_anatomy(model))
-            # Its blocks can be inherited.
+            # The papers' SparseFormer inherits only blocks, which do not depend on the patch embeddings.
             make_student(read_anatomy(model))
 
 
-class TestInheritedStarts:
-    """Untrained students are their teacher at a lower resolution."""
-
-    @pytest.mark.parametrize("name", ["vit", "radio", "siglip2-vision", "timm-registers", "timm-dinov3"])
-    def test_before_training_a_student_is_its_teacher_at_a_lower_resolution(self, name):
-        small = read_anatomy(make(name), (16, 16))
-        student = inherit(read_anatomy(make(name)), small.num_patches)
-        images = torch.randn(2, 3, 32, 32)
-        resized = F.interpolate(images, (16, 16), mode="bilinear", antialias=True)
-        assert student.config.token_grid == (4, 4)
-        assert difference_from(small, student(images), resized) < TOLERANCE
+@pytest.mark.parametrize("name", ["vit", "radio", "siglip2-vision", "timm-registers", "timm-dinov3"])
+def test_before_training_a_student_equals_its_teacher_at_a_lower_resolution(name):
+    small = read_anatomy(make(name), (16, 16))
+    student = inherit(read_anatomy(make(name)), small.num_patches)
+    images = torch.randn(2, 3, 32, 32)
+    resized = F.interpolate(images, (16, 16), mode="bilinear", antialias=True)
+    assert student.config.token_grid == (4, 4)
+    assert difference_from(small, student(images), resized) < TOLERANCE
 
 
 class TestPlainViTs:
-    """Students as models of their teachers' classes."""
+    """`to_plain_vit`: students as models of their teachers' classes."""
 
     @pytest.mark.parametrize("name", [name for name in OF_TRANSFORMERS if name != "aimv2-with-projection"])
-    def test_a_trained_student_goes_back_into_its_teachers_class(self, name, tmp_path):
+    def test_a_trained_student_becomes_a_model_of_its_teachers_class(self, name, tmp_path):
         student = changed(inherit(read_anatomy(make(name))))
         host = student.to_plain_vit(16)
-        # The text side is left out.
+        # The vision side of a CLIP has a class of its own.
         assert type(host) is type(make(name)) or name in ("clip", "siglip", "siglip2")
         host.save_pretrained(tmp_path)
         anatomy = read_anatomy(type(host).from_pretrained(tmp_path))
@@ -216,7 +213,7 @@ class TestPlainViTs:
         assert anatomy.grid == (4, 4)
         assert difference_from(anatomy, student(images, num_tokens=16), images) < 1e-4
 
-    def test_a_teacher_of_another_library_needs_an_architecture(self):
+    def test_a_student_of_a_timm_model_needs_an_architecture(self):
         student = changed(inherit(read_anatomy(make("timm-vit"))))
         with pytest.raises(ValueError, match="no `teacher_config`.*give `like`"):
             student.to_plain_vit(16)
@@ -227,8 +224,8 @@ class TestPlainViTs:
 
     @pytest.mark.parametrize("name", [name for name in OF_TRANSFORMERS if name in FEW or name.startswith("vit")])
     @torch.no_grad()
-    def test_grids_that_are_not_square(self, name):
-        """20 tokens make a grid of 5 x 4, which some classes of Transformers do not take."""
+    def test_a_grid_that_is_not_square_needs_a_class_that_takes_it(self, name):
+        """The 20 tokens of this student make a grid of 5 x 4, which some classes of Transformers do not take."""
         student = inherit(read_anatomy(make(name)))
         if name.startswith("vit"):
             host = student.to_plain_vit(20)
@@ -241,7 +238,7 @@ class TestPlainViTs:
             with pytest.raises(ValueError, match=message):
                 each.to_plain_vit(20)
 
-    def test_what_no_class_computes_is_refused(self):
+    def test_students_that_no_class_of_transformers_computes_are_refused(self):
         with pytest.raises(ValueError, match="cells of several sizes"):
             inherit(read_anatomy(make("dinov2")), placement="content").to_plain_vit()
         with pytest.raises(ValueError, match="no aimv2_vision_model with a projection"):
@@ -272,7 +269,7 @@ REFUSED = {
 }
 
 
-def test_what_is_no_plain_vision_transformer_is_refused_by_every_method():
+def test_models_other_than_plain_vision_transformers_are_refused_by_every_method():
     for build, message in REFUSED.values():
         model = build()
         with pytest.raises(ValueError, match=rf"Cannot bootstrap from \w+: .*{message}"):
@@ -281,7 +278,7 @@ def test_what_is_no_plain_vision_transformer_is_refused_by_every_method():
             impulse_init_(model)
 
 
-def test_the_documentation_has_every_row():
+def test_the_documentation_has_a_row_for_each_host():
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+ \| [^|]+ \| [^|]+) \|$", text, re.MULTILINE))
     tested = {kind.row for kind in KINDS.values()}
@@ -291,6 +288,6 @@ def test_the_documentation_has_every_row():
         bootstrap, initialize, broadcast = rows[row].split(" | ")
         assert bootstrap.startswith("yes")
         methods = ((initialize, {kind.impulses for kind in kinds}), (broadcast, {kind.class_token for kind in kinds}))
-        for said, holds in methods:
-            no = said == "`cb`, `cb_s`" or said.startswith("no")
-            assert holds == ({True} if said == "yes" else {False} if no else {True, False})
+        for cell, supported in methods:
+            no = cell == "`cb`, `cb_s`" or cell.startswith("no")
+            assert supported == ({True} if cell == "yes" else {False} if no else {True, False})

@@ -1,4 +1,4 @@
-"""Saved folders are complete hub repositories: they load where frugalvit is not installed."""
+"""Saved folders as hub repositories that load without frugalvit: code, card, fine-tuning, upload."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TASKS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
 }
-# Beside the code.
+# A saved folder has these files beside the code.
 OTHER_FILES = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
 OTHER_FILES |= {"modules.json", "sentence_bert_config.json"}
 
@@ -36,9 +36,11 @@ def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(output: torch.Tensor, expected: torch.Tensor, name: str):
-    """A segmentation head's product with a single vector rounds by where the vector lies in memory, as a map's do."""
-    within = 2e-7 if "Segmentation" in name else 0
-    torch.testing.assert_close(output, expected, atol=within, rtol=within, msg=lambda message: f"{name}: {message}")
+    # Rounding of a segmentation head's product with a single vector depends on the vector's address.
+    tolerance = 2e-7 if "Segmentation" in name else 0
+    torch.testing.assert_close(
+        output, expected, atol=tolerance, rtol=tolerance, msg=lambda message: f"{name}: {message}"
+    )
 
 
 def code_of(folder: Path) -> dict[str, bytes]:
@@ -46,7 +48,7 @@ def code_of(folder: Path) -> dict[str, bytes]:
 
 
 def folder_name(kind: str, model_class=None) -> str:
-    """The name of a saved model's folder; the classifier's if no class is given."""
+    """Return the name of a saved model's folder, by default the classifier's."""
     return f"{kind}-{(model_class or KINDS[kind].classifier).__name__}"
 
 
@@ -54,14 +56,14 @@ def auto_class(model_class) -> str:
     return next((TASKS[task] for task in TASKS if model_class.__name__.endswith(task)), "AutoModel")
 
 
-# One way to load a classifier of each kind, and the other classes of two.
+# Loading is slow, so that this is every kind's classifier, and all classes of two kinds.
 FEW = [(kind, KINDS[kind].classifier, "AutoModelForImageClassification") for kind in KINDS]
 FEW += [(kind, each, auto_class(each)) for kind in ("bootstrapped", "patches") for each in KINDS[kind].classes[3:]]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A folder of saved models of every class and kind, and what each computed before it was saved."""
+    """Save a model of every class of every kind, and return the folder and each model's output."""
     root, outputs = tmp_path_factory.mktemp("saved"), {}
     for kind in KINDS:
         for model_class in KINDS[kind].classes:
@@ -99,14 +101,14 @@ def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tm
 
 @pytest.mark.parametrize("kinds", [["patches"], pytest.param(list(KINDS), marks=pytest.mark.nightly)])
 def test_fine_tuned_remote_code(kinds, saved, tmp_path):
-    """`Trainer` without frugalvit keeps the code, resumes exactly, and what it saved loads with the package, too."""
+    """`Trainer` without frugalvit saves the code and resumes exactly, and its folder loads with the package."""
     run_without_frugalvit(tmp_path, "fine_tune", tmp_path, *(saved[0] / folder_name(kind) for kind in kinds))
     for kind in kinds:
         folder = tmp_path / folder_name(kind)
         logits = load_file(folder / "logits.safetensors")
         for each in (folder / "saved", *(folder / "checkpoints").iterdir()):
             assert code_of(each) == code_of(saved[0] / folder_name(kind))
-            # frugalvit writes the card.
+            # Only frugalvit writes a card.
             assert {*os.listdir(each)} >= {*os.listdir(saved[0] / folder_name(kind))} - {"README.md"}
         assert not torch.equal(logits["trained"], logits["trained from"])
         for name in ("resumed", "saved", "checkpoints/checkpoint-4"):
@@ -116,8 +118,7 @@ def test_fine_tuned_remote_code(kinds, saved, tmp_path):
         assert torch.equal(main_output(model, logits["pixel_values"]), logits["trained"])
 
 
-# Source files of a saved classifier. Other files, of segmentation, CLIPs or VLMs, are not read for it, and a reader of
-# a hub repository would have to trust them all the same.
+# Readers of a hub repository have to trust every source file, so that a classifier has no files of other tasks.
 CLASSIFIER_FILES = {
     "patches": "configuration_base configuration_patch_sparseformer modeling_patch_sparseformer hub layers placement",
     "bootstrapped": "configuration_base configuration_sparseformer modeling_sparseformer focusing hub layers",
@@ -125,26 +126,26 @@ CLASSIFIER_FILES = {
 
 
 @pytest.mark.parametrize("kind", CLASSIFIER_FILES)
-def test_a_saved_classifier_brings_only_its_own_code(kind, saved):
+def test_a_saved_classifier_has_only_the_code_that_it_runs(kind, saved):
     assert sorted(code_of(saved[0] / folder_name(kind))) == sorted(
         f"{name}.py" for name in CLASSIFIER_FILES[kind].split()
     )
 
 
 class TestFolder:
-    def test_files(self, kind, saved):
-        """Transformers' own search from the entry file finds every source file, and no import that is not there."""
+    def test_a_folder_has_all_source_files_and_no_others(self, kind, saved):
+        """Transformers' search for relative imports finds every saved source file, and no other package is needed."""
         for model_class in KINDS[kind].classes:
             folder = saved[0] / folder_name(kind, model_class)
             entry = f"{model_class.__module__.rpartition('.')[2]}.py"
             reached = dynamic_module_utils.get_relative_import_files(folder / entry)
             assert {*os.listdir(folder)} == {*OTHER_FILES, entry, *(Path(path).name for path in reached)}
             for path in folder.glob("*.py"):
-                # On the hub, Transformers wants every import; it looks into functions, but not into `try`.
+                # Transformers requires every import of remote code, also those in functions, but not those in `try`.
                 needed = {*dynamic_module_utils.get_imports(path)} - {*sys.stdlib_module_names}
                 assert needed <= {"torch", "transformers", "huggingface_hub"}
 
-    def test_card_says_how_to_load(self, kind, saved, pixel_values):
+    def test_the_code_of_the_card_loads_the_model(self, kind, saved, pixel_values):
         for model_class in KINDS[kind].classes:
             folder = saved[0] / folder_name(kind, model_class)
             card = ModelCard.load(folder / "README.md")
@@ -152,18 +153,18 @@ class TestFolder:
             code = card.text.split("```python\n")[1].split("```")[0].replace("path/or/id", str(folder))
             names = {"image": Image.new("RGB", (48, 40), "red")}
             exec(code, names)
-            # A tower loads by AutoModel, which gives the family's class for it.
+            # AutoModel loads a vision model as the family's base model.
             as_base = model_class.__name__.endswith("SparseFormerVisionModel")
             assert type(names["model"]).__name__ == (KINDS[kind].base if as_base else model_class).__name__
             assert_same(main_output(names["model"], pixel_values), saved[1][folder.name], folder.name)
 
 
-def test_uploads(make_model, hub, tmp_path):
-    """The complete repository and nothing else; a card that is there stays."""
+def test_an_upload_has_all_files_but_keeps_a_card_on_the_hub(make_model, hub, tmp_path):
+    """Uploads have the saved files and no others of the folder, and do not overwrite a card."""
     kind, model = KINDS["bootstrapped"], make_model("classifier", "bootstrapped")
     assert model.push_to_hub("someone/model", commit_message="Mine", private=True, revision="dev").oid == "0"
     assert hub.created[0]["name"] == "model" and hub.branches == ["dev"]
-    # Newer versions of huggingface_hub ask for a visibility.
+    # Newer versions of huggingface_hub send `visibility` instead of `private`.
     assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
     hub.files.append("README.md")
     (tmp_path / "model").mkdir()

@@ -1,4 +1,4 @@
-"""`from_teacher`: a student's inherited parts, its new parts, and the teachers that are refused."""
+"""`from_teacher`: inherited parts, new parts, image processors, and refused teachers."""
 
 import pytest
 import timm
@@ -40,9 +40,9 @@ def timm_vit(**arguments) -> nn.Module:
     return of_timm(**arguments)()
 
 
-def test_classes_and_the_kind_of_problem_are_the_teachers():
+def test_labels_and_the_problem_type_are_the_teachers():
     teacher = transformers_vit(problem_type="multi_label_classification")
-    # A configuration that is given `id2label` alone has no `label2id`.
+    # A configuration made with `id2label` alone has no `label2id`.
     teacher.config.label2id = None
     config = PatchSparseFormerForImageClassification.from_teacher(teacher).config
     assert config.label2id == {name: index for index, name in teacher.config.id2label.items()}
@@ -53,12 +53,12 @@ def test_defaults_are_the_papers():
     teacher = transformers_vit(num_hidden_layers=6, hidden_size=128, num_attention_heads=2)
     student = SparseFormerForImageClassification.from_teacher(teacher)
     config = student.config
-    # 64 image tokens; a quarter, [CLS] counted, is 15 latent ones.
+    # The teacher has 64 patches; a quarter of them are 16 tokens, [CLS] and 15 latent tokens.
     assert (config.num_latent_tokens, config.num_class_tokens, config.pooling) == (15, 1, "cls")
     assert (config.num_hidden_layers, config.hidden_size, config.focusing_hidden_size) == (4, 128, 64)
     assert config.layer_norm_eps == 1e-4
     assert config.id2label == teacher.config.id2label and not student.training
-    # The leading third is left out: the first block is the teacher's third.
+    # A third of the blocks is left out, so that the first block is the teacher's third.
     torch.testing.assert_close(
         student.sparseformer.layers[0].mlp.fc1.weight, teacher.vit.layers[2].mlp.fc1.weight, rtol=0, atol=0
     )
@@ -81,13 +81,13 @@ def test_images_are_prepared_as_the_teachers(model_class, tmp_path):
             model_class.from_teacher(str(tmp_path / name), 4),
         ):
             student.save_pretrained(tmp_path / f"{name}-student")
-            own = AutoImageProcessor.from_pretrained(tmp_path / f"{name}-student")
-            torch.testing.assert_close(own(noise(), return_tensors="pt")["pixel_values"], expected)
+            loaded = AutoImageProcessor.from_pretrained(tmp_path / f"{name}-student")
+            torch.testing.assert_close(loaded(noise(), return_tensors="pt")["pixel_values"], expected)
 
 
 @pytest.mark.parametrize("channels", [1, 4])
 @torch.no_grad()
-def test_images_have_the_teachers_channels(channels):
+def test_a_student_takes_the_teachers_number_of_channels(channels):
     images = torch.randn(2, channels, 32, 32)
     for teacher in (transformers_vit(num_channels=channels), timm_vit(in_chans=channels)):
         impulse_init_(teacher, kernel_size=3)
@@ -99,7 +99,7 @@ def test_images_have_the_teachers_channels(channels):
         assert student.config.num_channels == channels and student(images).logits.isfinite().all()
 
 
-def test_no_image_processor_is_invented(tmp_path, monkeypatch):
+def test_a_student_of_a_teacher_without_an_image_processor_is_saved_without_one(tmp_path, monkeypatch):
     messages = []
     monkeypatch.setattr(hub.logger, "warning_once", messages.append)
     student = PatchSparseFormerForImageClassification.from_teacher(transformers_vit(), 4)
@@ -117,12 +117,12 @@ def test_a_mean_pooled_teacher_gives_a_mean_pooled_student():
         0,
         16,
     )
-    # Tokens attend to [CLS] also if it is not pooled.
+    # A class token that is not pooled stays, because tokens attend to it.
     config = SparseFormerForImageClassification.from_teacher(timm_vit(global_pool="avg", fc_norm=False)).config
     assert (config.pooling, config.final_norm, config.num_class_tokens) == ("latent_mean", "before_pooling", 1)
 
 
-def test_truncate_counts_or_shares():
+def test_truncate_is_a_number_or_a_fraction_of_blocks():
     teacher = transformers_vit()
     for truncate, left in ((0, 3), (1, 2), (1.0, 2), (1 / 3, 2), (0.5, 1), (2, 1)):
         student = SparseFormerForImageClassification.from_teacher(teacher, truncate=truncate)
@@ -133,26 +133,27 @@ def test_truncate_counts_or_shares():
 
 @pytest.mark.parametrize("model_class", [SparseFormerModel, PatchSparseFormerModel])
 def test_layer_scale_stays_a_parameter(model_class):
-    """Fine-tuning works with fewer learning rates if layer scale is folded into weights."""
+    """Layer scale is not folded into weights, which would narrow the range of learning rates that work."""
     teacher = KINDS["dinov2"].make()
     student = model_class.from_teacher(teacher, 16, truncate=1)
     for layer, block in zip(student.layers, teacher.encoder.layer[1:], strict=True):
-        for scale, own in ((layer.attention_scale, block.layer_scale1), (layer.mlp_scale, block.layer_scale2)):
-            assert isinstance(scale, nn.Parameter) and scale.requires_grad and torch.equal(scale, own.lambda1)
+        pairs = ((layer.attention_scale, block.layer_scale1), (layer.mlp_scale, block.layer_scale2))
+        for scale, inherited in pairs:
+            assert isinstance(scale, nn.Parameter) and scale.requires_grad and torch.equal(scale, inherited.lambda1)
     student(torch.randn(2, 3, 32, 32)).pooler_output.sum().backward()
     assert all(layer.mlp_scale.grad.any() and layer.attention_scale.grad.any() for layer in student.layers)
     assert "layers.0.mlp_scale" in student.no_weight_decay()
 
 
 class Block(timm.models.vision_transformer.Block):
-    """A block with the parameters of a plain block and another forward."""
+    """Block with the parameters of a plain block and another `forward`."""
 
     def forward(self, x):
         return 2 * super().forward(x)
 
 
 REFUSED = {
-    "blocks with a twist in forward": (lambda: timm_vit(block_fn=Block), "differs from the teacher's"),
+    "blocks with another forward": (lambda: timm_vit(block_fn=Block), "differs from the teacher's"),
     "two classifiers": (
         lambda: DeiTForImageClassificationWithTeacher(DeiTConfig(image_size=32, patch_size=4, **SIZES)),
         "averages two classifiers",
@@ -162,14 +163,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses(name):
+def test_teachers_that_no_student_equals_are_refused(name):
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         SparseFormerForImageClassification.from_teacher(make())
 
 
 @pytest.mark.parametrize("model_class", [SparseFormerForImageClassification, PatchSparseFormerForImageClassification])
-def test_refuses_no_tokens_and_other_classes(model_class):
+def test_zero_tokens_and_other_classes_are_refused(model_class):
     with pytest.raises(
         (StrictDataclassError, ValueError), match="(?s)'num_latent_tokens'.*expected at least 1, got 0"
     ):
@@ -178,17 +179,17 @@ def test_refuses_no_tokens_and_other_classes(model_class):
         model_class.from_teacher(transformers_vit(), num_labels=7)
 
 
-def test_registers_start_as_the_teachers_are_in_a_blank_image():
+def test_registers_start_as_the_teachers_of_a_blank_image():
     anatomy = read_anatomy(KINDS["dinov2-registers"].make())
     student = SparseFormerModel.from_teacher(anatomy, truncate=1)
-    held = compute_hidden_states(anatomy, torch.zeros(1, 3, 32, 32))[1]
-    torch.testing.assert_close(student.latents.register_tokens, held[0, 1:4])
+    states = compute_hidden_states(anatomy, torch.zeros(1, 3, 32, 32))[1]
+    torch.testing.assert_close(student.latents.register_tokens, states[0, 1:4])
     tokens = student(torch.randn(2, 3, 32, 32)).last_hidden_state
     assert tokens.shape[1] == 1 + 3 + student.config.num_latent_tokens
 
 
 def test_tokens_that_start_on_one_roi_are_moved_apart():
-    """Tokens share one initial embedding. With equal RoIs, they would get equal gradients and stay equal."""
+    """Initial RoIs differ, because tokens with equal embeddings and RoIs would get equal gradients and stay equal."""
     student = SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=15)
     rois = student.sparseformer.latents.initial_rois
     assert len(rois.unique(dim=0)) == 15

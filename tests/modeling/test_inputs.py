@@ -1,4 +1,4 @@
-"""Inputs of all families: float64, another device, no images, and numbers of tokens that do not fit."""
+"""Inputs of all families: float64, other devices, empty batches, and numbers of tokens."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_a_tensor_of_counts_has_one_integer_for_each_image(num_tokens, make_mode
         model(pixel_values, num_tokens=num_tokens)
     with pytest.raises(ValueError, match=r"`num_tokens` is 7, expected 1 to 6"):
         model(pixel_values, num_tokens=torch.tensor([4, 7]))
-    # The papers' SparseFormer takes one number for all images.
+    # The papers' SparseFormer takes a single int.
     with pytest.raises(ValueError, match=r"(?s)`num_tokens` is tensor.* expected 1 to 5"):
         make_model("classifier", "bootstrapped")(pixel_values, num_tokens=num_tokens)
 
@@ -127,7 +127,7 @@ def test_a_count_without_a_grid_is_an_error_without_a_warning(kind, make_model, 
 @pytest.mark.parametrize("name", SPARSEFORMERS)
 @torch.no_grad()
 def test_a_call_reads_the_number_of_tokens_once(name, make_model, pixel_values, monkeypatch):
-    """`set_num_tokens` in another thread must not change a call that runs."""
+    """A call is not changed by `set_num_tokens` in another thread."""
     model = make_model("classifier", name, num_latent_tokens=9, elastic_token_counts=[4, 9])
     expected = model(pixel_values).logits
     default = SparseFormerBaseConfig.default_num_tokens

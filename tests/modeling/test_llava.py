@@ -1,4 +1,4 @@
-"""LLaVA with a SparseFormer as its vision tower, of Transformers and of the original code base."""
+"""LLaVA with a SparseFormer as its vision tower, in Transformers and in the original code base."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_the_language_model_reads_the_sparseformers_tokens():
     assert torch.equal(model(input_ids=text).logits, before)
     pixel_values = torch.randn(2, 3, 32, 32)
     features = model.get_image_features(pixel_values).pooler_output
-    # Two inherited blocks left after the penultimate: the state before the last block, without [CLS].
+    # LLaVA reads the penultimate state, the input of the last block, without [CLS].
     states = tower(pixel_values, output_hidden_states=True).hidden_states[-2][:, 1:]
     torch.testing.assert_close(torch.stack(list(features)), model.model.multi_modal_projector(states))
     assert model.config.image_seq_length == 7
@@ -55,15 +55,15 @@ def test_the_language_model_reads_the_sparseformers_tokens():
 
 
 @pytest.mark.parametrize(
-    ("layers", "ours", "strategy"), [(-2, -2, "default"), (4, -3, "full"), ([-2, 6], [-2, -1], "full")]
+    ("layers", "expected", "strategy"), [(-2, -2, "default"), (4, -3, "full"), ([-2, 6], [-2, -1], "full")]
 )
 @torch.no_grad()
-def test_layers_are_counted_from_the_end_of_the_tower(layers, ours, strategy, tmp_path):
+def test_layers_are_counted_from_the_end_of_the_tower(layers, expected, strategy, tmp_path):
     model, processor = swapped(vision_feature_layer=layers, vision_feature_select_strategy=strategy)
-    assert model.config.vision_feature_layer == ours
+    assert model.config.vision_feature_layer == expected
     processor.save_pretrained(tmp_path)
-    for made, size in ((processor, (48, 40)), (AutoProcessor.from_pretrained(tmp_path), (7, 90))):
-        inputs = made(images=noise(size), text="<image> what is this ?", return_tensors="pt")
+    for each, size in ((processor, (48, 40)), (AutoProcessor.from_pretrained(tmp_path), (7, 90))):
+        inputs = each(images=noise(size), text="<image> what is this ?", return_tensors="pt")
         assert count_image_tokens(inputs) == 7 + (strategy == "full") == model.config.image_seq_length
         assert model(**inputs).logits.shape == (1, inputs["input_ids"].shape[1], len(WORDS))
 
@@ -92,14 +92,14 @@ def test_a_saved_model_loads_with_and_without_the_package(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["default", "full"])
 @torch.no_grad()
-def test_each_image_of_a_prompt_has_tokens_of_its_own(strategy):
+def test_each_image_of_a_prompt_can_have_another_number_of_tokens(strategy):
     model, processor = elastic(vision_feature_select_strategy=strategy)
     pictures = [noise(seed=seed) for seed in range(3)]
     prompt = {"images": [pictures[:2], pictures[2:]], "text": ["what is <image> and <image> ?", "<image> what ?"]}
     inputs = processor(**prompt, num_image_tokens=[4, 9, 4], padding=True, return_tensors="pt")
     assert inputs["num_image_tokens"].tolist() == [4, 9, 4]
     assert count_image_tokens(inputs) == 4 + 9 + 4 + 3 * (strategy == "full")
-    # Each image's features replace its own tokens, in order.
+    # The features of the images replace the image tokens in order.
     features = [
         model.get_image_features(inputs["pixel_values"][[index]], num_tokens=count).pooler_output[0]
         for index, count in enumerate([4, 9, 4])
@@ -113,7 +113,7 @@ def test_each_image_of_a_prompt_has_tokens_of_its_own(strategy):
         processor(**prompt, num_image_tokens=[4])
 
 
-def test_the_model_that_ships_answers_prompts_of_two_lengths_in_a_batch():
+def test_the_shipped_model_answers_prompts_of_two_lengths_in_a_batch():
     folder = frugalvit.checkpoint_path("cifar10-sparseformer-llava")
     model, processor = (each.from_pretrained(folder) for each in (AutoModelForImageTextToText, AutoProcessor))
 
@@ -129,7 +129,7 @@ def test_the_model_that_ships_answers_prompts_of_two_lengths_in_a_batch():
 
 @pytest.mark.parametrize("feature", ["patch", "cls_patch"])
 @torch.no_grad()
-def test_the_tower_of_the_original_code_base(feature, tmp_path):
+def test_the_tower_for_the_original_code_base_returns_the_selected_features(feature, tmp_path):
     weights = make_tower(make_llava(), 9, elastic_token_counts=[4, 9])
     weights.set_num_tokens(4)
     weights.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Packed linear layers compute the products and gradients of the layers that they replace."""
+"""Packed linear layers: products, gradients, changed weights, and the choice of layers."""
 
 import copy
 
@@ -27,7 +27,7 @@ def inputs() -> torch.Tensor:
 
 @pytest.fixture
 def called(monkeypatch) -> list:
-    """List of the arguments of each packed product."""
+    """Return the list of arguments of all packed products."""
     called = []
     multiply = packing.multiply
     monkeypatch.setattr(packing, "multiply", lambda *given: called.append(given) or multiply(*given))
@@ -35,14 +35,14 @@ def called(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_are_the_same(bias, inputs, called):
+def test_a_packed_layer_computes_the_products_of_the_layer(bias, inputs, called):
     linear = nn.Linear(24, 40, bias=bias)
     packed = PackedLinear(linear)
     with torch.inference_mode():
         for given in (inputs, inputs[0], inputs[0, 0], inputs.mT.contiguous().mT):
             torch.testing.assert_close(packed(given), linear(given), rtol=1e-5, atol=1e-6)
         assert len(called) == 4
-        # An empty batch is not multiplied.
+        # The packed product cannot multiply an empty batch.
         assert packed(inputs[:0]).shape == (0, 5, 40)
 
 
@@ -81,7 +81,7 @@ def test_a_changed_layer_computes_with_its_new_weight(change, linear, inputs, ca
 
 @torch.inference_mode()
 def test_weights_made_under_inference_mode_are_not_packed(inputs, called, monkeypatch):
-    """They have no version counter, which would show that they changed."""
+    """A change of these weights would go unnoticed, because they have no version counter."""
     monkeypatch.setattr(packing, "packing_pays", lambda dtype: True)
     linear = nn.Linear(24, 40)
     assert pack_linear_layers(nn.Sequential(linear)) == 0
@@ -92,7 +92,7 @@ def test_weights_made_under_inference_mode_are_not_packed(inputs, called, monkey
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_a_classifier_packs_what_it_loads_where_that_is_faster(pays, monkeypatch):
+def test_a_classifier_packs_its_layers_where_that_is_faster(pays, monkeypatch):
     monkeypatch.setattr(packing, "packing_pays", lambda dtype: pays)
     classify = Classifier("cifar10-sparseformer", device="cpu")
     kinds = {type(module) for module in classify.model.modules() if isinstance(module, nn.Linear)}

@@ -1,4 +1,4 @@
-"""Placement by content: blocks are merged and cells split where it pays, and what is left tiles the image."""
+"""Placement by content: choosing cells, cutting their patches, and pooling tokens by area."""
 
 import math
 
@@ -22,8 +22,15 @@ from frugalvit.modeling.placement import (
 
 
 TINY = {
-    **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "hidden_size": 32, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "num_labels": 3, "pooling": "mean", "num_class_tokens": 0},
+    "image_size": 32,
+    "patch_size": 4,
+    "num_latent_tokens": 16,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_labels": 3,
+    "pooling": "mean",
+    "num_class_tokens": 0,
 }
 grids = st.tuples(st.integers(2, 7), st.integers(2, 7))
 
@@ -50,39 +57,39 @@ def model_of(placement: str = "content", **fields) -> PatchSparseFormerForImageC
 
 @settings(deadline=None)
 @given(grids, st.integers(2, 3), st.integers(0, 3), st.integers(0, 1000))
-def test_cells_tile_the_image_and_the_worthiest_are_split(grid, levels, ties, seed):
+def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid, levels, ties, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(grid[0] // 2, grid[1] // 2), *finer(grid, levels)]
     split_scores = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
     if ties:
-        # Of three values; of one.
-        split_scores = [(worth * (3 if ties == 1 else 0)).floor() for worth in split_scores]
+        # Scores have three values, so that some are equal, or a single value.
+        split_scores = [(scores * (3 if ties == 1 else 0)).floor() for scores in split_scores]
     cells = choose_cells(split_scores, grid)
     assert cells.shape == (3, math.prod(grid)) and (cells.diff(dim=1) > 0).all()
     rois, areas = cells_of(finer(grid, levels))
     sides = rois[:, 2:] - rois[:, :2]
     torch.testing.assert_close(sides.prod(1) * math.prod(grid), areas)
     torch.testing.assert_close(areas[cells].mean(1), torch.ones(3))
-    # They cover the finest grid's cells, each once.
+    # Each cell of the finest grid is covered once.
     finest = rois[-math.prod(shapes[-1]) :]
     centers = (finest[:, :2] + finest[:, 2:]) / 2
     chosen = rois[cells][:, :, None]
     inside = ((centers > chosen[..., :2]) & (centers < chosen[..., 2:])).all(-1)
     assert (inside.sum(1) == 1).all()
     if ties == 3:
-        # Nothing is worth more than anything else.
+        # With equal scores, no block is merged and no cell split.
         assert (areas[cells] == 1).all()
     elif not ties:
-        # Blocks that are left are worth less than those that are split.
+        # Blocks that are split have higher scores than the others.
         blocks = split_scores[0].flatten(1)
-        for worth, own in zip(blocks, cells, strict=True):
-            left = torch.zeros(len(worth), dtype=torch.bool).index_fill(0, own[own < len(worth)], True)
-            assert not left.any() or left.all() or worth[left].max() <= worth[~left].min()
+        for scores, chosen in zip(blocks, cells, strict=True):
+            whole = torch.zeros(len(scores), dtype=torch.bool).index_fill(0, chosen[chosen < len(scores)], True)
+            assert not whole.any() or whole.all() or scores[whole].max() <= scores[~whole].min()
 
 
 @settings(deadline=None)
 @given(grids)
-def test_what_is_split_is_merged_to_what_it_was(grid):
+def test_merging_reverses_splitting(grid):
     values = torch.rand(2, grid[0] // 2, grid[1] // 2)
     split = split_in_four(values, grid, float("nan"))
     assert split.shape == (2, *grid)
@@ -99,7 +106,7 @@ def test_lost_detail_is_the_difference_from_the_image():
         torch.testing.assert_close(loss, F.adaptive_avg_pool2d((gray - shown).square(), rows).squeeze(1))
 
 
-def test_small_cells_lie_where_there_is_something_to_see():
+def test_small_cells_lie_where_the_image_has_detail():
     pixels = torch.zeros(1, 3, 32, 32)
     pixels[:, :, 16:24, 8:16] = image(1, (8, 8))
     (rois,) = model_of()(pixels, output_rois=True).rois
@@ -108,7 +115,7 @@ def test_small_cells_lie_where_there_is_something_to_see():
     torch.testing.assert_close(smallest.amax(0)[2:], torch.tensor([0.5, 0.75]))
 
 
-def test_patches_are_those_of_their_cells():
+def test_a_token_has_the_patch_of_its_cell():
     levels = levels_of(image(2, (40, 36)), (5, 2), (4, 3))
     patches = pick_patches(levels, (4, 3), torch.tensor([[1, 2, 51], [0, 11, 12]]))
     assert patches.shape == (2, 3, 36)
@@ -129,7 +136,7 @@ def test_images_of_any_size_and_shape(height, width, count):
     assert outputs.logits.isfinite().all()
 
 
-def test_an_image_of_even_detail_has_the_grid():
+def test_an_image_of_even_detail_has_the_cells_of_the_grid():
     grid, content = model_of("grid"), model_of()
     content.load_state_dict(grid.state_dict(), strict=False)
     even = image(1, (2, 2)).repeat(1, 1, 16, 16)
@@ -137,7 +144,7 @@ def test_an_image_of_even_detail_has_the_grid():
         assert torch.equal(content(even, num_tokens=count).logits, grid(even, num_tokens=count).logits)
 
 
-def test_a_trained_model_is_placed_anew():
+def test_set_placement_changes_the_cells_of_a_trained_model():
     model = model_of("grid", elastic_token_counts=[9, 16])
     pixels = image(2)
     pixels[:, :, :, :24] = 0
@@ -148,27 +155,24 @@ def test_a_trained_model_is_placed_anew():
     model.train()(pixels).logits.sum().backward()
     embeddings = model.sparseformer.embeddings
     assert embeddings.position_embeddings.grad.abs().sum() > 0
-    # What it learned of attention stays.
-    learned = embeddings.placement
+    # The weights of the attention forecast are kept.
+    placement = embeddings.placement
     model.set_placement("content")
-    assert embeddings.placement is learned
+    assert embeddings.placement is placement
     model.eval().set_placement("grid")
     assert torch.equal(model(pixels).logits, expected)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "latent_mean", "cls_and_latent_mean", "attention", "latent_attention"])
 @pytest.mark.parametrize("norm_last", [False, True])
-def test_tokens_are_pooled_by_their_area(pooling, norm_last):
-    """A token of three times the area counts as three tokens."""
+def test_a_token_of_three_times_the_area_counts_as_three_tokens_in_pooling(pooling, norm_last):
+    fields = {
+        "pooling": pooling,
+        "num_class_tokens": int("latent" in pooling),
+        "final_norm": "after_pooling" if norm_last else "before_pooling",
+    }
     torch.manual_seed(0)
-    config = PatchSparseFormerConfig(
-        **TINY
-        | {
-            "pooling": pooling,
-            "num_class_tokens": int("latent" in pooling),
-            "final_norm": "after_pooling" if norm_last else "before_pooling",
-        }
-    )
+    config = PatchSparseFormerConfig(**TINY | fields)
     pooler = Pooler(config)
     norm = torch.nn.LayerNorm(32)
     head = None
@@ -178,11 +182,11 @@ def test_tokens_are_pooled_by_their_area(pooling, norm_last):
     tokens = torch.randn(2, config.num_class_tokens + 4, 32)
     several = torch.cat([tokens, tokens[:, -1:], tokens[:, -1:]], dim=1)
     areas = torch.tensor([[1.0, 1.0, 1.0, 3.0]]).expand(2, -1) * 4 / 6
-    found = pooler(tokens, norm, head, areas)
-    torch.testing.assert_close(found, pooler(several, norm, head))
-    # FlashAttention cannot add the areas to scores, so that another implementation pools.
+    pooled = pooler(tokens, norm, head, areas)
+    torch.testing.assert_close(pooled, pooler(several, norm, head))
+    # FlashAttention cannot add the areas to scores, so that another implementation has to pool.
     config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(pooler(tokens, norm, head, areas), found)
+    torch.testing.assert_close(pooler(tokens, norm, head, areas), pooled)
 
 
 def test_a_forecast_is_even_before_training_and_moves_small_cells():

@@ -1,4 +1,4 @@
-"""Cells of grids, and the patches that are cut out of an image."""
+"""Grids of tokens: their patches, their rows and columns, and their positions."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from frugalvit import PatchSparseFormerConfig, PatchSparseFormerModel
 from frugalvit.configuration.configuration_patch_sparseformer import choose_grid
-from frugalvit.modeling.placement import cut_patches, grid_rois
+from frugalvit.modeling.placement import cut_patches
 
 
 sides = st.integers(1, 7)
@@ -16,23 +16,15 @@ grids = st.tuples(sides, sides)
 
 
 @settings(deadline=None)
-@given(grids)
-def test_cells_tile_the_image(grid):
-    rois = grid_rois(grid)
-    assert len(rois) == grid[0] * grid[1]
-    assert ((rois[:, 2] - rois[:, 0]) * (rois[:, 3] - rois[:, 1])).sum().item() == pytest.approx(1, abs=1e-5)
-
-
-@settings(deadline=None)
 @given(grids, st.tuples(st.integers(1, 5), st.integers(1, 5)))
-def test_patches_are_those_of_a_convolution(grid, patch):
+def test_products_with_patches_equal_a_convolution(grid, patch):
     image = torch.randn(2, 3, grid[0] * patch[0], grid[1] * patch[1], generator=torch.Generator().manual_seed(0))
     weight = torch.randn(8, 3, *patch, generator=torch.Generator().manual_seed(1))
     tokens = cut_patches(image, patch).flatten(1, 2) @ weight.flatten(1).T
     torch.testing.assert_close(tokens, F.conv2d(image, weight, stride=patch).flatten(2).mT, atol=1e-4, rtol=1e-3)
 
 
-def test_counts_become_grids_of_nearly_square_cells():
+def test_the_grid_of_a_count_has_nearly_square_cells():
     assert choose_grid(64, (224, 224)) == (8, 8)
     assert choose_grid(20, (224, 224)) in ((4, 5), (5, 4))
     assert choose_grid(18, (224, 448)) == (3, 6)
@@ -41,7 +33,7 @@ def test_counts_become_grids_of_nearly_square_cells():
 
 
 @torch.no_grad()
-def test_positions_follow_their_grid():
+def test_positions_are_interpolated_to_the_grid_of_a_smaller_count():
     sizes = {"image_size": 32, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = PatchSparseFormerModel(PatchSparseFormerConfig(**sizes, num_latent_tokens=16)).eval()
     table = torch.nn.init.normal_(model.embeddings.position_embeddings).mT.reshape(1, 32, 4, 4)

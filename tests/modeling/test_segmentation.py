@@ -1,4 +1,4 @@
-"""The segmentation head against its equations, and what a segmentation model does with masks."""
+"""The paper's segmentation head against its equations, its start from a classifier, and its loss."""
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from frugalvit import (
 )
 from frugalvit.modeling.layers import eager_attention_forward
 from frugalvit.modeling.segmentation_head import geometric_bias
+from kinds import KINDS
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ class TestGeometricBias:
         size=st.tuples(coordinates(0.25, 1.0), coordinates(0.25, 1.0)),
         cells=st.tuples(st.integers(8, 40), st.integers(8, 40)),
     )
-    def test_is_a_gaussian_of_half_the_size(self, center, size, cells):
+    def test_is_a_gaussian_whose_deviation_is_half_the_size(self, center, size, cells):
         (x, y), (width, height) = center, size
         roi = torch.tensor([[[x - width / 2, y - height / 2, x + width / 2, y + height / 2]]])
         bias = geometric_bias(roi, *cells)
@@ -53,7 +54,6 @@ class TestGeometricBias:
 class TestHead:
     @torch.no_grad()
     def test_computes_equations_6_and_7(self, model, pixel_values):
-        """Pixel by pixel, as they are printed."""
         outputs = model(pixel_values, output_rois=True, output_token_maps=True)
         base = model.sparseformer(pixel_values, output_stem_features=True)
         head, cls = model.decode_head, model.config.num_class_tokens
@@ -76,13 +76,13 @@ class TestHead:
             for row, column in ((0, 0), (3, 5), (7, 7)):
                 scores = head.key(tokens[image]) @ queries[image, :, row, column] / width**0.5
                 scores = scores + head.importance(tokens[image])[:, 0] + bias[image, :, row, column]
-                shares = scores.softmax(0)
-                torch.testing.assert_close(outputs.token_maps[image, :, row, column], shares, atol=1e-6, rtol=1e-5)
-                expected = shares @ token_logits[image]
+                weights = scores.softmax(0)
+                torch.testing.assert_close(outputs.token_maps[image, :, row, column], weights, atol=1e-6, rtol=1e-5)
+                expected = weights @ token_logits[image]
                 torch.testing.assert_close(outputs.logits[image, :, row, column], expected, atol=1e-5, rtol=1e-5)
 
     @torch.no_grad()
-    def test_any_size_gives_a_quarter(self, model):
+    def test_maps_have_a_quarter_of_the_image_s_size(self, model):
         for size in ((4, 4), (31, 50), (33, 64)):
             outputs = model(torch.randn(1, 3, *size), output_token_maps=True)
             quarter = tuple(-(-side // 4) for side in size)
@@ -92,7 +92,7 @@ class TestHead:
     @pytest.mark.parametrize(
         ("size", "parameters", "giga_macs"), [("base", 65_446_230, 25.37), ("large", 213_497_302, 66.25)]
     )
-    def test_counts(self, size, parameters, giga_macs):
+    def test_parameters_and_macs(self, size, parameters, giga_macs):
         config = SparseFormerConfig.from_variant(
             f"augreg-{size}-49-224", num_latent_tokens=256, image_size=512, resize_size=None, num_labels=150
         )
@@ -102,32 +102,32 @@ class TestHead:
         assert count_macs(model, 512).macs_with_attention / 1e9 == pytest.approx(giga_macs, abs=0.01)
 
 
-class TestStart:
-    def test_from_a_classifier_with_more_tokens(self, generation, make_model, tmp_path):
-        classifier = make_model(SparseFormerForImageClassification, generation)
-        classifier.save_pretrained(tmp_path)
-        model = AutoModelForSemanticSegmentation.from_pretrained(tmp_path, num_labels=7)
-        model.resize_tokens(40)
-        assert type(model) is SparseFormerForSemanticSegmentation
-        assert model.config.num_latent_tokens == 40 and model.config.num_labels == 7
-        own, inherited = model.base_model.state_dict(), classifier.base_model.state_dict()
-        for name, weight in inherited.items():
-            kept = own[name][: len(weight)] if "latents" in name else own[name]
-            assert torch.equal(kept, weight), name
-        assert model(torch.randn(1, 3, 40, 60)).logits.shape == (1, 7, 10, 15)
+def test_a_classifier_loads_as_a_segmentation_model_with_more_tokens(generation, make_model, tmp_path):
+    classifier = make_model(SparseFormerForImageClassification, generation)
+    classifier.save_pretrained(tmp_path)
+    model = AutoModelForSemanticSegmentation.from_pretrained(tmp_path, num_labels=7)
+    model.resize_tokens(40)
+    assert type(model) is SparseFormerForSemanticSegmentation
+    assert model.config.num_latent_tokens == 40 and model.config.num_labels == 7
+    state = model.base_model.state_dict()
+    for name, weight in classifier.base_model.state_dict().items():
+        kept = state[name][: len(weight)] if "latents" in name else state[name]
+        assert torch.equal(kept, weight), name
+    assert model(torch.randn(1, 3, 40, 60)).logits.shape == (1, 7, 10, 15)
 
 
-class TestLoss:
-    def test_is_the_mean_over_pixels_that_count(self, model, pixel_values):
-        generator = torch.Generator().manual_seed(0)
-        labels = torch.randint(0, 3, (2, 32, 32), generator=generator)
-        labels[:, :9] = 255
-        outputs = model(pixel_values, labels=labels)
-        logits = F.interpolate(outputs.logits, (32, 32), mode="bilinear").log_softmax(1)
-        expected = -sum(
-            logits[image, labels[image, row, column], row, column]
-            for image in range(2)
-            for row in range(9, 32)
-            for column in range(32)
-        ) / (2 * 23 * 32)
-        torch.testing.assert_close(outputs.loss, expected)
+@pytest.mark.parametrize("kind", ["bootstrapped", "v1", "patches"])
+def test_the_loss_is_the_mean_over_labeled_pixels(kind, make_model, pixel_values):
+    model = make_model(KINDS[kind].classes[4], kind)
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 3, (2, 32, 32), generator=generator)
+    labels[:, :9] = 255
+    outputs = model(pixel_values, labels=labels)
+    logits = F.interpolate(outputs.logits, (32, 32), mode="bilinear").log_softmax(1)
+    expected = -sum(
+        logits[image, labels[image, row, column], row, column]
+        for image in range(2)
+        for row in range(9, 32)
+        for column in range(32)
+    ) / (2 * 23 * 32)
+    torch.testing.assert_close(outputs.loss, expected)

@@ -1,4 +1,4 @@
-"""`transformers serve` answers with the folder of a LLaVA that has a SparseFormer, asked by OpenAI's client."""
+"""`transformers serve` with a LLaVA that has a SparseFormer, called by OpenAI's client."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 @pytest.mark.nightly
 def test_answers_as_transformers_does(tmp_path):
-    """The server's process imports no frugalvit: the folder brings its code."""
+    """A server without frugalvit gives the answer of `generate`, because the folder contains the code."""
     openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
     folder = tmp_path / "model"
     llava = make_llava()

@@ -1,4 +1,4 @@
-"""SparseFormers' own behavior: RoIs and focusing states, narrow heads, variants of both generations, token counts."""
+"""The papers' SparseFormers: attention interface, outputs, the last block's [CLS], sampling points, gradients."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def classifier(generation, make_model) -> SparseFormerForImageClassification:
 
 class TestAttention:
     @torch.no_grad()
-    def test_interface(self, classifier, pixel_values):
+    def test_uses_a_registered_attention_function(self, classifier, pixel_values):
         calls = []
 
         def own_attention(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -31,18 +31,18 @@ class TestAttention:
         torch.testing.assert_close(classifier(pixel_values).logits, expected, atol=1e-6, rtol=1e-6)
         config = classifier.config
         focusing = (2, config.focusing_num_attention_heads, 5, 32 // config.focusing_num_attention_heads)
-        cortex = (2, config.num_attention_heads, 5 + config.num_class_tokens, 64 // config.num_attention_heads)
-        # v1's tokens attend before they have seen anything: once for all images.
+        encoder = (2, config.num_attention_heads, 5 + config.num_class_tokens, 64 // config.num_attention_heads)
+        # v1's first attention precedes sampling, so that it is computed once for all images.
         first = (1, *focusing[1:]) if config.generation == "v1" else focusing
-        # A classifier that reads [CLS] asks for nothing else in the end.
-        last = (*cortex[:2], 1, cortex[3]) if config.pooling == "cls" else cortex
-        shapes = [first, *[focusing] * 3, cortex, cortex, last]
+        # A classifier reads [CLS] alone, so that it is the only query of the last block.
+        last = (*encoder[:2], 1, encoder[3]) if config.pooling == "cls" else encoder
+        shapes = [first, *[focusing] * 3, encoder, encoder, last]
         assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in shapes]
 
 
 class TestOutputs:
     @torch.no_grad()
-    def test_shapes(self, generation, make_model, pixel_values):
+    def test_requested_outputs_have_their_shapes(self, generation, make_model, pixel_values):
         tokens = {"bootstrapped": 6, "v1": 5}[generation]
         adjustments = {"bootstrapped": 4, "v1": 5}[generation]
         for model_class in SPARSEFORMERS[:4]:
@@ -51,8 +51,8 @@ class TestOutputs:
             plain = model(pixel_values, output_tokens=True)
             for name in ("rois", "sampling_points", "focusing_hidden_states", "hidden_states", "attentions"):
                 assert getattr(plain, name) is None
-            asked = ("rois", "focusing_hidden_states", "hidden_states", "attentions")
-            outputs = model(pixel_values, **{f"output_{name}": True for name in asked})
+            requested = ("rois", "focusing_hidden_states", "hidden_states", "attentions")
+            outputs = model(pixel_values, **{f"output_{name}": True for name in requested})
             for name in ("logits", "image_embeds", "last_hidden_state", "pooler_output"):
                 if name in plain:
                     assert torch.equal(plain[name], outputs[name])
@@ -64,12 +64,13 @@ class TestOutputs:
 
 
 class TestClsAlone:
-    """A classifier that reads [CLS] has its last block compute nothing else, unless something else is read."""
+    """The last block computes [CLS] alone if nothing else is read."""
 
     @staticmethod
     def run(model, pixel_values, **arguments):
-        """The number of tokens that the last MLP saw, and the model's logits and gradients."""
-        mlp, seen = model.base_model.layers[-1].mlp, []
+        """Return the last MLP's number of tokens, the logits and the gradients."""
+        mlp = model.base_model.layers[-1].mlp
+        seen = []
         mlp.forward = lambda states: seen.append(states.shape[1]) or type(mlp).forward(mlp, states)
         logits = model(pixel_values, **arguments).logits
         del mlp.forward
@@ -80,27 +81,27 @@ class TestClsAlone:
     def test_logits_and_gradients_are_the_same(self, attention, make_model, pixel_values):
         model = make_model("classifier", "bootstrapped").train()
         model.set_attn_implementation(attention)
-        alone = self.run(model, pixel_values)
-        whole = self.run(model, pixel_values, output_tokens=True)
-        assert (alone[0], whole[0]) == (1, 6)
-        torch.testing.assert_close(alone[1:], whole[1:], atol=1e-4, rtol=1e-5)
+        cls_alone = self.run(model, pixel_values)
+        all_tokens = self.run(model, pixel_values, output_tokens=True)
+        assert (cls_alone[0], all_tokens[0]) == (1, 6)
+        torch.testing.assert_close(cls_alone[1:], all_tokens[1:], atol=1e-4, rtol=1e-5)
 
-    def test_what_is_asked_for_is_whole(self, make_model, pixel_values):
+    def test_requested_states_and_attentions_have_all_tokens(self, make_model, pixel_values):
         model = make_model("classifier", "bootstrapped")
         model.set_attn_implementation("eager")
-        for asked in ("output_hidden_states", "output_attentions"):
-            assert model(pixel_values, **{asked: True})[asked.removeprefix("output_")][-1].shape[-2] == 6
-            setattr(model.config, asked, True)
-            assert model(pixel_values)[asked.removeprefix("output_")][-1].shape[-2] == 6
+        for name in ("hidden_states", "attentions"):
+            assert model(pixel_values, **{f"output_{name}": True})[name][-1].shape[-2] == 6
+            setattr(model.config, f"output_{name}", True)
+            assert model(pixel_values)[name][-1].shape[-2] == 6
 
-    def test_context_broadcast_reads_all(self, make_model, pixel_values):
+    def test_context_broadcast_reads_all_tokens(self, make_model, pixel_values):
         model = make_model("classifier", "bootstrapped")
         frugalvit.insert_context_broadcast(model)
         assert self.run(model, pixel_values)[0] == 6
 
 
-def test_points_that_are_no_numbers():
-    """They would address memory outside the map in grid_sample's backward pass on CPUs."""
+def test_points_that_are_nan_give_nan_and_a_safe_backward_pass():
+    """NaN does not reach `grid_sample`, whose backward pass on CPUs would write outside the map."""
     features = torch.randn(2, 3, 8, 8, requires_grad=True)
     points = torch.rand(2, 5, 4, 2)
     points[0, 1, 2, 0] = points[1, 4, 3] = torch.nan
@@ -112,25 +113,25 @@ def test_points_that_are_no_numbers():
 
 
 def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, pixel_values):
-    """Also where the images share a computation; v1 clamps the gradients of each."""
+    """Gradients add up although images share the first attention, and although v1 clamps gradients of each image."""
     model = make_model(SparseFormerModel, generation, drop_path_rate=0.0).train()
 
     def gradients(images):
         model.zero_grad()
-        # Steep, so that there is something to clamp.
+        # The loss is scaled up so that gradients exceed v1's limit.
         (1e3 * model(images).pooler_output[:, :8]).square().sum().backward()
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     together, first, second = (gradients(images) for images in (pixel_values, pixel_values[:1], pixel_values[1:]))
     for name, gradient in together.items():
-        # Biases of keys change nothing: their gradients are rounding alone.
+        # Softmax does not depend on biases of keys, so that their gradients are rounding errors.
         if not name.endswith("k_proj.bias"):
             tolerance = 1e-3 * gradient.abs().max().item()
             torch.testing.assert_close(gradient, first[name] + second[name], atol=tolerance, rtol=0, msg=name)
 
 
 def test_v1_clips_the_gradient_of_points(make_model, pixel_values, monkeypatch):
-    """At one over the rows of the map, where the loss is steep."""
+    """The limit is one over the number of rows of the map; bootstrapped models have no limit."""
     seen = []
 
     def locate(rois, offsets):

@@ -1,4 +1,4 @@
-"""`frugalvit swap` and `swap_vision_tower`: a SparseFormer takes the place of a tower, whatever the model."""
+"""`frugalvit swap` and `swap_vision_tower`: the command, refused models, first layers, matched channels."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_the_command_swaps_as_the_function_does(tmp_path, capsys):
     torch.testing.assert_close(model(**inputs).logits, expected.logits, atol=0.02, rtol=0.1)
 
 
-def test_what_does_not_fit_is_refused(tmp_path, capsys):
+def test_unsupported_models_and_towers_are_refused(tmp_path, capsys):
     llava = make_llava()
     with pytest.raises(ValueError, match="Got a LlamaModel, expected a Llava"):
         swap_vision_tower(llava.model.language_model, make_tower(llava))
@@ -62,7 +62,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     model.save_pretrained(tmp_path)
     processor = matching_processor(make_processor(llava), model)
     inputs = processor(images=noise(), text="<image> what is this ?", return_tensors="pt")
-    # Registers count as tokens.
+    # LLaVA reads registers like other tokens.
     assert int((inputs["input_ids"] == IMAGE).sum()) == 7 + 2
     loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()) and torch.equal(loaded(**inputs).logits, model(**inputs).logits)
@@ -71,7 +71,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
 @torch.no_grad()
 def test_channels_are_matched(make):
-    """Each channel of the projector's input gets the original's mean and standard deviation."""
+    """The new first layer equals the old one on inputs with the original's mean and standard deviation per channel."""
     original = make()
     before = {name: value.clone() for name, value in original.state_dict().items()}
     model = swap_vision_tower(original, make_tower(original))
@@ -79,13 +79,15 @@ def test_channels_are_matched(make):
     match_channels_(model, original, batches)
     assert all(torch.equal(value, before[name]) for name, value in original.state_dict().items())
 
-    def read(part, side):
-        return torch.cat([record_projector_inputs(part, pair[side]).flatten(0, -2) for pair in batches])
+    def read(vlm, side):
+        return torch.cat([record_projector_inputs(vlm, pair[side]).flatten(0, -2) for pair in batches])
 
-    ours, theirs = read(model, 0), read(original, 1)
-    matched = (ours - ours.mean(0)) / ours.std(0, correction=0) * theirs.std(0, correction=0) + theirs.mean(0)
+    inputs = read(model, 0)
+    expected = read(original, 1)
+    normalized = (inputs - inputs.mean(0)) / inputs.std(0, correction=0)
+    matched = normalized * expected.std(0, correction=0) + expected.mean(0)
     new, old = (first_layer(each.model.multi_modal_projector) for each in (model, original))
-    torch.testing.assert_close(new(ours), old(matched), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(new(ours).mean(0), old(theirs).mean(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(new(inputs), old(matched), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(new(inputs).mean(0), old(expected).mean(0), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="`batches` is empty"):
         match_channels_(model, original, [])

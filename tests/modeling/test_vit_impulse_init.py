@@ -1,4 +1,4 @@
-"""The ViT of impulse initialization: its computations, and when its attention is initialized."""
+"""The ViT of impulse initialization: its forward pass and the initialization of its attention."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CHOICES = [
 class TestModel:
     @torch.no_grad()
     @pytest.mark.parametrize("fields", CHOICES, ids=str)
-    def test_computes_what_transformers_vit_computes(self, fields, make_model, pixel_values):
+    def test_equals_transformers_vit(self, fields, make_model, pixel_values):
         model = make_model("classifier", "vit_impulse_init", **fields)
         config = model.config
         names = ("image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_labels")
@@ -43,7 +43,7 @@ class TestModel:
 
 @pytest.fixture
 def solved(monkeypatch) -> list[str]:
-    """The initializations that models ask for, as they ask."""
+    """Return the list of initializations that models run."""
     calls = []
 
     def start(parts, config, **options):
@@ -55,13 +55,13 @@ def solved(monkeypatch) -> list[str]:
 
 
 class TestInitialization:
-    def test_a_fresh_model_is_solved_once(self, make_config, solved):
+    def test_a_new_model_is_initialized_once(self, make_config, solved):
         ViTImpulseInitForImageClassification(make_config("vit_impulse_init"))
         transformers.AutoModel.from_config(make_config("vit_impulse_init", initialization="mimetic"))
         ViTImpulseInitModel(make_config("vit_impulse_init", initialization="trunc_normal"))
         assert solved == ["impulse", "mimetic"]
 
-    def test_loaded_weights_are_never_solved_for(self, make_model, solved, pixel_values, tmp_path):
+    def test_loading_weights_runs_no_initialization(self, make_model, solved, pixel_values, tmp_path):
         model = make_model("classifier", "vit_impulse_init")
         solved.clear()
         model.save_pretrained(tmp_path)
@@ -69,7 +69,7 @@ class TestInitialization:
         for loaded in (
             ViTImpulseInitForImageClassification.from_pretrained(tmp_path),
             transformers.AutoModelForImageClassification.from_pretrained(tmp_path),
-            # Other classes: the classifier is drawn, the attention is not.
+            # Another number of labels initializes the classifier, but not the attention.
             ViTImpulseInitForImageClassification.from_pretrained(tmp_path, num_labels=7, ignore_mismatched_sizes=True),
             transformers.AutoModel.from_pretrained(tmp_path),
         ):
@@ -86,7 +86,7 @@ class TestInitialization:
             ("mimetic", {"value_init": "default"}),
         ],
     )
-    def test_options_of_the_configuration_are_those_of_the_start(self, name, options, make_config):
+    def test_initialization_options_are_those_of_the_in_place_function(self, name, options, make_config):
         torch.manual_seed(0)
         config = make_config("vit_impulse_init", initialization=name, initialization_options=options)
         model = ViTImpulseInitModel(config)

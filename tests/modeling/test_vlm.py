@@ -1,4 +1,4 @@
-"""VLMs that expect a grid of features, and PaliGemma, with a SparseFormer as their vision tower."""
+"""Gemma 3, LLaVA-OneVision and PaliGemma with a SparseFormer as their vision tower."""
 
 import pytest
 import torch
@@ -24,24 +24,24 @@ def processor(vlm):
     return vlm.make_processor()
 
 
-def ask(processor, vlm: VLM, size=(75, 40)) -> dict:
-    """Return the inputs of a prompt with an image of this width and height, which some processors cut into tiles."""
+def make_inputs(processor, vlm: VLM, size=(75, 40)) -> dict:
+    """Return the inputs of a prompt with an image of this width and height; some processors cut it into tiles."""
     return processor(images=noise(size), text=f"{vlm.prompt}what is this ?", return_tensors="pt")
 
 
 @torch.no_grad()
-def test_with_a_token_for_each_patch_it_answers_as_before(vlm, processor):
+def test_with_a_token_for_each_patch_answers_do_not_change(vlm, processor):
     model = swap_vision_tower(vlm.model, vlm.inherit())
-    inputs = ask(processor, vlm)
+    inputs = make_inputs(processor, vlm)
     expected = vlm.model(**inputs).logits
-    given = model(**ask(matching_processor(processor, model), vlm)).logits
+    given = model(**make_inputs(matching_processor(processor, model), vlm)).logits
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-3)
     answers = [each.generate(**inputs, max_new_tokens=4, do_sample=False) for each in (model, vlm.model)]
     assert torch.equal(*answers)
 
 
 @torch.no_grad()
-def test_few_tokens_give_what_the_backbone_gives_each_cell(vlm):
+def test_features_of_few_tokens_equal_the_backbone_s_feature_map(vlm):
     tower = vlm.make_tower()
     model = swap_vision_tower(vlm.model, vlm.make_tower())
     new = model.model.vision_tower
@@ -68,7 +68,7 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     assert type(loaded) is getattr(frugalvit, f"SparseFormer{vlm.name}ForConditionalGeneration")
     assert type(AutoModel.from_pretrained(tmp_path / "out")).__name__ == f"SparseFormer{vlm.name}Model"
     assert not any(report.values()) and loaded.config.image_seq_length == (4 // vlm.cells) ** 2
-    inputs = dict(ask(AutoProcessor.from_pretrained(tmp_path / "out"), vlm))
+    inputs = dict(make_inputs(AutoProcessor.from_pretrained(tmp_path / "out"), vlm))
     assert int((inputs["input_ids"] == IMAGE).sum()) >= loaded.config.image_seq_length
     expected = loaded(**inputs).logits
     torch.testing.assert_close(swap_vision_tower(vlm.model, vlm.make_tower(), 4)(**inputs).logits, expected)
@@ -76,15 +76,15 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
 
 
-def ask_paligemma(processor) -> dict:
+def make_paligemma_inputs(processor) -> dict:
     inputs = dict(processor(images=[[noise()]], text=["<image>what is this ?"], return_tensors="pt"))
-    # A prompt without an answer has no labels.
+    # The processor adds labels, which ignore all tokens of a prompt without an answer.
     assert (inputs.pop("labels") == -100).all()
     return inputs
 
 
 @torch.no_grad()
-def test_paligemma(tmp_path):
+def test_paligemma_reads_the_sparseformers_tokens_also_when_loaded(tmp_path):
     paligemma = make_paligemma()
     tower, text = make_tower(paligemma), torch.tensor([[2, 3, 4, 6]])
     before = paligemma(input_ids=text).logits
@@ -97,7 +97,7 @@ def test_paligemma(tmp_path):
     model.save_pretrained(tmp_path / "model")
     matching_processor(make_paligemma_processor(), model).save_pretrained(tmp_path / "model")
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
-    inputs = ask_paligemma(AutoProcessor.from_pretrained(tmp_path / "model"))
+    inputs = make_paligemma_inputs(AutoProcessor.from_pretrained(tmp_path / "model"))
     assert int((inputs["input_ids"] == tiny.IMAGE).sum()) == 4 == loaded.config.image_seq_length
     expected = model(**inputs).logits
     assert torch.equal(loaded(**inputs).logits, expected)
