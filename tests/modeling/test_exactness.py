@@ -37,7 +37,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         state = {name.removeprefix("state."): fixture[name] for name in fixture if name.startswith("state.")}
         source = str(root / f"{variant}.safetensors")
         save_file(state, source)
-        convert.main(["showlab", source, "--output", str(root / variant)])
+        convert.main([source, "--output", str(root / variant)])
     return {variant: root / variant for variant in VARIANTS}
 
 
