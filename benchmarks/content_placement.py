@@ -3,22 +3,21 @@
     python benchmarks/content_placement.py teacher --name clothing --model VIT --train TRAIN --test TEST
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
+    python benchmarks/content_placement.py glances --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py larger --name caltech101 --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py rivals --student STUDENT --test TEST --backgrounds IMAGES --apt CHECKOUT
     python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
     python benchmarks/content_placement.py picture --student STUDENT --test TEST
 
-`teacher` fits a linear classifier to the embedding of a pretrained vision transformer, which stays as it is.
-`students` bootstraps a student of each of --placements for six counts of tokens, all on the same views, half of them
-zoomed out. Each is asked about test photographs, the same as small objects (on a canvas whose sides are 2.5 times
-theirs), and the same on other photographs; so is the teacher. Runs are kept under --runs-dir and found again; `table`
-puts all that are there into content_students_NAME.json. `larger` shows those of a seed images of twice the size
-(content_larger_NAME.json). `rivals` gives a student's weights, which learned on a grid, to other ways of spending as
-many tokens (content_rivals_NAME.json): cells by detail alone; Adaptive Patch Transformer, whose CHECKOUT
-(github.com/rccchoudhury/apt) needs ipdb, einops and cv2, with one threshold of entropy, by which images have as many
-tokens on average, and 16 at least; and timm's NaFlexViT, which sees images whole, where the others see a square.
-`speed` times both placements (content_placement_speed.json). `picture` draws what tokens of a grid see and those that
-a student places (content_placement.webp).
+`teacher` fits a linear classifier to the embedding of a pretrained vision transformer. `students` bootstraps students
+for six counts of tokens on the same views, half of them zoomed out, and measures them and the teacher on test
+photographs, on the same as small objects (on a canvas whose sides are 2.5 times theirs), and on the same on other
+photographs; `table` averages all seeds under --runs-dir. `glances` measures students placed by content with a margin
+for exchanges of cells, and in a second pass for images of which a pass with a grid is not sure. `larger` shows images
+of twice the size. `rivals` gives a student's weights, which learned on a grid, to Adaptive Patch Transformer with one
+threshold of entropy for the same mean number of tokens (its CHECKOUT, github.com/rccchoudhury/apt, needs ipdb, einops
+and cv2), and to timm's NaFlexViT, which sees images whole. `speed` times both placements, and `picture` draws their
+tokens.
 """
 
 import argparse
@@ -27,9 +26,11 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import caltech101
 import torch
@@ -43,14 +44,16 @@ from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import shared
-from frugalvit.baselines import load_teacher
+from frugalvit.baselines import WithTokens, load_teacher
 from frugalvit.configuration.configuration_base import pair
+from frugalvit.macs import count_macs
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_patch_sparseformer import (
     PatchSparseFormerEmbeddingsOutput,
     PatchSparseFormerForImageClassification,
 )
+from frugalvit.modeling.placement import choose_cells
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
@@ -67,6 +70,11 @@ PLACEMENTS = ("grid", "content")
 TOKENS = [9, 16, 25, 36, 49, 64]
 # What students are trained on besides photographs.
 ZOOM_OUT = 3.0
+# Factors of the scores of blocks in `choose_cells`; tokens of a pass with a grid and of one by content, and the
+# probabilities of a class with which an image needs no second pass.
+MARGINS = (1.0, 1.5)
+GLANCES = ((9, 36), (16, 36), (16, 49), (16, 64))
+CONFIDENCES = (0.3, 0.4, 0.5, 0.6, 0.7)
 # Of the picture.
 PICTURE_TOKENS, PICTURES = 25, 6
 # Sizes of patches in the pictures of Adaptive Patch Transformer's authors, who train with two.
@@ -87,6 +95,7 @@ def main():
     parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=PLACEMENTS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
     parser.add_argument("--test-images", type=int, help="drawn at random (default: all)")
+    parser.add_argument("--object-images", type=int, help="test images on a canvas (default: all)")
     parser.add_argument("--steps", type=int, default=180, help="of students (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=192, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
@@ -165,6 +174,42 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
     shared.run_training(bootstrap, folder, argv)
     about = {"seed": seed, "steps": arguments.steps, "batch_size": arguments.batch_size, "inherited_rate": rate}
     return shared.measured_once(folder, lambda folder: [row | about for row in measure(arguments, folder, placement)])
+
+
+def measure_glances(arguments):
+    looks = [*(((count,), 0.0) for count in arguments.tokens), *itertools.product(GLANCES, CONFIDENCES)]
+    found: dict[tuple, dict[str, list[float]]] = {}
+    for seed, view in itertools.product(arguments.seeds, caltech101.VIEWS):
+        (folder,) = arguments.runs_dir.glob(f"{arguments.name}-content-*seed{seed}")
+        outputs = functools.cache(functools.partial(outputs_by_margin, arguments, folder, view))
+        for margin, (counts, confidence) in itertools.product(MARGINS, looks):
+            passes = {}
+            for count in counts:
+                *passes[count], labels = outputs(count, margin if count == counts[-1] else math.inf)
+            result = caltech101.measure_adaptive(passes, labels, confidence)
+            key = ("tokens", " → ".join(map(str, counts))), ("margin", margin), ("confidence", confidence)
+            row = found.setdefault(key, {})
+            row.setdefault(view, []).append(result["accuracy"])
+            row.setdefault(f"{view}: macs", []).append(result["macs"])
+    settings = {name: getattr(arguments, name) for name in ("object_images", "mixed_precision")}
+    settings["values_of_seeds"] = arguments.seeds
+    rows = [dict(key) | values for key, values in found.items()]
+    shared.write_table(arguments.results_dir / f"content_glances_{arguments.name}.json", settings, rows)
+
+
+def outputs_by_margin(arguments, folder: Path, view: str, count: int, margin: float) -> tuple:
+    """Compute a student's logits of test images, its multiply-accumulates, and the images' labels."""
+    model, processor = load_model(folder, "image-classification", str(choose_device()))
+    student, image_format = WithTokens(model, count), ImageFormat.from_processor(processor)
+    if view != caltech101.VIEWS[0]:
+        arguments = argparse.Namespace(**vars(arguments) | {"test_images": arguments.object_images})
+    with mock.patch("frugalvit.modeling.placement.choose_cells", functools.partial(choose_by_margin, margin)):
+        logits, labels = caltech101.outputs_for(arguments, lambda pixels: student(pixels).logits, image_format, view)
+    return logits, count_macs(student, image_format.size).macs_with_attention, labels
+
+
+def choose_by_margin(margin: float, split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
+    return choose_cells([margin * split_scores[0].clamp(min=1e-20), *split_scores[1:]], grid)
 
 
 def measure_larger(arguments):
@@ -312,12 +357,8 @@ RIVALS = {
 
 def measure_speed(arguments):
     teacher, _ = load_model(arguments.teacher, "image-classification", "cpu")
-    models = {
-        placement: PatchSparseFormerForImageClassification.from_teacher(
-            teacher, TOKENS[-1], elastic_token_counts=TOKENS, placement=placement
-        )
-        for placement in PLACEMENTS
-    }
+    make = functools.partial(PatchSparseFormerForImageClassification.from_teacher, teacher, TOKENS[-1])
+    models = {name: make(elastic_token_counts=TOKENS, placement=name) for name in PLACEMENTS}
     pixel_values = torch.randn(32, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     rows = []
     for count in arguments.tokens:
@@ -335,8 +376,7 @@ def draw_picture(arguments):
     models = {}
     for placement in PLACEMENTS:
         models[placement], processor = load_model(arguments.student, "image-classification", "cpu")
-        if placement == "grid":
-            models[placement].set_placement(placement)
+        models[placement].set_placement(placement)
     image_format = ImageFormat.from_processor(processor)
     view, images = EvalView(image_format), []
     for number, index in enumerate(chosen):
@@ -345,7 +385,7 @@ def draw_picture(arguments):
     pixels = torch.stack([view(image)["pixel_values"] for image in images])
     pixel_values = image_format.normalize(pixels)
     figure = Figure(figsize=(1.9 * PICTURES, 6.2), layout="constrained")
-    axes = figure.subplots(3, PICTURES)
+    axes = figure.subplots(3, PICTURES, subplot_kw={"xticks": [], "yticks": []})
     for column in range(PICTURES):
         axes[0, column].imshow(pixels[column].permute(1, 2, 0))
     for row, (name, model) in enumerate(models.items(), 1):
@@ -358,9 +398,6 @@ def draw_picture(arguments):
             axes[row, column].set_xlabel(label.replace("_", " "), fontsize=8)
         axes[row, 0].set_ylabel(f"{PICTURE_TOKENS} tokens, {name}", fontsize=9)
     axes[0, 0].set_ylabel("image", fontsize=9)
-    for axis in axes.flat:
-        axis.set_xticks([])
-        axis.set_yticks([])
     save_figure(figure, arguments.results_dir / "content_placement.webp")
 
 
@@ -380,6 +417,7 @@ COMMANDS = {
     "teacher": (make_teacher, ["model", "train", "test"]),
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
+    "glances": (measure_glances, ["test", "backgrounds"]),
     "larger": (measure_larger, ["test", "backgrounds"]),
     "rivals": (compare_rivals, ["student", "test", "backgrounds", "apt"]),
     "speed": (measure_speed, ["teacher"]),
