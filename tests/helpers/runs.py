@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from trainings import SHORT, command_words, run_command
+from trainings import SHORT, command_words, run_command, values_of
 from transformers import TrainerCallback
 
 from frugalvit.cli import main
@@ -14,11 +14,26 @@ from frugalvit.training.trainer import ImageTrainer
 MEASURED = ("_per_second", "runtime", "total_flos", "train_loss")
 
 
-def make(command: str, output_dir, **options):
-    """Make the trainer of a training."""
+def parse(command: str, output_dir, **options) -> tuple:
+    """Return the module of a training and its dataclasses of arguments."""
     module = importlib.import_module(f"frugalvit.training.{command}")
     words = command_words(**SHORT | {"output_dir": output_dir} | options)
-    return module.make_trainer(*module.make_parser().parse(words))
+    return module, module.make_parser().parse(words)
+
+
+def make(command: str, output_dir, **options):
+    """Make the trainer of a training."""
+    module, groups = parse(command, output_dir, **options)
+    return module.make_trainer(*groups)
+
+
+def check_defaults(command: str, output_dir, make_in_python, **options):
+    """Check that the trainer of `make_in_python(trainer, args)` ends with the arguments of the command's trainer."""
+    # The defaults of both are compared, not the values for short runs.
+    options = dict.fromkeys(("num_train_epochs", "per_device_train_batch_size", "logging_steps")) | options
+    own = make(command, output_dir, **options)
+    _, (*_, args) = parse(command, output_dir, **options)
+    assert values_of([make_in_python(own, args).args]) == values_of([own.args])
 
 
 class Interrupt(TrainerCallback):

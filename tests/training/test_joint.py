@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
 from frugalvit.training import joint
 from frugalvit.training.data import load_images
-from runs import check_resumes, error_of
+from runs import check_defaults, check_resumes, error_of
 from runs import make as make_trainer
 
 
@@ -72,6 +72,13 @@ def test_trains_two_that_stand_alone(variant, tmp_path):
     pair = AutoModelForImageClassification.from_pretrained(out)
     assert torch.equal(pair(**pixels).logits, pair.vit(**pixels).logits)
     assert f"accuracy {own.metrics['accuracy']:.2%} and {accuracy:.2%}" in (out / "README.md").read_text("utf-8")
+
+
+def test_python_and_command_have_the_same_defaults(tmp_path):
+    def in_python(own, args):
+        return joint.JointTrainer(own.saved_model, args, own.images, own.images)
+
+    check_defaults("joint", tmp_path / "out", in_python, **SMALL)
 
 
 def test_a_run_that_was_stopped_goes_on(recorded_hints, tmp_path):

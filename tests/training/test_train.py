@@ -20,7 +20,7 @@ from frugalvit.training import models
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import load_model
 from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
-from runs import check_resumes, error_of
+from runs import check_defaults, check_resumes, error_of
 from runs import make as make_trainer
 from tiny import save_vit
 
@@ -47,6 +47,16 @@ def test_learns_and_saves_a_complete_repository(class_names, tmp_path):
     card = (out / "README.md").read_text(encoding="utf-8")
     assert f"accuracy {own.metrics['accuracy']:.2%}" in card and "frugalvit train --train_split" in card
     assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize("fine_tuned", [False, True])
+def test_python_and_command_have_the_same_defaults(fine_tuned, tmp_path):
+    start = {"model": save_vit(tmp_path / "vit", num_labels=10)} if fine_tuned else VIT
+
+    def in_python(own, args):
+        return ImageClassificationTrainer(own.model, args, own.images, own.images, own.processing_class)
+
+    check_defaults("train", tmp_path / "out", in_python, **start)
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path):
