@@ -40,7 +40,7 @@ def pair(size) -> tuple[int, ...]:
 
 def is_sparseformer(config) -> bool:
     """Return whether a configuration is a SparseFormer's."""
-    # By `model_type`, because remote code has classes of its own.
+    # `model_type` is compared, because models loaded with remote code have other classes.
     return getattr(config, "model_type", "").removesuffix("_projection") in ("sparseformer", "patch_sparseformer")
 
 
@@ -150,7 +150,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         elastic_token_counts (sequence of `int`, *optional*):
             Increasing numbers of latent tokens that the model is trained with; the last is `num_latent_tokens`.
         num_tokens (`int`, *optional*):
-            Number of latent tokens of calls that do not choose one; `num_latent_tokens` by default.
+            Number of latent tokens of calls without `num_tokens`; `num_latent_tokens` by default.
         num_hidden_layers (`int`, *optional*, defaults to 8): Number of encoder blocks, after truncation.
         num_attention_heads, intermediate_size (`int`, *optional*):
             Attention heads, by default one for 64 channels, and MLP width, by default 4 times `hidden_size`.
@@ -177,7 +177,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
             [CLS] and the mean of latent tokens concatenated (DINOv2's classifiers); `"attention"` or
             `"latent_attention"`, attention of a learned query to all or to latent tokens (SigLIP, AIMv2).
         pooled_class_tokens (sequence of `int`, *optional*):
-            Indices of the class tokens that `"cls"` and `"class_mean"` read (RADIO); all by default.
+            Indices of the class tokens that `"cls"` and `"class_mean"` pool (RADIO); all by default.
         pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the encoder's by default.
         pooling_intermediate_size (`int`, *optional*):
             MLP width of attention pooling; the encoder's by default, 0 for no MLP (AIMv2).
@@ -256,12 +256,12 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     @property
     def default_num_tokens(self) -> int:
         """Number of latent tokens of calls without `num_tokens`."""
-        # Read once, as another thread may call `set_num_tokens`.
+        # The field is read once, because another thread may call `set_num_tokens`.
         num_tokens = self.num_tokens
         return self.num_latent_tokens if num_tokens is None else num_tokens
 
     def require_num_tokens(self, num_tokens: int):
-        """Raise a ValueError if `num_tokens` is no number of latent tokens that the model can compute with."""
+        """Raise a ValueError if the model cannot compute with `num_tokens` latent tokens."""
         if type(num_tokens) is not int or not 1 <= num_tokens <= self.num_latent_tokens:
             raise ValueError(
                 f"`num_tokens` is {num_tokens!r}, expected 1 to {self.num_latent_tokens}, the number of latent tokens "

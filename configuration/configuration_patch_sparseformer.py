@@ -47,14 +47,14 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     Args:
         patch_size (`int` or pair of `int`, *optional*, defaults to 16): Height and width of a cell in pixels.
         extra_norms (sequence of `str`, *optional*, defaults to `()`):
-            As in `SparseFormerBaseConfig`, and `"patch"` for embedded cells before positions are added, `"embedding"`
-            for all tokens before the encoder (CLIP).
+            Names of `SparseFormerBaseConfig`, `"patch"` for embedded cells before positions are added, and
+            `"embedding"` for all tokens before the encoder (CLIP).
         token_grid (`int` or pair of `int`, *optional*):
-            Rows and columns of the grid of `num_latent_tokens` cells. By default, cells are as nearly square as they
-            can be in an image of `image_size`.
+            Rows and columns of the grid of `num_latent_tokens` cells. By default, cells in an image of `image_size`
+            are as nearly square as possible.
         placement (`str`, *optional*, defaults to `"grid"`):
-            Where tokens look. `"grid"`: at the cells of a grid. `"content"`: at the same number of cells, chosen for
-            each image by merging blocks of four cells with little detail and splitting cells with much detail in four.
+            Cells of the tokens: `"grid"`, the cells of a grid, or `"content"`, as many cells, chosen for each image by
+            merging blocks of four cells with little detail and splitting cells with much detail in four.
         teacher_config (`dict`, *optional*): Configuration of a teacher of Transformers, for `to_plain_vit`.
     """
 

@@ -127,16 +127,11 @@ def read_teacher(
     image_processor=None,
     patches: bool = False,
 ) -> tuple[Anatomy, int, dict]:
-    """Read a teacher, or load and read it with its image processor where it is a name or path.
-
-    Args:
-        model_class (`type`): The student's class.
-        teacher, truncate, image_processor: Arguments of `from_teacher`.
-        patches (`bool`): Whether the student inherits the patch embedding.
+    """Read a teacher; a folder or hub id is loaded with its image processor.
 
     Returns:
-        The teacher, the number of its leading blocks that are left out, and the student's fields of preprocessing,
-        which are None without an image processor.
+        The teacher, the number of its leading blocks to leave out, and the preprocessing fields of the student's
+        configuration.
 
     Raises:
         ValueError: if it is no plain vision transformer with an embedding, or `truncate` leaves no block.
@@ -168,15 +163,8 @@ def read_teacher(
 
 
 def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: int, inherits: bool = True) -> nn.Module:
-    """Build a student with its teacher's classifier, projection and pooling head, and fresh weights elsewhere.
-
-    Args:
-        model_class (`type`): The student's class.
-        anatomy (`Anatomy`): The teacher.
-        fields (`dict`): Fields of the student's configuration.
-        truncated (`int`): Number of the teacher's leading blocks that are left out.
-        inherits (`bool`): Whether the student also gets the other blocks and the final norm.
-    """
+    """Return a student with its teacher's classifier, projection and pooling head. With `inherits`, it also has the
+    final norm and all but the first `truncated` blocks. Other weights are initial."""
     needs_classifier = model_class.__name__.endswith("ForImageClassification")
     needs_projection = model_class.__name__.endswith("WithProjection")
     if needs_classifier and anatomy.classifier is None:
@@ -345,13 +333,8 @@ def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
 
 
 def load_block(target: Block, source: Block, channels: torch.Tensor | None = None):
-    """Copy a block's weights into another block of equal shape.
-
-    Args:
-        target, source (`Block`): The blocks.
-        channels (`torch.Tensor`, *optional*): `(head_dim,)`, the permutation of each head's query and key channels,
-            `Rotary.channels`.
-    """
+    """Copy a block's weights into another block of equal shape. `channels`, `(head_dim,)`, permutes the channels of
+    each head's queries and keys, see `Rotary`."""
     load_weights(target.attention_norm, source.attention_norm)
     load_attention(target.attention, source.attention, channels)
     load_weights(target.mlp_norm, source.mlp_norm)

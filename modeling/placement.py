@@ -1,10 +1,10 @@
-"""Cells of tokens: a grid of which, placed by content, blocks of four cells with little detail are merged and cells
-with much detail are split in four.
+"""Cells of tokens. Placement by content starts from a grid, merges blocks of four cells with little detail, and splits
+cells with much detail in four.
 
-One block is merged for every cell that is split. So all images of a batch have the same number of tokens, no loop runs
-over images or cells, and an image with even detail keeps the grid. Earlier work on patches of mixed resolutions:
-Ronen et al., *Vision Transformers with Mixed-Resolution Tokenization*, 2023; *Adaptive Patch Transformer*, 2026, which
-splits by entropy and a threshold.
+One block is merged for every cell that is split. All images of a batch therefore have the same number of tokens, no
+loop runs over images or cells, and an image with even detail keeps the grid. Earlier work on patches of mixed
+resolutions: Ronen et al., *Vision Transformers with Mixed-Resolution Tokenization*, 2023; *Adaptive Patch
+Transformer*, 2026, which splits by entropy and a threshold.
 """
 
 import torch
@@ -16,10 +16,10 @@ from ..configuration.configuration_patch_sparseformer import PatchSparseFormerCo
 from .layers import in_float32
 
 
-# Relative decrement that breaks ties by index, so that all devices choose alike and no cell has the score of the cell
-# that it is a part of.
+# Relative decrement that breaks ties by index, so that all devices choose the same cells, and the score of a part of a
+# cell is below the score of the cell.
 TIE = 2.0**-20
-# Stands for any grid with even numbers of rows and columns, in which every cell belongs to a block of four.
+# Example of a grid with even numbers of rows and columns, in which every cell belongs to a block of four.
 EVEN = (2, 2)
 
 
@@ -58,7 +58,7 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
         cells (`torch.LongTensor` of shape `(batch, tokens)`): Indices of cells, counted through all levels.
 
     Returns:
-        Patches as of `cut_patches`, `(batch, tokens, channels * height * width)`.
+        Flattened patches, `(batch, tokens, channels * height * width)`, see `cut_patches`.
     """
     images = torch.arange(cells.shape[0], device=cells.device).unsqueeze(1)
     picked = None
@@ -66,8 +66,8 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
     for level in levels:
         patches = level.unfold(2, patch_size[0], patch_size[0]).unfold(3, patch_size[1], patch_size[1])
         rows, columns = patches.shape[2:4]
-        # Cells of other levels take an arbitrary patch here, which `where` discards. That costs less than cutting all
-        # patches of a level.
+        # Cells of other levels get an arbitrary patch, which `where` discards. This is faster than cutting all patches
+        # of a level.
         index = (cells - first).clamp(0, rows * columns - 1)
         of_level = patches[images, :, index // columns, index % columns].flatten(2)
         picked = of_level if picked is None else torch.where((cells >= first).unsqueeze(-1), of_level, picked)
@@ -103,8 +103,8 @@ def merge_in_four(
 
 
 def split_in_four(values: torch.Tensor, grid: tuple[int, int] = EVEN, fill: float = 0.0) -> torch.Tensor:
-    """Repeat values of cells, `(batch, rows, columns)`, for the four cells that each is split into. Cells of `grid` in
-    no block of four get the value `fill`."""
+    """Repeat values of cells, `(batch, rows, columns)`, for the four parts of each cell. Cells of `grid` that belong
+    to no block of four get the value `fill`."""
     values = values.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
     for axis, count in enumerate(grid, start=1):
         if count % 2:
@@ -124,7 +124,7 @@ def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: t
     minus that of the cell's level.
 
     Args:
-        levels (`list[torch.Tensor]`): As in `ContentPlacement.forward`.
+        levels (`list[torch.Tensor]`): Argument of `ContentPlacement.forward`.
 
     Returns:
         `(batch, rows, columns)` for each level except the finest.
@@ -140,8 +140,8 @@ def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: t
 def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
     """Choose as many cells for each image as the grid has.
 
-    All blocks of four start as one cell. Then the blocks or cells with the largest scores are split, as many as there
-    are blocks. A cell's score is at most that of the cell that it is a part of.
+    At first, each block of four is one cell. The number of splits equals the number of blocks; blocks and cells with
+    the largest scores are split. The score of a part is at most the score of its cell.
 
     Args:
         split_scores (`list[torch.Tensor]`):
@@ -213,7 +213,7 @@ class ContentPlacement(nn.Module):
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
         self.patch_size = pair(config.patch_size)
-        # Only bootstrapping trains it. In other trainings, parameters without gradients would block distributed ones.
+        # Bootstrapping alone trains the forecast. Elsewhere, distributed training would wait for its gradients.
         self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,7 +225,7 @@ class ContentPlacement(nn.Module):
             grid (`tuple[int, int]`): Rows and columns.
 
         Returns:
-            Indices of cells as of `choose_cells`, and logits of the `AttentionForecast` for the first finer grid.
+            Indices of cells, see `choose_cells`, and logits of the `AttentionForecast` for the first finer grid.
         """
         logits = self.forecast(levels[2])
         with torch.no_grad():
