@@ -38,7 +38,7 @@ class SparseFormerVisionTower(nn.Module):
         if self.is_loaded:
             return
         self.image_processor = AutoImageProcessor.from_pretrained(self.vision_tower_name)
-        # LLaVA reads `crop_size` also of processors that do not crop.
+        # LLaVA reads `crop_size`, even of processors that do not crop.
         height, width = pair(self.cfg_only.image_size)
         self.image_processor.crop_size = {"height": height, "width": width}
         self.vision_tower = AutoModel.from_pretrained(self.vision_tower_name, device_map=device_map).base_model

@@ -1,8 +1,9 @@
-"""`to_plain_vit`: a PatchSparseFormer as the plain vision transformer of Transformers that computes the same.
+"""Conversion of a PatchSparseFormer to a plain vision transformer of Transformers, the implementation of
+`to_plain_vit`.
 
-A student whose tokens are the cells of a grid computes what its teacher computes on a smaller image, so its weights
-fit the teacher's own class. A model of that class, the host, is built for images of that size, and the weights are
-copied into the modules that `read_anatomy` finds in it.
+A student whose tokens are the cells of a grid computes the same as its teacher's architecture on smaller images. A
+model of the teacher's class, the host, is built for images of this size, and the student's weights are copied into the
+modules that `read_anatomy` finds in the host.
 """
 
 import copy
@@ -52,20 +53,19 @@ TAKES_RECTANGLES = ("deit", "dinov3_vit", "ijepa", "vit", "vit_mae", "vit_msn")
 def to_plain_vit(
     student: PreTrainedModel, num_tokens: int | None, like: PreTrainedConfig | str | os.PathLike | None
 ) -> PreTrainedModel:
-    """Return a student as a model of its teacher's class: the work of `PatchSparseFormerModel.to_plain_vit`, which
+    """Return a student as a model of its teacher's class. It implements `PatchSparseFormerModel.to_plain_vit`, which
     documents the arguments."""
     config = student.config
     if config.placement == "content":
         raise ValueError(
-            "`placement` is 'content', which makes tokens of cells of several sizes; no plain ViT has those. Expected "
-            "'grid'."
+            "`placement` is 'content', expected 'grid': a plain ViT has no tokens for cells of several sizes."
         )
     if not type(student).__name__.endswith(("ForImageClassification", "Model", "WithProjection")):
         raise ValueError(f"Got a {type(student).__name__}, expected a classifier or a vision model.")
     count = config.default_num_tokens if num_tokens is None else check_num_tokens(config, num_tokens)
     if like is None and config.teacher_config is None:
         raise ValueError(
-            "The student's configuration has no `teacher_config`, as its teacher was no model of Transformers; give "
+            "The student's configuration has no `teacher_config`, because its teacher is no Transformers model; give "
             "`like`, the configuration of a model of Transformers with the teacher's architecture."
         )
     if like is None:
@@ -83,7 +83,7 @@ def to_plain_vit(
         copy_weights(student, anatomy, grid)
         if student.dtype == torch.float32:
             check_host(student, anatomy, count)
-    # A host of another architecture lacks a module, or has weights of another shape.
+    # The modules or weights of a host with another architecture differ from the student's.
     except (AttributeError, RuntimeError, StrictDataclassError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -93,7 +93,7 @@ def to_plain_vit(
 
 
 def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str):
-    """Raise a ValueError if a grid is no square and hosts of this type take squares alone."""
+    """Raise a ValueError if a grid is not square and models of this type take square images alone."""
     rows, columns = grid
     if rows == columns or model_type in TAKES_RECTANGLES:
         return
@@ -106,22 +106,21 @@ def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str)
 
 
 def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tuple[int, int]):
-    """Set the fields of a host's configuration, in place, to the student's sizes and images with the patches of a
-    grid."""
+    """Set a host's configuration, in place, to the student's sizes and to images whose patches form `grid`."""
     config = student.config
     patch_size = pair(config.patch_size)
     image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
     has_head = student.base_model.pooling_head is not None
     fields = {name: getattr(config, name) for name in SHARED_FIELDS}
     fields |= dict.fromkeys(BIASES, True)
-    # AIMv2 and SigLIP.
+    # AIMv2 and SigLIP have a pooling head or none; AIMv2 has fixed positions if `is_native` is true.
     fields |= {"use_head": has_head, "vision_use_head": has_head, "is_native": False}
-    # SigLIP 2 NaFlex.
+    # SigLIP 2 NaFlex has a number of patches instead of an image size.
     fields["num_patches"] = math.prod(grid)
-    # C-RADIO, whose normalization is folded into the student's weights.
+    # C-RADIO normalizes pixels; the student's weights include this normalization.
     fields |= {"max_img_size": max(image_size)}
     fields |= {"norm_mean": [0.0] * config.num_channels, "norm_std": [1.0] * config.num_channels}
-    # ViTMAE.
+    # ViTMAE masks patches by default.
     fields["mask_ratio"] = 0.0
     for name, size in (("patch_size", patch_size), ("image_size", image_size)):
         keeps_pair = isinstance(getattr(host_config, name, None), list | tuple) or size[0] != size[1]
@@ -132,7 +131,7 @@ def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tu
 
 
 def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the host class that has the student's classifier, its projection, or neither."""
+    """Return a new host with a classifier or a projection if the student has one."""
     if hasattr(student, "visual_projection"):
         if config.model_type != "clip_vision_model":
             raise ValueError(f"Transformers has no {config.model_type} with a projection; expected clip_vision_model.")
@@ -158,7 +157,7 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
 
 
 def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, int]):
-    """Copy a student's weights into the modules of a host that was built for images of this grid."""
+    """Copy a student's weights into the modules of a host for images of this grid."""
     base = student.base_model
     embeddings = base.embeddings
     if anatomy.num_prefix_tokens != student.config.num_prefix_tokens:
