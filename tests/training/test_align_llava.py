@@ -97,7 +97,7 @@ def test_python_and_command_have_the_same_defaults(options, tmp_path):
     check_defaults("align_llava", tmp_path / "out", in_python, **options)
 
 
-def test_a_run_that_was_stopped_goes_on(options, tmp_path):
+def test_a_stopped_run_continues(options, tmp_path):
     check_resumes("align_llava", tmp_path, 5, **options)
 
 

@@ -246,7 +246,7 @@ MULTI_LABEL = {
         (MULTI_LABEL | {"loss": "kl"}, "loss kl or label_loss_weight is for one label an image"),
     ],
 )
-def test_what_does_not_fit_is_raised(options, message, teacher, tmp_path):
+def test_wrong_arguments_are_exceptions(options, message, teacher, tmp_path):
     """The errors are exceptions, which do not end a notebook, and no model is saved."""
     splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
     options = {"teacher": str(teacher), "images": "cifar10-subset"} | ONE_EPOCH | splits | options
@@ -274,7 +274,7 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
         run(tmp_path / "out", teacher=teacher, dataset=tmp_path / "unknown", label_loss_weight=1, **options)
 
 
-def test_maps_are_aligned_and_upsamplers_learn_and_go_on(teacher, tmp_path):
+def test_maps_are_aligned_and_upsamplers_learn(teacher, tmp_path):
     """An upsampler brings a student's feature maps nearer to its teacher's, and learns on in a continued run."""
     options = INHERITED | {"teacher": teacher, "dense_loss_weight": 1, "num_tokens": [4, 16], "learning_rate": 5e-3}
     plain = logged(run(tmp_path / "plain", **options), "loss")
@@ -284,8 +284,8 @@ def test_maps_are_aligned_and_upsamplers_learn_and_go_on(teacher, tmp_path):
     options = {"student": tmp_path / "out", "dense_loss_weight": 1, "preset": "inherited", "num_train_epochs": 1}
     run(tmp_path / "on", teacher=teacher, **options)
     students = [frugalvit.PatchSparseFormerBackbone.from_pretrained(tmp_path / name) for name in ("out", "on")]
-    trained, gone_on = (next(iter(each.feature_maps.upsamplers.values())).out_proj.weight for each in students)
-    assert trained.any() and gone_on.any() and not torch.equal(gone_on, trained)
+    trained, continued = (next(iter(each.feature_maps.upsamplers.values())).out_proj.weight for each in students)
+    assert trained.any() and continued.any() and not torch.equal(continued, trained)
     assert students[0].config.architectures == ["PatchSparseFormerBackbone"]
 
 
@@ -294,8 +294,8 @@ def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
     counts, options = [4, 6, 9, 16], INHERITED | {"learning_rate": 5e-3, "inherited_lr_factor": 1, "teacher": teacher}
     options |= {"num_tokens": [16, 4, 9, 6], "num_train_epochs": 3}
     own = run(tmp_path / "out", **options)
-    of_count = {count: logged(own, f"eval_alignment_{count}") for count in counts}
-    assert all(values[-1] > values[0] for values in of_count.values())
+    alignments = {count: logged(own, f"eval_alignment_{count}") for count in counts}
+    assert all(values[-1] > values[0] for values in alignments.values())
     assert own.metrics["alignment"] == pytest.approx(sum(own.metrics[f"alignment_{count}"] for count in counts) / 4)
     assert own.metrics["accuracy"] == own.metrics["accuracy_16"]
     card = card_in(tmp_path / "out")

@@ -13,7 +13,7 @@ from frugalvit.training.cards import write_card
 from tiny import make_vit
 
 
-def test_nothing_of_this_machine_is_in_what_is_published(teacher, imported_once, tmp_path, capsys):
+def test_published_files_name_nothing_of_this_machine(teacher, imported_once, tmp_path, capsys):
     """Neither card nor configuration names a folder of this machine, even where the command does."""
     images = tmp_path / "my photographs"
     for start, (part, count) in enumerate({"train": 6, "val": 2, "test": 3}.items()):

@@ -66,7 +66,7 @@ def metadata_in_parts(folder):
         pytest.param(metadata_in_parts, (12, 6, None), "validation", ["cat", "dog", "owl"], marks=LEFT_OPEN),
     ],
 )
-def test_what_people_have(layout, sizes, split, names, tmp_path, capsys):
+def test_splits_of_folders_are_found_or_held_back(layout, sizes, split, names, tmp_path, capsys):
     layout(tmp_path)
     parts = load_splits(data := DataArguments(dataset=[str(tmp_path)]))
     assert tuple(part and len(part) for part in parts) == sizes and data.evaluated == split
@@ -119,7 +119,7 @@ PARTS = {"train": 2, "test": 1}
         ("p.zip=train/cat/0,train/cat/1,test/cat/1", PARTS, "cat", None),
     ],
 )
-def test_class_folders_are_class_folders(files, parts, names, left_out, tmp_path, capsys):
+def test_class_folders_are_found(files, parts, names, left_out, tmp_path, capsys):
     folder = tmp_path / "photos [2023]"
     write(folder, files)
     for source in [folder, *(folder.glob("*.zip") if files.count(" ") == 0 else ())]:

@@ -65,7 +65,7 @@ def test_images_of_many_bits_are_not_copied_many_times(dtype, tmp_path):
     assert bytes_per_pixel < 10
 
 
-def test_what_is_no_image_is_refused(tmp_path):
+def test_files_that_are_no_images_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(CorruptImageError, match="it is no file but a device, a pipe or a folder"):
         decode_image({"path": str(tmp_path / "pipe.png"), "bytes": None}, 0)

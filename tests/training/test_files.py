@@ -51,7 +51,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["link.json", "results.json"]
 
 
-def test_what_no_model_consists_of_is_not_overwritten(tmp_path):
+def test_files_that_belong_to_no_model_are_not_overwritten(tmp_path):
     output = tmp_path / "model"
     output.mkdir()
     (output / "config.json").touch()

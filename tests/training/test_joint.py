@@ -48,7 +48,7 @@ def recorded_hints(monkeypatch):
 
 
 @VARIANTS
-def test_trains_two_that_stand_alone(variant, tmp_path):
+def test_both_models_learn_and_load_alone(variant, tmp_path):
     options = {"train_split": "train[:128]", "num_train_epochs": 5, "crop_padding": 0, "learning_rate": 2e-3}
     own, out = run(tmp_path / "out", variant=variant, **options), tmp_path / "out"
     losses = logged(own, "loss")
@@ -81,7 +81,7 @@ def test_python_and_command_have_the_same_defaults(tmp_path):
     check_defaults("joint", tmp_path / "out", in_python, **SMALL)
 
 
-def test_a_run_that_was_stopped_goes_on(recorded_hints, tmp_path):
+def test_a_stopped_run_continues(recorded_hints, tmp_path):
     """The weight of the hints fades linearly to 0, and continues from its value at the stop."""
     check_resumes("joint", tmp_path, 5, **SMALL)
     shares = [share for share, _ in recorded_hints[True]]

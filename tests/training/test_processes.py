@@ -86,7 +86,7 @@ def test_accelerate_launch_takes_the_shipped_files():
 
 
 @pytest.mark.nightly
-def test_a_student_whose_weights_are_shared_out(finished, teacher):
+def test_a_student_with_sharded_weights_has_the_losses_of_one_process(finished, teacher):
     environment = {name: value for name, value in launched("fsdp2").items() if "FSDP" in name}
     environment |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "EncoderLayer"}
     run(finished, teacher, {"name": "sharded", "environment": environment, **HALF})

@@ -80,11 +80,11 @@ def test_python_and_command_have_the_same_defaults(options, tmp_path):
     check_defaults("segment", tmp_path / "out", in_python, **options)
 
 
-def test_a_run_that_was_stopped_goes_on(options, tmp_path):
+def test_a_stopped_run_continues(options, tmp_path):
     check_resumes("segment", tmp_path, 4, **options)
 
 
-def test_models_of_transformers_learn_from_scratch_and_go_on(options, tmp_path):
+def test_models_of_transformers_learn_from_scratch_and_continue(options, tmp_path):
     own = run_command("segment", tmp_path / "out", **options | SEGFORMER | {"drop_path": 0.2, "layer_decay": 1})
     model = AutoModelForSemanticSegmentation.from_pretrained(tmp_path / "out").eval()
     assert type(model).__name__ == "SegformerForSemanticSegmentation" and model.config.drop_path_rate == 0.2

@@ -59,7 +59,7 @@ def test_python_and_command_have_the_same_defaults(fine_tuned, tmp_path):
     check_defaults("train", tmp_path / "out", in_python, **start)
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path):
+def test_a_stopped_run_continues(tmp_path):
     """The run draws random numbers for dropout and mixing, and takes sharpness-aware steps."""
     dropout = f"{TINY_VIT},hidden_dropout_prob=0.1"
     again = check_resumes("train", tmp_path, 5, config_overrides=dropout, cutmix=1, erasing=0.5, sam_rho=0.05)

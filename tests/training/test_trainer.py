@@ -112,7 +112,7 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 1}, {"gradient_accumulation_steps": 2}])
-def test_a_run_that_stopped_within_an_epoch_ends_as_one_that_did_not(options, make):
+def test_a_run_that_continues_within_an_epoch_equals_one_without_a_stop(options, make):
     options |= {"mix": mixing(10, 0.8, 1.0), "evaluation": None}
     whole = make("whole", **options)
     whole.run()
@@ -124,7 +124,7 @@ def test_a_run_that_stopped_within_an_epoch_ends_as_one_that_did_not(options, ma
     assert logged(own, "loss") == logged(whole, "loss") and len({*logged(own, "loss")}) == whole.state.max_steps
 
 
-def test_a_stream_goes_on(make, write_parquet):
+def test_a_run_on_a_stream_continues(make, write_parquet):
     def run(name, **options):
         stream = load_images(write_parquet(count=24), streaming=True)
         own = make(name, train=stream, evaluation=None, max_steps=6, **options)
@@ -266,7 +266,7 @@ def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
     assert torch.equal(*(each["classifier.weight"] for each in saved[1:])) == (best == 1)
 
 
-def test_a_finished_run_is_left_as_it_is_and_a_longer_one_goes_on(make, tmp_path):
+def test_a_finished_run_is_kept_and_a_longer_one_continues(make, tmp_path):
     steps = []
 
     def run(**options):
