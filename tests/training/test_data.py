@@ -48,28 +48,6 @@ def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
     assert {split: len(load_images(folder, split)) for split in split_names(folder)} == {"train": 4, "test": 2}
 
 
-def formatted(images) -> dict:
-    decoded = images.cast_column("image", datasets.Image())
-    return {
-        "a transform": decoded.with_transform(lambda batch: batch),
-        "a format of some columns": decoded.with_format("torch", columns=["label"]),
-        "a mapped stream": decoded.to_iterable_dataset().map(lambda record: {"image": record["image"].convert("L")}),
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a transform", r"has a transform .* or call reset_format\(\)"),
-        ("a format of some columns", r"leaves out image; expected all columns: call reset_format\(\)"),
-        ("a mapped stream", "stream.map.function, features=stream.features"),
-    ],
-)
-def test_settings_that_come_with_a_data_set_are_refused(name, message, write_parquet):
-    with pytest.raises(ValueError, match=message):
-        load_images(formatted(load_images(write_parquet()))[name])
-
-
 def test_files_with_different_class_names_are_refused(write_parquet, tmp_path):
     """`datasets` would read all files with the class names of the first."""
     (tmp_path / "set").mkdir()
