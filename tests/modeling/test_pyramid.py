@@ -1,6 +1,5 @@
 """Grids of tokens: their patches, their rows and columns, and their positions."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -28,8 +27,6 @@ def test_the_grid_of_a_count_has_nearly_square_cells():
     assert choose_grid(64, (224, 224)) == (8, 8)
     assert choose_grid(20, (224, 224)) in ((4, 5), (5, 4))
     assert choose_grid(18, (224, 448)) == (3, 6)
-    with pytest.raises(ValueError, match="17, which makes no grid .* choose 15, 16, 18"):
-        choose_grid(17, (224, 224))
 
 
 @torch.no_grad()
