@@ -322,12 +322,13 @@ class ImageTrainer(Trainer):
                 for path in list_checkpoints(folder):
                     if (path / TRAINER_STATE_NAME).is_file():
                         shutil.rmtree(path)
-            self.accelerator.wait_for_everyone()
         else:
             checkpoint, damaged = find_checkpoint(folder)
             start = f"continues from {checkpoint}" if checkpoint else "starts anew"
             for file in damaged:
                 self.accelerator.print(f"{file} is missing or damaged, so training {start}.")
+        # One process writes the settings, after all have read those of the earlier run.
+        self.accelerator.wait_for_everyone()
         for path in filter(Path.is_dir, folder.glob("checkpoint-*")):
             if not any(any(path.glob(pattern)) for pattern in CHECKPOINT_FILES) and args.save_total_limit:
                 # `Trainer` removes the oldest folders of this name, whatever they hold.
