@@ -59,10 +59,15 @@ def insert_context_broadcast(
         raise ValueError(
             f"This {type(model).__name__} already has Context Broadcasting; call `remove_context_broadcast` first."
         )
-    # Checks the arguments before the model is changed.
+    # The constructor checks the arguments before the model is changed.
     ContextBroadcast(kind, 1, scale_init=scale_init, blend=blend)
+    positions = [position] if isinstance(position, str) else list(position)
+    known = get_args(ContextBroadcastPosition)
+    if not positions or len(set(positions)) < len(positions) or not {*positions} <= {*known}:
+        raise ValueError(f"`position` is {position!r}, expected one or several different names of {known}.")
     anatomy = read_anatomy(model)
-    positions = _check_positions(kind, position, anatomy.num_class_tokens > 0)
+    if kind in ("cb_gate", "cb_hybrid") and not anatomy.num_class_tokens:
+        raise ValueError(f"`kind` is {kind!r}, which needs a class token; expected 'cb' or 'cb_s' for this model.")
     blocks = find_blocks(anatomy.model)
     if not blocks:
         raise ValueError(
@@ -141,18 +146,6 @@ def remove_context_broadcast(model: nn.Module):
                 child.hook.remove()
                 delattr(module, name)
     _set_config(model, None)
-
-
-def _check_positions(kind: str, position: str | Sequence[str], has_class_token: bool) -> list[str]:
-    """Return positions as a list. Raise a ValueError if a position is unknown or repeated, or if the kind needs a
-    class token and the model has none."""
-    positions = [position] if isinstance(position, str) else list(position)
-    known = get_args(ContextBroadcastPosition)
-    if not positions or len(set(positions)) < len(positions) or not {*positions} <= {*known}:
-        raise ValueError(f"`position` is {position!r}, expected one or several different names of {known}.")
-    if kind in ("cb_gate", "cb_hybrid") and not has_class_token:
-        raise ValueError(f"`kind` is {kind!r}, which needs a class token; expected 'cb' or 'cb_s' for this model.")
-    return positions
 
 
 def _set_config(model: nn.Module, arguments: dict | None):
