@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and their order."""
+"""Fixtures of all tests, and the order of tests."""
 
 import base64
 import gc
@@ -9,8 +9,8 @@ import sys
 import types
 
 
-# Tests run side by side and compute little, so several threads would wait for each other. One thread also makes
-# results equal bit by bit to those of other processes with one thread. PyTorch reads this when it is imported.
+# Tests run in parallel, so several threads each would slow them. Results of one thread are also equal bit by bit
+# between processes. PyTorch reads the variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import httpx2
@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from huggingface_hub.utils._http import default_client_factory
 
 
-# Modules with few, long tests; many of these wait for processes.
+# These modules have few, long tests, many of which wait for processes.
 LONG_MODULES = (
     "export",
     "ecosystem",
@@ -45,7 +45,7 @@ def fresh_accelerator():
 
 @pytest.fixture(scope="session", autouse=True)
 def default_signals():
-    """Restore signals that a shell ignores for processes in the background."""
+    """Restore signals, which a shell ignores in background processes."""
     for name, default in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
             signal.signal(getattr(signal, name), default)
@@ -87,7 +87,7 @@ class Hub:
     """Fake hub that answers the requests of an upload and records them.
 
     Attributes:
-        files (`list[str]`): Names of the files that the repository has at first.
+        files (`list[str]`): Names of files in the repository before the upload.
         created (`list[dict]`): Requests to create a repository.
         branches (`list[str]`): Names of created branches.
         commits (`list[tuple[str, dict, dict]]`): Path, header and files of each commit.
@@ -154,7 +154,8 @@ def scenes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def write_parquet(tmp_path):
-    """Function that writes images whose color is their index. `corrupt` lists images with truncated bytes."""
+    """Function that writes images whose color is their index, and labels that take turns. `corrupt` lists images with
+    truncated bytes."""
     import datasets
     import numpy as np
 
@@ -165,7 +166,7 @@ def write_parquet(tmp_path):
         for index in range(count):
             data = encode(np.full((size, size, 3), 10 * index, dtype=np.uint8))
             images.append({"bytes": data[:40] if index in corrupt else data, "path": None})
-        columns = {"image": images} | ({"label": [index % 2 for index in range(count)]} if labels else {})
+        columns = {"image": images} | ({"label": [index % len(names) for index in range(count)]} if labels else {})
         features = {"image": datasets.Image()} | ({"label": datasets.ClassLabel(names=list(names))} if labels else {})
         datasets.Dataset.from_dict(columns, datasets.Features(features)).to_parquet(tmp_path / name)
         return str(tmp_path / name)
@@ -175,7 +176,7 @@ def write_parquet(tmp_path):
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """Cache of the hub with a model. Its branch main has 3 classes, its tag v1 has 2."""
+    """Cache of the hub with a model that has 3 classes on branch main and 2 at tag v1."""
     from transformers import ViTImageProcessor
 
     from tiny import make_vit

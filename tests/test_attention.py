@@ -1,4 +1,4 @@
-"""Measurements of attention: the numbers are those of the maps, and the maps those of the models."""
+"""Tests of attention statistics."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel
-from frugalvit.attention import measure_attention, stable_rank
+from frugalvit.attention import measure_attention
 
 
 SIZES = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -18,7 +18,7 @@ def batches(count: int = 2) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def test_averages_over_images_and_leaves_the_model_as_it_is():
+def test_statistics_are_averages_over_images():
     torch.manual_seed(0)
     model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=4, num_labels=5, **SIZES)).eval()
     statistics = measure_attention(model, batches())
@@ -40,7 +40,7 @@ def test_finds_the_impulses_of_the_initialization():
     config = ViTImpulseInitConfig(image_size=32, patch_size=4, initialization_options={"mass": 0.8}, **SIZES)
     model = ViTImpulseInitModel(config).eval()
     with torch.no_grad():
-        model.embeddings.patch_embeddings.projection.weight.zero_()  # positions alone
+        model.embeddings.patch_embeddings.projection.weight.zero_()  # Attention then depends on positions only.
     first = measure_attention(model, batches())[0]
     assert len(set(first.offset)) == 4 and all(abs(dy) <= 1 and abs(dx) <= 1 for dy, dx in first.offset)
     assert first.mass == pytest.approx([0.8] * 4, abs=0.1)
@@ -48,8 +48,3 @@ def test_finds_the_impulses_of_the_initialization():
     assert max(first.entropy) < min(max(uniform.entropy), math.log(64))
     with pytest.raises(ValueError, match="no images"):
         measure_attention(model, [])
-
-
-def test_stable_rank():
-    assert stable_rank(torch.eye(5)).item() == pytest.approx(5)
-    assert stable_rank(torch.ones(2, 4, 3)).tolist() == pytest.approx([1, 1])

@@ -1,4 +1,4 @@
-"""`frugalvit compare`: the numbers of evaluation, a teacher with less to compute, a picture."""
+"""Tests of `frugalvit compare`."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from transformers import ViTForImageClassification
 from vision_transformers import KINDS
 
 from drawn import draw_classes
-from frugalvit import checkpoint_path, count_macs, read_anatomy
+from frugalvit import checkpoint_path, compare, count_macs, read_anatomy
 from frugalvit.baselines import LOWER_RESOLUTION, as_teacher, at_lower_resolution
 from frugalvit.cli import main
 from frugalvit.compare import describe_score, draw_comparison, embed_all
@@ -30,7 +30,7 @@ def run(*arguments) -> int:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """The folder that a comparison wrote, and its numbers."""
+    """Folder that a comparison wrote, and the content of its compare.json."""
     folder = tmp_path_factory.mktemp("compare") / "out"
     students = [STUDENT, checkpoint_path("cifar10-convmixer")]
     assert run(VIT, *students, "--split", SPLIT, "--rounds", 1, "--output", folder) == 0
@@ -77,8 +77,8 @@ def test_rows_files_and_picture(outcome):
     assert notes == [str(row["tokens"]) for row in rows if row["tokens"]]
 
 
-def test_an_interrupted_comparison_goes_on(outcome, tmp_path, monkeypatch):
-    """With the same images; its tables have what was measured, and only all models together have speeds."""
+def test_an_interrupted_comparison_resumes(outcome, tmp_path, monkeypatch):
+    """A comparison of equal images measures only the models without a row; speeds are measured after all models."""
     embedded, folder = [], tmp_path / "out"
 
     def embed(baselines, images, **reading):
@@ -105,7 +105,7 @@ def test_an_interrupted_comparison_goes_on(outcome, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["timm-vit", "clip"])
 @torch.no_grad()
-def test_a_teacher_is_timed_as_it_runs(kind):
+def test_a_teacher_runs_in_its_own_library(kind):
     anatomy = read_anatomy(KINDS[kind].make())
     teacher, images = as_teacher(anatomy), make_example(anatomy)
     assert torch.equal(teacher.model(images), (anatomy.run_classifier or anatomy.embed)(images))
@@ -114,7 +114,7 @@ def test_a_teacher_is_timed_as_it_runs(kind):
 
 
 def test_lower_resolution():
-    """The teacher's own view, smaller, through the teacher's blocks with resampled positions."""
+    """The baseline is the teacher with resampled positions, on the teacher's view at another size."""
     model = ViTForImageClassification.from_pretrained(VIT).eval()
     baseline = at_lower_resolution(read_anatomy(model), None, (16, 16))
     view = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -127,20 +127,20 @@ def test_lower_resolution():
 
 
 def test_errors_are_paired():
-    """The error of a difference is that of what differs, image by image."""
+    """The error of a difference is the standard error of the differences of single images."""
     teacher = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 1], dtype=torch.float64)
     right = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
     found = describe_score("accuracy", right, teacher)
     assert found["accuracy"] == 0.625 and found["accuracy_difference"] == -0.125
-    # The ends of a Wilson interval are as far from the share as one standard deviation there.
+    # An end of a Wilson interval lies one of its own standard deviations from the measured share.
     end = (0.625 + 1 / 16) / (1 + 1 / 8) + found["accuracy_error"]
     assert (end - 0.625) ** 2 == pytest.approx(end * (1 - end) / 8)
     assert describe_score("accuracy", torch.ones(8), None)["accuracy_error"] > 0.05
     assert found["accuracy_difference_error"] == pytest.approx((right - teacher).numpy().std(ddof=1) / 8**0.5)
 
 
-def test_images_that_trainings_hold_back(tmp_path):
-    """Of a data set without a split for evaluation; without speeds, the picture shows multiply-accumulates."""
+def test_images_without_a_split_and_models_without_speeds(tmp_path):
+    """A data set without a split uses the images that trainings hold back, and the plot has multiply-accumulates."""
     draw_classes(tmp_path / "images", 20, ("cat", "dog"))
     (tmp_path / "images" / "cat" / "broken.png").write_bytes(b"no image")
     out = tmp_path / "out"
@@ -152,12 +152,22 @@ def test_images_that_trainings_hold_back(tmp_path):
     assert draw_comparison(content["rows"]).axes[0].get_xlabel().startswith("multiply-accumulates")
 
 
+@pytest.mark.parametrize("queries", [4, 1024])
+def test_neighbors_are_those_of_the_teacher(queries, monkeypatch):
+    """A model that rotates embeddings on a circle by two degrees finds eight of an image's ten nearest neighbors."""
+    monkeypatch.setattr(compare, "QUERIES", queries)
+    angles = torch.stack([torch.arange(60.0), torch.arange(60.0) + 2.1]).deg2rad()
+    teacher, rotated = torch.stack([angles.cos(), angles.sin()], dim=2)
+    assert compare.neighbors_found(3 * teacher, teacher).tolist() == [1] * 60
+    # Images near an end of the arc have neighbors on one side only.
+    assert compare.neighbors_found(rotated, 2 * teacher)[10:50].tolist() == pytest.approx([0.8] * 40)
+
+
 def test_a_pipe_does_not_end_a_cell():
     assert format_markdown([{"model": "a|b", "MACs": 1}]).splitlines()[-1] == "| a\\|b | 1 |"
 
 
-def test_bad_input(tmp_path, capsys):
-    """One line, and nothing is written."""
+def test_unknown_classes_are_refused(tmp_path, capsys):
     draw_classes(tmp_path / "animals", 3, ("owl", "fox"))
     assert run(VIT, "--output", tmp_path / "out", "--dataset", tmp_path / "animals") == 1
     assert "The model does not know the classes" in capsys.readouterr().err.splitlines()[-1]

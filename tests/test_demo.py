@@ -1,4 +1,4 @@
-"""`frugalvit demo`: a real page, asked as a browser asks it."""
+"""Tests of the page that `frugalvit demo` serves."""
 
 import base64
 import io
@@ -13,7 +13,6 @@ from processes import web_server
 
 import frugalvit
 from frugalvit import demo
-from frugalvit.cli import main
 from frugalvit.training.loading import load_model
 
 
@@ -22,7 +21,7 @@ NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
-    """Function that asks the page, served by the command, what it shows of a model and an image."""
+    """Function that sends an image to the served page and returns the labels and the picture of RoIs."""
     import gradio_client
 
     folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES]
@@ -42,12 +41,12 @@ def image_file(tmp_path_factory) -> str:
 
 
 def picture(update: dict) -> np.ndarray:
-    """Pixels of a plot that the page shows."""
+    """Return the pixels of a plot on the page."""
     encoded = update["plot"].partition("base64,")[2]
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("L"))
 
 
-def test_shows_labels_and_where_tokens_look(ask, image_file):
+def test_page_shows_labels_and_rois(ask, image_file):
     for name in NAMES:
         labels, rois = ask(name, image_file)
         model, image_processor = load_model(frugalvit.checkpoint_path(name), "image-classification", "cpu")
@@ -59,21 +58,15 @@ def test_shows_labels_and_where_tokens_look(ask, image_file):
         assert len(labels["confidences"]) == 5
         assert (rois is not None) == (name == "cifar10-sparseformer")
         assert rois is None or picture(rois).std() > 20
-    # Without an image, there is nothing to draw.
     assert ask("cifar10-sparseformer", None)[1] is None
 
 
-def test_what_is_no_image_is_said(ask, tmp_path):
+def test_unreadable_images_are_errors(ask, tmp_path):
     file = tmp_path / "image.png"
-    # A small file of 60 million pixels.
+    # PNG compresses 60 million equal pixels to a small file.
     Image.new("1", (10_000, 6_000)).save(file)
     with pytest.raises(Exception, match="at most 50 million"):
         ask("cifar10-sparseformer", str(file))
     file.write_text("no image")
     with pytest.raises(Exception, match="cannot identify image"):
         ask("cifar10-sparseformer", str(file))
-
-
-def test_what_cannot_be_served_is_known_first(capsys):
-    assert main(["demo", "nowhere/at/all"]) == 1
-    assert "Cannot load 'nowhere/at/all'" in capsys.readouterr().err

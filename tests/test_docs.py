@@ -1,4 +1,4 @@
-"""Run every block of code of README and docs, on a few images and on tiny models instead of those of the hub."""
+"""Run the code blocks of README and docs with few images and tiny models."""
 
 import importlib
 import json
@@ -34,18 +34,18 @@ from tiny import make_llava, make_processor, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(file.relative_to(ROOT)): file for file in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-# Prefixes of commands that are not run here, with the reason.
+# Commands that start with one of these words are skipped, for the reason that each has.
 NOT_HERE = {
-    "pip install": "an environment is not changed by a test; .ci/run installs",
-    "pytest": "this is it",
-    "python -c": "tests/test_readme.py runs it for every model that ships",
+    "pip install": "tests do not change the environment; .ci/run installs",
+    "pytest": "this test is part of it",
+    "python -c": "tests/test_readme.py runs it for every shipped model",
     "torchrun": "tests/training/test_processes.py",
-    "python -m http.server": "it serves until it is stopped",
+    "python -m http.server": "it never ends",
     "frugalvit quickstart": "tests/test_quickstart.py and .ci/run",
-    "frugalvit export": "tests/test_export.py exports in each format; int8 alone takes longer than all of this page",
-    "frugalvit predict image.png --model exported": "tests/test_export.py, since exports are not made here",
-    "frugalvit bootstrap --teacher google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
-    "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py, with a tiny one",
+    "frugalvit export": "tests/test_export.py exports in each format; int8 takes longer than the rest of the page",
+    "frugalvit predict image.png --model exported": "tests/test_export.py; the export above is skipped",
+    "frugalvit bootstrap --teacher google/gemma-3-4b-it": "tests/modeling/test_vlm.py has a tiny one",
+    "frugalvit swap --model google/gemma-3-4b-it": "tests/modeling/test_vlm.py has a tiny one",
     "frugalvit bootstrap --teacher facebook/dinov2-small --dataset path/to/images --output_dir dinov2-tower": (
         "tests/training/test_align_llava.py has a tower of another width"
     ),
@@ -111,7 +111,7 @@ def draw(path: Path, number: int):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Folder of tiny models of other libraries and of images, questions and captions."""
+    """Folder with tiny models, images, questions and captions."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -150,7 +150,7 @@ def models(tmp_path_factory) -> Path:
 
 
 def write_questions(folder: Path):
-    """Write captions as in Karpathy's splits, and questions as in ScienceQA."""
+    """Write captions in the format of Karpathy's splits, and questions in that of ScienceQA."""
     images = sorted((folder / "path" / "to" / "images").rglob("*.png"))[:4]
     captions = [
         {
@@ -172,7 +172,7 @@ def write_questions(folder: Path):
 
 
 def stand_in(text: str) -> str:
-    """Replace names in a command or a block by those of `STAND_INS`."""
+    """Replace the names in `STAND_INS`."""
     for name, own in STAND_INS.items():
         text = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w/.-])", own, text)
     return text
@@ -196,7 +196,7 @@ def run(line: str, monkeypatch):
     assert main([name, *arguments]) == 0, line
 
 
-# Readers see the warnings of PyTorch and Trainer, too.
+# Pages may raise warnings of PyTorch and Trainer, which concern users, not this library.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "teacher"),
@@ -204,7 +204,7 @@ def run(line: str, monkeypatch):
 )
 def test_pages_run_from_top_to_bottom(name, teacher, models, hub, imported_once, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Pages write into the folder, so each gets a copy.
+    # Each page gets a copy, because pages write into the folder.
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     # Some pages train the teacher themselves.
     if "--output_dir teacher" not in PAGES[name].read_text(encoding="utf-8"):

@@ -1,4 +1,4 @@
-"""`Embedder` and `Classifier`: images of any kind to arrays, in order."""
+"""Tests of `Embedder` and `Classifier`."""
 
 import io
 import itertools
@@ -45,25 +45,26 @@ def encoded(image: Image.Image) -> bytes:
 def elastic(**fields) -> PatchSparseFormerForImageClassification:
     torch.manual_seed(0)
     config = frugalvit.PatchSparseFormerConfig(
-        **{"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "elastic_token_counts": [4, 9, 16]},
-        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+        image_size=32,
+        patch_size=4,
+        num_latent_tokens=16,
+        elastic_token_counts=[4, 9, 16],
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         **fields,
     )
     return PatchSparseFormerForImageClassification(config).eval()
 
 
 def test_embeddings_are_those_of_the_model(images, tmp_path):
-    """Paths, bytes, images and records, mixed, of a generator; batches that do not divide them."""
+    """A generator may mix paths, bytes, images, arrays and records, and the last batch may be smaller."""
     model = SparseFormerForImageClassification.from_pretrained(MODEL).eval()
     expected = extract_features(model, AutoImageProcessor.from_pretrained(MODEL), images)
     images[0].save(tmp_path / "0.png")
     given = [str(tmp_path / "0.png"), Path(tmp_path / "0.png"), encoded(images[0]), images[0]]
-    given += [
-        {"bytes": encoded(images[0]), "path": None},
-        np.asarray(images[1]),
-        pil_to_tensor(images[2]),
-        *images[3:],
-    ]
+    given += [{"bytes": encoded(images[0]), "path": None}, np.asarray(images[1]), pil_to_tensor(images[2])]
+    given += images[3:]
     embed = frugalvit.Embedder("cifar10-sparseformer", batch_size=5, num_workers=2, device="cpu")
     found = list(embed(image for image in given))
     assert all(isinstance(each, np.ndarray) and each.dtype == np.float32 for each in found)
@@ -73,7 +74,7 @@ def test_embeddings_are_those_of_the_model(images, tmp_path):
 
 
 def test_scores_are_those_of_the_model(images):
-    """The model is loaded already, and computes with a number of tokens that this classifier alone chooses."""
+    """The number of tokens of a classifier does not change the model that it was given."""
     model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
     classify = frugalvit.Classifier(model, processor, num_tokens=4)
     with torch.no_grad():
@@ -90,7 +91,7 @@ def test_scores_are_those_of_the_model(images):
 
 @pytest.mark.parametrize("kind", [frugalvit.Classifier, frugalvit.Embedder])
 def test_threads_and_processes_share_a_model(kind, images):
-    """Each thread gets the answer to its own image, at its own number of tokens; a process gets the same by pickle."""
+    """Threads get the outputs of their own images and number of tokens, and pickled applications give equal ones."""
     model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
     applications = [kind(model, processor, num_tokens=count) for count in (4, 9, None)]
     images = images[:7]
@@ -103,17 +104,10 @@ def test_threads_and_processes_share_a_model(kind, images):
     np.testing.assert_allclose(answers, alone[1], atol=1e-5)
 
 
-def test_each_image_has_its_own_error(images, tmp_path):
+def test_errors_belong_to_their_image(images, tmp_path):
     (tmp_path / "broken.jpg").write_bytes(encoded(images[0])[:100])
-    given = [
-        images[0],
-        tmp_path / "broken.jpg",
-        b"no image",
-        images[1],
-        tmp_path / "missing.png",
-        5,
-        np.ones((8, 8, 3)),
-    ]
+    given = [images[0], tmp_path / "broken.jpg", b"no image", images[1], tmp_path / "missing.png", 5]
+    given.append(np.ones((8, 8, 3)))
     embed = frugalvit.Embedder("cifar10-sparseformer", return_errors=True, device="cpu")
     found = list(embed(given))
     assert [isinstance(each, CorruptImageError) for each in found] == [False, True, True, False, True, True, True]
@@ -133,14 +127,14 @@ def test_each_image_has_its_own_error(images, tmp_path):
         ([], {"model": elastic}, "needs its image processor"),
     ],
 )
-def test_what_makes_no_sense(given, options, message):
+def test_wrong_arguments_are_refused(given, options, message):
     model = options.pop("model", "cifar10-sparseformer")
     with pytest.raises(ValueError, match=message):
         list(frugalvit.Classifier(model() if callable(model) else model, device="cpu", **options)(given))
 
 
 def test_reading_ahead_keeps_the_order():
-    """The order does not depend on who is done first. An error belongs to its item; the rest is not read."""
+    """Results have the order of items, an error belongs to its item, and few items are read ahead."""
     started = []
 
     def read(item: int) -> int:

@@ -1,4 +1,4 @@
-"""`frugalvit info` against the counts of the reference implementation."""
+"""Tests of `frugalvit info`."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from frugalvit.macs import count_macs
 from frugalvit.training.text import format_table
 
 
-# Variant: tokens, image size, parameters, GMACs without and with attention's two products (None: not counted there).
-# v1 includes its biased mixing products.
+# Each variant has tokens, image size, parameters, and GMACs without and with attention's two matrix products, as the
+# reference implementation counts them. None means that it has no count. The counts of v1 include the mixing products.
 REFERENCE = {
     "v1-tiny": (49, 224, 31_522_212, 2.160, None),
     "v1-small": (64, 224, 47_575_056, 3.949, None),
@@ -44,7 +44,7 @@ REFERENCE = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if "large" in name else []) for name in REFERENCE]
 )
-def test_variants_cost_what_the_reference_implementation_costs(name):
+def test_costs_are_those_of_the_reference_implementation(name):
     tokens, image_size, parameters, gmacs, gmacs_with_attention = REFERENCE[name]
     row = describe(name)
     assert (row["tokens"], row["image_size"], row["parameters"]) == (tokens, image_size, parameters)
@@ -66,7 +66,7 @@ def timm_vit() -> timm.models.VisionTransformer:
 
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
-# 64 patches of 48 values, then 2 blocks over 65 tokens, then the classifier on one.
+# The sum has the embeddings of 64 patches, 2 blocks on 65 tokens, and the classifier on one token.
 VIT_MACS = 64 * 48 * 48 + 2 * 65 * (4 * 48 * 48 + 2 * 48 * 96) + 48 * 10
 VIT_ATTENTION_MACS = 2 * 2 * 65 * 65 * 48
 
@@ -84,7 +84,7 @@ def test_shipped_models(name):
     weights = frugalvit.checkpoint_path(name) / "model.safetensors"
     with safe_open(weights, "pt") as file:
         stored = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    # Running means and filters that are not trained are stored, too.
+    # Files also hold running means and fixed filters, which are no parameters.
     others = [key for key in stored if "running" in key or "batches" in key or "spatial_mixing" in key]
     assert row["parameters"] == sum(math.prod(shape) for key, shape in stored.items() if key not in others)
     if "clip" in name or "llava" in name:
@@ -97,7 +97,7 @@ def test_the_table(capsys):
 
 
 def test_speed_with_each_number_of_tokens(capsys):
-    """Costs of a number are those of a model that computes with it; weights are shared."""
+    """An elastic model has a row for each number of tokens, with its costs and the same parameters."""
     name = "caltech101-sparseformer"
     main([name, "cifar10-vit", "--speed", "--batch-size", "1", "--device", "cpu", "--json"])
     rows = json.loads(capsys.readouterr().out)
@@ -110,14 +110,14 @@ def test_speed_with_each_number_of_tokens(capsys):
     assert all(row["images/s"] > 0 for row in rows)
 
 
-def test_wrong_names(tmp_path):
+def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match="Did you mean: .*augreg-base-49-224"):
         describe("augreg-base-49")
     with pytest.raises(ValueError, match=r"config\.json"):
         describe(str(tmp_path))
 
 
-def test_looks_at_the_weights(tmp_path):
+def test_weights_of_other_shapes_are_refused(tmp_path):
     vit().save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 4}))

@@ -1,4 +1,4 @@
-"""Run the notebooks of published folders and of docs/ from the first cell to the last."""
+"""Run the notebooks of published folders and of docs/."""
 
 from pathlib import Path
 

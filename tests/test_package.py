@@ -1,10 +1,9 @@
-"""The installed package, and `import frugalvit`."""
+"""Tests of the installed package and of its imports."""
 
 import ast
 import compileall
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -21,15 +20,13 @@ from frugalvit.versions import versions
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Imports point one way; the face of the package comes last.
+# A room imports only from itself and from rooms before it in this order.
 ROOMS = ("configuration", "modeling", "training", "frugalvit")
 
 
-def python(code: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ, **environment}
-    )
+def python(code: str, cwd: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *options, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
 def test_version_is_the_installed_one():
@@ -49,12 +46,12 @@ def test_public_names():
         assert value.__name__ == name and value.__doc__ and name in dir(frugalvit)
 
 
-def test_all_families_are_known():
+def test_all_families_are_registered():
     files = (ROOT / "modeling").glob("modeling_*.py")
     assert {path.stem.removeprefix("modeling_") for path in files} == {*FAMILIES}
 
 
-def test_auto_classes_know_all_families():
+def test_auto_classes_have_all_families():
     for config_class in vars(frugalvit).values():
         if isinstance(config_class, type) and issubclass(config_class, PreTrainedConfig):
             assert type(AutoConfig.for_model(config_class.model_type)) is config_class
@@ -63,7 +60,7 @@ def test_auto_classes_know_all_families():
         assert MODEL_MAPPING[getattr(frugalvit, f"{name}Config")] is getattr(frugalvit, f"{name}Model")
 
 
-def test_importing_imports_nothing_that_trains():
+def test_inference_imports_no_library_of_training():
     code = (
         "import sys, frugalvit\nassert len([*frugalvit.Embedder('cifar10-convmixer')(['docs/dog.png'])]) == 1\n"
         "assert not {'datasets', 'pyarrow', 'timm', 'evaluate', 'frugalvit.training.trainer'} & {*sys.modules}"
@@ -76,8 +73,7 @@ SOURCES = sorted(path for folder in ROOMS for path in (ROOT / folder).rglob("*.p
 
 
 def test_imports_point_one_way():
-    """Imports within functions count, too. Code that travels with saved models imports `frugalvit.modeling` by its
-    absolute name, within `try`: where the package is not installed, the method is refused."""
+    """A room imports only from itself and from rooms above it, in functions, too."""
     for path in SOURCES:
         room, *folders = path.relative_to(ROOT).parent.parts
         package = ".".join(["frugalvit", *([] if room == "frugalvit" else [room]), *folders])
@@ -113,12 +109,12 @@ def test_wheel_holds_code_data_and_checkpoints(wheel):
         expected |= {f"frugalvit/{folder}/{path.name}" for path in (ROOT / folder).iterdir() if path.is_file()}
     assert {*expected, "frugalvit/py.typed"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(("tests", "benchmarks"))]
-    # Large models and photographs stay in the repository.
+    # Large models and photographs would make the wheel too large.
     assert not [name for name in names if "caltech101" in name]
 
 
 def test_wheel_works_when_installed(wheel, tmp_path):
-    """An error names each thing that only a clone has."""
+    """The wheel has the CIFAR-10 models, and the error for the others names a clone."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     clone = sorted(path.parent.name for path in (ROOT / "checkpoints").glob("*/config.json"))
     code = f"""
@@ -138,8 +134,8 @@ for name in {clone}:
 
 
 @pytest.mark.nightly
-def test_bytecode_alone_answers(tmp_path):
-    """Applications are shipped so (PyInstaller, `compileall -b`); sources are for `save_pretrained`."""
+def test_bytecode_alone_loads_models(tmp_path):
+    """A package without sources, as PyInstaller makes it, loads models."""
     for room in ("", "configuration", "modeling", "training", "checkpoints"):
         ignored = shutil.ignore_patterns("__pycache__", "*.parquet", "caltech101-*", "*-vit*", "*-clip", "*-llava")
         place = tmp_path / "frugalvit" / room
@@ -153,13 +149,12 @@ print(frugalvit.SparseFormerForImageClassification.from_pretrained(frugalvit.che
     assert python(code, cwd=tmp_path).stdout.startswith("SparseFormerForImageClassification(")
 
 
-def test_a_clone_beside_does_not_hide_the_package(tmp_path):
-    """A folder named `frugalvit` comes before what is installed in place; alone, it is no install."""
+def test_a_clone_named_frugalvit_does_not_hide_the_package(tmp_path):
+    """Python imports the installed package beside a clone; without one, the error explains how to install."""
     (tmp_path / "frugalvit").symlink_to(ROOT)
     code = "import frugalvit.modeling.hosts, frugalvit.training; print(frugalvit.__version__)"
     assert python(code, tmp_path).stdout == f"{frugalvit.__version__}\n"
-    # Without what is installed.
-    command = [sys.executable, "-S", "-c", "import frugalvit"]
+    # `-S` hides installed packages.
     for place in (tmp_path, ROOT):
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=place)
+        ran = python("import frugalvit", place, "-S")
         assert ran.returncode == 1 and "pip install -e ." in ran.stderr.splitlines()[-1]

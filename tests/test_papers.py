@@ -1,4 +1,4 @@
-"""Places, commands and files that docs/papers.md names exist, and places in the code that other pages name."""
+"""Check that the functions, commands and files in docs/papers.md exist."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ HEADER = ["item", "what it says", "place", "command", "results", "where paper, c
 
 
 def read_lines() -> list[dict[str, str]]:
-    """Return the rows of all tables, each a dict of its cells."""
+    """Return the rows of all tables as dicts from column to cell."""
     found = []
     for section in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in section.splitlines() if line[:1] == "|"]

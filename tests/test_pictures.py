@@ -1,4 +1,4 @@
-"""Pictures: the right panels, boxes and points at the right pixels."""
+"""Tests of pictures of RoIs."""
 
 import numpy as np
 import torch

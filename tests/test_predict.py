@@ -1,4 +1,4 @@
-"""`frugalvit predict`: labels, RoI pictures, every kind of image, and errors of one line."""
+"""Tests of `frugalvit predict`."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ from frugalvit import Classifier
 from frugalvit.cli import main
 from frugalvit.demo import look
 from frugalvit.predict import find_images, format_labels, format_prediction, predict
+from frugalvit.training.files import shipped_images
 from frugalvit.training.loading import load_model
 from kinds import KINDS
 from tiny import make_vit, randomize
@@ -25,7 +26,7 @@ SIZES = {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A SparseFormer whose RoIs move."""
+    """Folder of a SparseFormer with RoIs that differ between images."""
     torch.manual_seed(0)
     model = KINDS["bootstrapped"].classifier(KINDS["bootstrapped"].config(num_labels=4, **SIZES))
     torch.nn.init.normal_(model.sparseformer.focusing_layer.roi_deltas.out_proj.weight, std=0.2)
@@ -37,7 +38,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture
 def images(tmp_path):
-    """A folder with three images, one of them deeper."""
+    """Folder with three images, one of them in a subfolder, and with other files."""
     folder = tmp_path / "images"
     (folder / "more").mkdir(parents=True)
     for seed, name in enumerate(("a.png", "b.jpg", "more/c.webp")):
@@ -57,7 +58,7 @@ def run(*arguments, capsys) -> tuple[int, str, str]:
 
 
 def fails(*arguments, capsys) -> str:
-    """The one line that a failing command says."""
+    """Run a command that fails and return its error, which is one line."""
     code, output, error = run(*arguments, capsys=capsys)
     assert code == 1 and not output
     assert error.startswith("frugalvit predict: error: ") and error.count("\n") == 1
@@ -85,7 +86,7 @@ def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
         assert sum(label["score"] for label in result["labels"]) == pytest.approx(1)
     _, output, _ = run(images, *arguments, 2, "--limit", 2, capsys=capsys)
     assert json.loads(output) == results[:2]
-    # No way around.
+    # A pattern must not follow a link in a circle.
     (images / "more" / "again").symlink_to(images)
     for image in (images / "[ab].*g", images / "**" / "[!.]*.webp"):
         _, output, _ = run(image, *arguments, 1, capsys=capsys)
@@ -97,7 +98,7 @@ def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
     assert find_images([str(images / "**" / "*.[pw][ne]*")]) == [images / "a.png", images / "more" / "c.webp"]
 
 
-def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, capsys):
+def test_corrupt_images_are_skipped_on_request(model_folder, images, capsys):
     for name, content in (("aa.png", b""), ("b1.png", (images / "a.png").read_bytes()[:99]), ("z.jpg", b"text")):
         (images / name).write_bytes(content)
     arguments = [images, "--model", model_folder, "--json", "--batch-size", 2]
@@ -105,8 +106,8 @@ def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, cap
     assert code == 0 and [Path(result["image"]).name for result in json.loads(output)] == ["a.png", "b.jpg", "c.webp"]
     assert error.count("Left out: cannot read") == 3 and "--skip_corrupt" not in error
     assert "3 of 6 images were left out." in error
-    said = fails(*arguments, "--rois", images / "rois.png", capsys=capsys)
-    assert "aa.png" in said and "--skip_corrupt" in said
+    error = fails(*arguments, "--rois", images / "rois.png", capsys=capsys)
+    assert "aa.png" in error and "--skip_corrupt" in error
     assert not (images / "rois.png").exists()
     for name in ("a.png", "b.jpg", "more/c.webp"):
         (images / name).unlink()
@@ -114,17 +115,34 @@ def test_corrupt_images_are_left_out_if_that_is_wanted(model_folder, images, cap
     assert code == 1 and "None of the images can be read" in error
 
 
-def test_rois(model_folder, images, tmp_path, capsys, monkeypatch):
+def test_rois_are_drawn(model_folder, images, tmp_path, capsys, monkeypatch):
     saved = []
     monkeypatch.setattr("frugalvit.predict.save_figure", lambda figure, path: saved.append((figure, path)))
     picture = str(tmp_path / "rois.png")
     code, output, error = run(images, "--model", model_folder, "--rois", picture, capsys=capsys)
     assert code == 0 and len(output.splitlines()) == 3 * 5 and "Drew 3 of 3 images" in error
-    (figure, path) = saved[0]
+    figure, path = saved[0]
     assert str(path) == picture and len(figure.axes) == 3 * 5
     captions = [part.get_suptitle() for part in figure.subfigs]
     assert [caption.split(":")[0] for caption in captions] == ["a.png", "b.jpg", "c.webp"]
     assert output.splitlines()[1].split()[1] in captions[0]
+
+
+def test_confident_images_take_few_tokens(capsys):
+    arguments = [shipped_images("caltech101") / "test.parquet", "--model", "caltech101-sparseformer"]
+    arguments += ["--limit", 12, "--top", 1, "--json"]
+    by_count = {}
+    for count in (9, 64):
+        _, output, _ = run(*arguments, "--num-tokens", count, capsys=capsys)
+        by_count[count] = json.loads(output)
+    assert by_count[9][0]["num_tokens"] is None
+    confidence = sorted(image["labels"][0]["score"] for image in by_count[9])[6]
+    _, output, _ = run(*arguments, "--confidence", confidence, capsys=capsys)
+    found = json.loads(output)
+    assert {image["num_tokens"] for image in found} == {9, 64}
+    for index, image in enumerate(found):
+        expected = by_count[image["num_tokens"]][index]["labels"][0]
+        assert image["labels"][0] == {"label": expected["label"], "score": pytest.approx(expected["score"], rel=1e-4)}
 
 
 @pytest.mark.parametrize(

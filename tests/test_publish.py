@@ -1,4 +1,4 @@
-"""`frugalvit publish`: half the bytes, the same model, and nothing of the user's machine."""
+"""Tests of `frugalvit publish`."""
 
 import itertools
 import json
@@ -32,29 +32,25 @@ CARDS = ROOT / "model_cards" / "templates"
 CARD = """---
 library_name: transformers
 license: mit
-pipeline_tag: {task}
+pipeline_tag: image-classification
 datasets: [uoft-cs/cifar10]
 tags: [frugalvit]
 model-index:
 - name: tiny
   results:
-  - task: {{type: image-classification}}
-    dataset: {{name: CIFAR-10, type: uoft-cs/cifar10}}
+  - task: {type: image-classification}
+    dataset: {name: CIFAR-10, type: uoft-cs/cifar10}
     metrics:
-    - {{type: accuracy, value: 0.1}}
+    - {type: accuracy, value: 0.1}
 ---
 
 A card with results.
 """
 
 
-def write_card(folder, task="image-classification"):
-    (folder / "README.md").write_text(CARD.format(task=task), encoding="utf-8")
-
-
 @pytest.fixture(autouse=True)
 def imports(request):
-    """One test starts a process anew."""
+    """Check outputs in forks, except in the test that starts a new process."""
     if "from_nothing" not in request.node.name:
         request.getfixturevalue("imported_once")
 
@@ -63,7 +59,7 @@ def imports(request):
 def trained(tmp_path):
     torch.manual_seed(0)
     KINDS["bootstrapped"].classifier(KINDS["bootstrapped"].config()).save_pretrained(tmp_path / "trained")
-    write_card(tmp_path / "trained")
+    (tmp_path / "trained" / "README.md").write_text(CARD, encoding="utf-8")
     return tmp_path / "trained"
 
 
@@ -100,7 +96,7 @@ def test_uploads_all_in_one_commit_and_checks_from_nothing(trained, tmp_path, hu
 
 
 def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
-    """`Trainer` writes no card for models of Transformers."""
+    """A model that `Trainer` saved without a card is published with a short one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
@@ -118,7 +114,7 @@ def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
     assert "AutoModelForImageClassification.from_pretrained" in card.text
 
 
-def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
+def test_unsafe_folders_are_not_uploaded(trained, tmp_path, hub, capsys):
     def spoil(name: str, old: str, new: str):
         text = (trained / name).read_text(encoding="utf-8")
         assert old in text
@@ -149,7 +145,7 @@ def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, trained / "model.safetensors", {"format": "pt"})
     refused("The weights classifier.bias have values that are not finite")
-    # The code computes something else where frugalvit is not installed.
+    # Changed code affects only processes that load the folder without frugalvit.
     spoil("modeling_sparseformer.py", "pooler_output=", "pooler_output=2 * ")
     with pytest.raises(ValueError, match="Without frugalvit the model computes something else, by up to"):
         publish.check_outputs(trained)
@@ -159,7 +155,7 @@ def test_nothing_is_uploaded_that_is_not_right(trained, tmp_path, hub, capsys):
 
 
 def test_cards_are_as_rendered():
-    """`python model_cards/render.py` writes them, with the numbers of results/."""
+    """Committed cards equal those that `python model_cards/render.py` writes."""
     cards, folder = render(), ROOT / "model_cards"
     assert {str(path.relative_to(folder)) for path in folder.glob("papers/*.md")} < cards.keys()
     for path, text in cards.items():
@@ -172,7 +168,7 @@ def test_small_shipped_models_are_as_published(card, tmp_path):
     publish.main([str(source), "--output", str(folder), "--no-code"])
     ours, theirs = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (folder, source))
     assert ours.keys() == theirs.keys()
-    # Each version of Transformers has fields of its own.
+    # Other versions of Transformers write other fields.
     if json.loads(theirs["config.json"])["transformers_version"] != transformers.__version__:
         for files, name in itertools.product((ours, theirs), ("config.json", "generation_config.json")):
             files.pop(name, None)

@@ -1,4 +1,4 @@
-"""Commands in README, docs and results parse, and links lead somewhere; `test_docs.py` runs the pages."""
+"""Check commands, names and links in README, docs and results; `test_docs.py` runs the pages."""
 
 import argparse
 import contextlib
@@ -25,25 +25,20 @@ FILES = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
 PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in FILES}
 
 
-def blocks(language: str) -> list[tuple[str, str]]:
-    """Return place and content of every code block in a language."""
-    return [
-        (f"{name}:{text[: match.start()].count(chr(10)) + 1}", re.sub(r"^ {3}", "", match[1], flags=re.MULTILINE))
-        for name, text in sorted(PAGES.items())
-        for match in re.finditer(rf"^ *```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-    ]
-
-
+CARDS = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("checkpoints/*/README.md"))]
+# Cards that name an older commit have the commands of that commit.
+CURRENT = [*PAGES.values(), *(card for card in CARDS if "at the commit that" not in card)]
 COMMAND_LINES = [
-    (where, line)
-    for where, block in blocks("bash")
+    line.strip()
+    for text in CURRENT
+    for block in re.findall(r"^ *```bash\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
     for line in block.replace("\\\n", " ").replace("&&", "\n").splitlines()
     if line.strip().startswith("frugalvit ")
 ]
 
 
-def test_the_lines_of_every_card_run(tmp_path, monkeypatch):
-    """The cards are those of the shipped models and of a saved CLIP."""
+def test_code_of_every_card_runs(tmp_path, monkeypatch):
+    """The example code in cards of shipped models and of a saved CLIP runs."""
     monkeypatch.chdir(tmp_path)
     image = Image.new("RGB", (48, 40), "red")
     image.save("image.png")
@@ -63,7 +58,7 @@ class ParsedError(Exception):
 
 @pytest.fixture
 def stop_after_parsing(monkeypatch):
-    """Let commands raise `ParsedError` instead of running."""
+    """Make commands raise `ParsedError` after parsing."""
 
     def stopping(read):
         def read_and_stop(self, *args, **kwargs):
@@ -73,12 +68,12 @@ def stop_after_parsing(monkeypatch):
         return read_and_stop
 
     monkeypatch.setattr(ArgumentParser, "parse", stopping(ArgumentParser.parse))
-    # Benchmarks have options of argparse.
+    # Benchmarks use argparse's own parser.
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stopping(argparse.ArgumentParser.parse_args))
 
 
-@pytest.mark.parametrize(("where", "line"), COMMAND_LINES, ids=[" ".join(line)[:60] for line in COMMAND_LINES])
-def test_commands_take_their_options(where, line, stop_after_parsing):
+@pytest.mark.parametrize("line", COMMAND_LINES, ids=lambda line: line[:60])
+def test_commands_accept_their_options(line, stop_after_parsing):
     _, name, *arguments = shlex.split(line, comments=True)
     if not arguments:
         assert name in COMMANDS
@@ -88,7 +83,7 @@ def test_commands_take_their_options(where, line, stop_after_parsing):
 
 
 def commands_of_results(content) -> Iterator[dict]:
-    """Yield the parts of a results file that have a command."""
+    """Yield the dicts in a results file that have a command."""
     if isinstance(content, dict) and "command" in content:
         yield content
     values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
@@ -98,7 +93,7 @@ def commands_of_results(content) -> Iterator[dict]:
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("results/*.json")), ids=lambda file: file.stem)
 def test_commands_of_results_parse_or_name_their_commit(file, stop_after_parsing, monkeypatch, tmp_path):
-    """A command that only older code can parse has a key `as_of`, the commit with that code."""
+    """Commands parse, except those with a key `as_of`, the older commit that can parse them."""
     # Benchmarks create folders while they parse.
     monkeypatch.chdir(tmp_path)
     for part in commands_of_results(json.loads(file.read_text(encoding="utf-8"))):
@@ -113,7 +108,7 @@ def test_commands_of_results_parse_or_name_their_commit(file, stop_after_parsing
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name):
+def test_targets_of_links_exist(name):
     for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
         if link.startswith("https://"):
             continue
@@ -140,7 +135,7 @@ def test_every_public_name_is_documented():
 
 
 def test_every_shipped_model_loads_by_the_command(monkeypatch):
-    """The page's command runs with the name and the class of each row of its table."""
+    """The command in docs/models.md runs with the name and the class of each row of the table there."""
     monkeypatch.chdir(ROOT)
     page = PAGES["docs/models.md"]
     rows = dict(re.findall(r"^\| `((?:cifar10|caltech101)-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", page, re.MULTILINE))

@@ -1,11 +1,11 @@
-"""Speeds of models, side by side."""
+"""Tests of speed measurements."""
 
 import torch
 
 from frugalvit import speed
 
 
-def test_first_rounds_do_not_count(monkeypatch):
+def test_speed_is_the_median_after_the_warmup(monkeypatch):
     now, seconds = [0.0], iter([90.0, 90.0, 1.0, 2.0, 30.0])
     monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
 

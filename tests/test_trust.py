@@ -1,4 +1,4 @@
-"""Code that comes with a model runs where the user says so, and no command asks."""
+"""Check that commands run no code of a model folder, unless the user allows it."""
 
 import builtins
 import json
@@ -40,16 +40,16 @@ AUTO_MAP = {"AutoConfig": "foreign.Config"} | {f"AutoModel{task}": "foreign.Mode
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The questions that were asked; each is answered with yes."""
-    questions = []
-    monkeypatch.setattr(builtins, "input", lambda prompt="": questions.append(prompt) or "y")
-    return questions
+def prompts(monkeypatch):
+    """List of prompts for input, each of which is answered with yes."""
+    found = []
+    monkeypatch.setattr(builtins, "input", lambda prompt="": found.append(prompt) or "y")
+    return found
 
 
 @pytest.fixture(params=["model", "image processor"])
 def foreign(request, tmp_path):
-    """A model folder with code of its own, which leaves the file `ran` when it is imported."""
+    """Folder of a model with its own code, which creates the file `ran` when it is imported."""
     folder = tmp_path / "foreign"
     if request.param == "model":
         folder.mkdir()
@@ -94,17 +94,17 @@ def data(tmp_path):
     ],
     ids=lambda command: " ".join(word for word in command.split()[:3] if word[0] not in "{-"),
 )
-def test_nothing_runs_without_a_yes(command, foreign, data, asked, tmp_path, capsys):
+def test_code_does_not_run_by_default(command, foreign, data, prompts, tmp_path, capsys):
     words = command.format(model=foreign, data=data, out=tmp_path / "out").split()
     code = main(words)
     error = capsys.readouterr().err
-    assert not asked and not (tmp_path / "ran").exists()
-    # It takes no images.
+    assert not prompts and not (tmp_path / "ran").exists()
+    # `info` loads no image processor.
     assert code == 1 and "error:" in error or code == 0 and words[0] == "info"
 
 
 def test_exported_programs_of_torch_are_not_loaded(tmp_path, monkeypatch):
-    """They are pickled: Transformers would load them if the folder were trusted."""
+    """The torch programs of Transformers, which are pickles, are refused."""
     ViTConfig().save_pretrained(tmp_path)
     (tmp_path / "model.pt2").touch()
     report = {"format": "onnx", "precision": "float32", "parts": {"model": {"outputs": ["logits"]}}}
@@ -113,13 +113,13 @@ def test_exported_programs_of_torch_are_not_loaded(tmp_path, monkeypatch):
     described = {"schema_version": 1, "export_format": "dynamo", "components": components}
     for name, content in (("report.json", report), ("export.json", described)):
         (tmp_path / name).write_text(json.dumps(content))
-    monkeypatch.setattr(exporters, "ExportedModel", lambda *_, **__: pytest.fail("it is loaded"))
+    monkeypatch.setattr(exporters, "ExportedModel", lambda *_, **__: pytest.fail("the pickle is loaded"))
     with pytest.raises(ValueError, match="^Cannot load .* is not from frugalvit export"):
         ExportedModule(tmp_path)
 
 
 class Trap:
-    """A pickle that does something when it is read."""
+    """A pickle that creates a folder when it is loaded."""
 
     def __reduce__(self):
         return Path.mkdir, (Path("trapped"),)

@@ -2,22 +2,16 @@
 
 import json
 
-import datasets
 import fine_tuning
 import pytest
-from transformers import ViTImageProcessor
-from vision_transformers import of_transformers
 
-from drawn import noise
+from tiny import save_vit
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_row_is_measured_once(tmp_path, monkeypatch):
-    of_transformers("ViT", "ForImageClassification", num_labels=3)().save_pretrained(tmp_path / "teacher")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "teacher")
-    records = {"image": [noise(seed=seed) for seed in range(16)], "label": [0, 1, 2, 3] * 4}
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=[*"abcd"])})
-    datasets.Dataset.from_dict(records, features).to_parquet(images := tmp_path / "images.parquet")
+def test_each_row_is_measured_once(tmp_path, write_parquet, monkeypatch):
+    save_vit(tmp_path / "teacher", num_labels=3, patch_size=4)
+    images = write_parquet(count=16, size=32, names=[*"abcd"])
     monkeypatch.setattr(fine_tuning, "NEW_CLASSES", 2)
     words = ["--teacher", tmp_path / "teacher", "--clothing", images, images, "--caltech", images, images]
     words += ["--tokens", 4, "--images", 6, "--runs-dir", tmp_path / "runs", "--results-dir", tmp_path]

@@ -8,8 +8,8 @@ import pytest
 from transformers import ViTConfig
 
 
-def test_a_run_that_is_cut_off_goes_on(tmp_path, monkeypatch):
-    """Rows are written one by one. Each is measured once, unless it failed."""
+def test_an_interrupted_run_resumes(tmp_path, monkeypatch):
+    """A second run measures only the rows that are missing or failed."""
     calls = []
 
     def measure(value, fails=False):
@@ -47,6 +47,6 @@ def test_every_section_is_measured(tmp_path, monkeypatch):
     on_gpu.main()
     rows = json.loads((tmp_path / "on_gpu.json").read_text())["rows"]
     assert {row["section"] for row in rows} == set(on_gpu.SECONDS)
-    # FlashAttention has kernels for GPUs only.
+    # FlashAttention needs a GPU.
     failed = {row["row"] for row in rows if "error" in row and "flash_attention_2" not in row["row"]}
     assert not failed and len(rows) > 20

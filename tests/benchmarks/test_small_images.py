@@ -2,19 +2,14 @@
 
 import json
 
-import datasets
 import small_images
-from PIL import Image
-from transformers import ViTImageProcessor
-from vision_transformers import of_transformers
+
+from tiny import save_vit
 
 
-def test_each_row_is_trained_once(tmp_path, monkeypatch):
-    of_transformers("ViT", "ForImageClassification", num_labels=3)().save_pretrained(tmp_path / "teacher")
-    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "teacher")
-    records = {"image": [Image.new("RGB", (32, 32), (9 * n, 0, 99)) for n in range(9)], "label": [0, 1, 2] * 3}
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
-    datasets.Dataset.from_dict(records, features).to_parquet(images := str(tmp_path / "images.parquet"))
+def test_each_row_is_trained_once(tmp_path, write_parquet, monkeypatch):
+    save_vit(tmp_path / "teacher", num_labels=3, patch_size=4)
+    images = write_parquet(count=9, size=32, names=["a", "b", "c"])
     trained, train_one = [], small_images.train_one
 
     def counted(arguments, method, rate, sizes, seed):
@@ -29,9 +24,9 @@ def test_each_row_is_trained_once(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["small_images.py", "train", "--sizes", "16", "8", *argv])
     for _ in range(2):
         small_images.main()
-    as_it_is, labels, embedding, student = small_images.METHODS
+    untrained, labels, embedding, student = small_images.METHODS
     assert trained == [
-        (as_it_is, 0.0, 16, 8),
+        (untrained, 0.0, 16, 8),
         *((labels, 1e-4, size) for size in (16, 8)),
         *((embedding, 2e-5, size) for size in (16, 8)),
         (student, 2e-5, 16, 8),

@@ -1,4 +1,4 @@
-"""Code around the peers ToMe, DiffRate, Adaptive Patch Transformer and NaFlexViT, tested without their checkouts."""
+"""Tests of the baselines ToMe, Adaptive Patch Transformer and NaFlexViT without their checkouts."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "i
 
 
 def tiny_dinov2(model_class=Dinov2ForImageClassification):
-    """Build a DINOv2 with random layer scale, for images that are larger than those of the tests."""
+    """Build a DINOv2 with random layer scale and positions for larger images than the tests have."""
     torch.manual_seed(0)
     model = model_class(Dinov2Config(**SIZES, image_size=56, patch_size=14, num_labels=5)).eval()
     for name, parameter in model.named_parameters():
@@ -38,7 +38,7 @@ def tiny_dinov2(model_class=Dinov2ForImageClassification):
 
 @pytest.mark.parametrize("size", [(28, 28), (42, 70), (56, 56)])
 def test_timm_copy_of_dinov2_gives_its_logits(size, checkout):
-    """The copy has layer scale, interpolated positions, and pools [CLS] and the mean patch token."""
+    """A timm copy with layer scale and interpolated positions gives the embedding and the logits of its DINOv2."""
     teacher, pixel_values = tiny_dinov2(), torch.randn(2, 3, *size)
     anatomy = read_anatomy(teacher, size)
     model = token_merging.tome(anatomy, checkout, 8)
@@ -50,7 +50,7 @@ def test_timm_copy_of_dinov2_gives_its_logits(size, checkout):
     assert frugalvit.count_macs(model, size) == frugalvit.count_macs(teacher, size)
 
 
-def test_rivals_of_placement_see_a_whole_grid_alike():
+def test_baselines_of_placement_embed_a_whole_grid_equally():
     student = frugalvit.PatchSparseFormerForImageClassification.from_teacher(tiny_dinov2(), 16)
     images, embeddings = torch.randn(2, 3, 56, 56), student.base_model.embeddings
     chosen = {f"resized_patches_{side}": torch.empty(0, 3, 14, 14) for side in (28, 56)}
@@ -65,7 +65,7 @@ def test_rivals_of_placement_see_a_whole_grid_alike():
 
 
 def test_random_patches():
-    """All patches in any order give the teacher's embedding. Each call with few patches gives another one."""
+    """All patches in random order give the teacher's embedding, and each call with few patches gives another."""
     anatomy = read_anatomy(KINDS["vit"].make())
     images = make_example(anatomy)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Zero-shot accuracy, retrieval and ScienceQA against brute force."""
+"""Tests of zero-shot accuracy, retrieval and ScienceQA."""
 
 import io
 import json
@@ -47,7 +47,7 @@ STUDENT = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, 
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory):
-    """Function that saves a model with other weights than it has at first, and its processor."""
+    """Function that saves a model with random weights, and its processor."""
     root = tmp_path_factory.mktemp("models")
 
     def write(name, model, processor=None):
@@ -75,7 +75,7 @@ def student_folder(clip_folder, save):
 
 @pytest.fixture(scope="module")
 def siglip_folder(save):
-    """Its tokenizer has lower case and no mask and, like SigLIP 2's, does not know how long texts are."""
+    """Folder of a SigLIP whose tokenizer is like SigLIP 2's: lower case, no attention mask and no length of texts."""
     text = TOWER | {"vocab_size": 40, "max_position_embeddings": 24, "pad_token_id": 0}
     text |= {"bos_token_id": None, "eos_token_id": None}
     vision = {**TOWER, "image_size": 32, "patch_size": 8}
@@ -94,14 +94,14 @@ def picture(seed: int) -> Image.Image:
 
 
 def pixels() -> torch.Tensor:
-    """The 20 images as a SparseFormer takes them."""
+    """Return the 20 images, normalized with mean and std of 0.5."""
     images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
     return (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
 
 
 @pytest.fixture(scope="module")
 def labeled(tmp_path_factory):
-    """20 images with labels."""
+    """Parquet file of 20 images, and their labels."""
     path = tmp_path_factory.mktemp("data") / "images.parquet"
     labels = np.random.default_rng(1).integers(0, len(NAMES), 20).tolist()
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
@@ -120,10 +120,10 @@ def evaluate(tmp_path, *arguments) -> dict:
 def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, tmp_path):
     path, labels = labeled
     (tmp_path / "templates.txt").write_text("a photo of a {} .\n\nthe {}\n", encoding="utf-8")
-    results = evaluate(
-        *(tmp_path, "zero-shot", "--model", clip_folder, "--dataset", path, "--batch-size", 3),
-        *("--templates", tmp_path / "templates.txt", *["--vision-model", student_folder] * has_student),
-    )
+    options = ["--model", clip_folder, "--dataset", path, "--batch-size", 3, "--templates", tmp_path / "templates.txt"]
+    if has_student:
+        options += ["--vision-model", student_folder]
+    results = evaluate(tmp_path, "zero-shot", *options)
     model, processor = CLIPModel.from_pretrained(clip_folder), CLIPProcessor.from_pretrained(clip_folder)
     classes = []
     for name in NAMES:
@@ -131,7 +131,7 @@ def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, t
         sentences = F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1)
         classes.append(F.normalize(sentences.mean(0), dim=-1))
     if has_student:
-        # Its own preprocessing counts.
+        # The student has a normalization of its own.
         embeddings = SparseFormerVisionModelWithProjection.from_pretrained(student_folder)(pixels()).image_embeds
     else:
         pixel_values = processor(images=[picture(seed) for seed in range(20)], return_tensors="pt")["pixel_values"]
@@ -144,7 +144,7 @@ def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, t
 
 @torch.no_grad()
 def test_a_siglip(siglip_folder):
-    """Texts have one length, as SigLIP was trained on."""
+    """Embeddings are those of Transformers' SigLIP with texts padded to its maximum length."""
     towers, siglip = load_two_towers(str(siglip_folder), device="cpu"), SiglipModel.from_pretrained(siglip_folder)
     texts = [f"the {name}" for name in NAMES]
     ids = towers.tokenizer(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]
@@ -155,7 +155,7 @@ def test_a_siglip(siglip_folder):
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 30), st.integers(0, 1000))
-def test_recall_is_that_of_sorting_everything(num_images, captions, chunk, seed):
+def test_recall_equals_that_of_a_full_sort(num_images, captions, chunk, seed):
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(1, captions + 1, (num_images,), generator=generator)
     owners = torch.repeat_interleave(torch.arange(num_images), counts)
@@ -175,8 +175,7 @@ def test_recall_is_that_of_sorting_everything(num_images, captions, chunk, seed)
         assert retrieval.retrieval_recall(images, texts, owners) == pytest.approx(expected)
 
 
-def test_equal_embeddings_are_found_by_chance():
-    """Those of a collapsed model."""
+def test_equal_embeddings_have_the_recall_of_chance():
     embeddings = torch.ones(100, 8) / 8**0.5
     expected = {f"{direction}@{k}": k for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
     assert retrieval.retrieval_recall(embeddings, embeddings, torch.arange(100)) == pytest.approx(expected)
@@ -202,7 +201,7 @@ def test_retrieval_reads_karpathys_splits(clip_folder, tmp_path):
     assert coco["image_to_text@10"] == coco["text_to_image@5"] == 100
 
 
-def test_questions_are_written_and_answers_read():
+def test_format_of_questions_and_answers():
     assert format_question("Which?", ["cat", "dog"], "Look.") == "Context: Look.\nWhich?\nA. cat\nB. dog"
     assert format_question("Which?", ["cat"]) == "Which?\nA. cat"
     answers = {"B": 1, " A. because": 0, "(C) it is": 2, "The answer is B.": 1, "B\nbecause": 1}
@@ -251,7 +250,7 @@ def test_scienceqa_counts_questions_with_and_without_images(save, tmp_path):
         ("scienceqa --model CLIP --dataset LABELED", "has no columns ['question', 'choices', 'answer']"),
     ],
 )
-def test_wrong_calls_are_one_line(command, message, clip_folder, student_folder, labeled, tmp_path, capsys):
+def test_errors_are_one_line(command, message, clip_folder, student_folder, labeled, tmp_path, capsys):
     found = {"CLIP": clip_folder, "STUDENT": student_folder, "LABELED": labeled[0]}
     arguments = [str(found.get(word, word)) for word in command.split()]
     assert main(["evaluate", *arguments, "--output", str(tmp_path / "out.json")]) == 1

@@ -1,4 +1,4 @@
-"""`frugalvit evaluate knn`: the numbers of a brute-force loop, whatever way the images are given."""
+"""Tests of `frugalvit evaluate knn`."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def decode(split: str) -> list[Image.Image]:
 
 
 def pooled(split: str) -> torch.Tensor:
-    """The embeddings that the ViT's classifier reads, computed one image at a time."""
+    """Compute the inputs of the ViT's classifier, image by image."""
     model = AutoModelForImageClassification.from_pretrained(VIT)
     processor = AutoImageProcessor.from_pretrained(VIT)
     with torch.no_grad():
@@ -45,10 +45,10 @@ def labels_of(split: str) -> torch.Tensor:
     return torch.tensor(load_images(SUBSET, split)["label"])
 
 
-def vote(features, labels, asked, neighbors) -> list[int]:
-    """The class of the neighbors with the largest sum of exp(cosine / 0.07)."""
+def vote(features, labels, queries, neighbors) -> list[int]:
+    """Return the class of the neighbors with the largest sum of exp(cosine / 0.07), for each query."""
     best = []
-    for one in asked:
+    for one in queries:
         cosines = [F.cosine_similarity(one, other, dim=0).item() for other in features]
         votes = dict.fromkeys(labels.tolist(), 0.0)
         for index in sorted(range(len(cosines)), key=lambda index: -cosines[index])[:neighbors]:
@@ -68,17 +68,17 @@ def test_neighbors_equal_brute_force(tmp_path):
 
 
 def test_neighbors_weigh_by_similarity():
-    """One that is much nearer outvotes two others."""
+    """One near neighbor outvotes two that are less similar."""
     known, labels = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, 0.8]]), torch.tensor([0, 1, 1])
-    asked = torch.tensor([[2.0, 0.1], [1.2, 1.6]])
-    scores = neighbor_scores(known, labels, asked, 3)
+    queries = torch.tensor([[2.0, 0.1], [1.2, 1.6]])
+    scores = neighbor_scores(known, labels, queries, 3)
     assert scores.argmax(1).tolist() == [0, 1] and torch.allclose(scores.sum(1), torch.ones(2))
-    expected = (F.cosine_similarity(asked[:1], known) / 0.07).exp()
+    expected = (F.cosine_similarity(queries[:1], known) / 0.07).exp()
     assert scores[0, 0].item() == pytest.approx((expected[0] / expected.sum()).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["cifar10-sparseformer", "cifar10-agent-cnn", "cifar10-vit-bootstrapped"])
-def test_other_models_have_embeddings_that_their_classifiers_read(name):
+def test_embeddings_are_the_inputs_of_classifiers(name):
     model, _ = load_model(checkpoint_path(name), "image-feature-extraction", "cpu")
     pixel_values = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     classifier = model.vit.classifier if name.endswith("bootstrapped") else model.classifier

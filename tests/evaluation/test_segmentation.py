@@ -1,4 +1,4 @@
-"""`frugalvit evaluate segmentation`: windows, and scores of each pixel where it is."""
+"""Tests of `frugalvit evaluate segmentation`."""
 
 from types import SimpleNamespace
 
@@ -13,16 +13,17 @@ from frugalvit.training.masks import MaskReader, load_masked_images
 
 
 class ByColor(torch.nn.Module):
-    """Scores of a pixel from its color alone."""
+    """Segmentation model whose logits of a pixel depend on its color only."""
 
-    config, device = SimpleNamespace(num_labels=4), torch.device("cpu")
+    config = SimpleNamespace(num_labels=4)
+    device = torch.device("cpu")
 
     def forward(self, pixel_values):
         return SimpleNamespace(logits=-(pixel_values[:, :1] - 60 * torch.arange(4).view(1, 4, 1, 1)).abs())
 
 
 @pytest.mark.parametrize("window", [None, 40, 24, 64], ids=["whole", "two", "smaller", "larger"])
-def test_every_way_sees_each_pixel_where_it_is(window, scenes):
+def test_windows_keep_the_positions_of_pixels(window, scenes):
     images = load_masked_images(scenes, "train")
     image_format = ImageFormat((40, 52), mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), resample=0)
     results = segmentation_scores(ByColor(), image_format, images, MaskReader(4), batch_size=5, window=window)
@@ -38,4 +39,4 @@ def test_the_command(scenes, tmp_path, capsys):
     assert main([*command, "--window", "32", "--limit", "3"]) == 0
     assert "mean_iou" in capsys.readouterr().out
     assert main([*command, "--mask-column", "no"]) == 1
-    assert "no" in capsys.readouterr().err
+    assert "give image_column and mask_column" in capsys.readouterr().err

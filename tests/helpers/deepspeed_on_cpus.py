@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 deepspeed_on_cpus.py MODULE ARGUMENTS
 
-MODULE is one of frugalvit.training.
+MODULE is a module of frugalvit.training.
 """
 
 import importlib

@@ -15,13 +15,13 @@ def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
 
 
 def noise(size: tuple[int, int] = (48, 40), seed: int = 0) -> Image.Image:
-    """Return a random image of a width and height, equal for equal seeds."""
+    """Return a random image of a width and height. Equal seeds give equal images."""
     pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:
-    """Return an image of rectangles and its mask with four classes. Pixels are 60 times the class."""
+    """Return an image of rectangles and its mask with four classes. A pixel has 60 times its class as its value."""
     generator = np.random.default_rng(seed)
     mask = np.zeros((height, width), np.uint8)
     for label in (1, 2, 3):

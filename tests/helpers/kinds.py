@@ -9,13 +9,13 @@ import frugalvit
 
 @dataclass(frozen=True)
 class Kind:
-    """A family, or a generation of one.
+    """A model family, or a generation of one.
 
     Attributes:
-        config_class (`type`): Its configuration.
-        variant (`str`, *optional*): A variant of the papers that tiny models are based on.
+        config_class (`type`): Configuration class.
+        variant (`str`, *optional*): Variant of the papers that tiny models are based on.
         fields (`dict`): Fields that make the variant small.
-        classes (`tuple`): Its models: the base model, the classifier, others.
+        classes (`tuple`): Model classes: the base model, the classifier, others.
         any_size (`bool`): Whether one exported program takes images of any size.
     """
 
@@ -107,7 +107,7 @@ KINDS = {
         frugalvit.AgentCNNConfig,
         "agent-base",
         {**SHARED, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 3, "dropout": 0.0}
-        # The default start has the small weights that tests of losses expect.
+        # Tests of losses expect the small weights of the default initialization.
         | {"initialization": "default"},
         (frugalvit.AgentCNNModel, frugalvit.AgentCNNForImageClassification),
     ),

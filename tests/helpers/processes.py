@@ -1,4 +1,4 @@
-"""Processes that tests start."""
+"""Processes and threads of tests."""
 
 import atexit
 import functools
@@ -20,13 +20,13 @@ SCRIPT = Path(__file__).with_name("without_frugalvit.py")
 
 
 def run_without_frugalvit(directory: Path, *arguments):
-    """Run without_frugalvit.py in a directory, offline."""
+    """Run an action of without_frugalvit.py in a directory, offline."""
     error = ask_server(directory, [str(argument) for argument in arguments])
     assert error is None, error[-4000:]
 
 
 def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
-    """Return logits of a saved model after loading, and after saving and loading again. Check that its code stays."""
+    """Return logits of a model loaded from a folder and of a saved copy. Check that the copies have equal code."""
     save_file(inputs, directory / "inputs")
     run_without_frugalvit(directory, "compute", folder, loader, directory / "inputs", directory / "outputs")
     if isinstance(folder, Path):
@@ -48,7 +48,7 @@ def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
 
 
 def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProcess:
-    """Replace `subprocess.run` of `python -c SOURCE …` by a fork that has imported Transformers."""
+    """Run `python -c SOURCE …` in a fork of the server, with the signature of `subprocess.run`."""
     executable, option, *source = command
     assert (executable, option) == (sys.executable, "-c")
     error = ask_server(cwd, ["run_source", *source])
@@ -57,7 +57,7 @@ def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProc
 
 @contextmanager
 def web_server(command: list[str], home: Path, environment: dict[str, str]):
-    """Start a server in `home`, yield the address that it prints, and end it with the block."""
+    """Start a web server in `home`, yield the address that it prints, and end it afterwards."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = environment | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, **streams, cwd=home, env=environment) as process:
@@ -75,7 +75,7 @@ def web_server(command: list[str], home: Path, environment: dict[str, str]):
 
 @functools.cache
 def serving() -> subprocess.Popen:
-    """Start the server of this test process, or return it. It ends with the process."""
+    """Return the server of this test process, which the first call starts and the end of the process stops."""
     home = tempfile.mkdtemp(prefix="without-frugalvit-")
     server = subprocess.Popen(
         [sys.executable, str(SCRIPT), "serve"],
@@ -104,7 +104,7 @@ def environment(home: str | Path) -> dict[str, str]:
 
 
 def first_answers(application, images: list) -> list:
-    """Run a `Classifier` or an `Embedder`; a process that got it by pickle can call this function."""
+    """Run a `Classifier` or an `Embedder` in a process that received it by pickle."""
     return list(application(images))
 
 

@@ -1,4 +1,4 @@
-"""Checks for every training: interrupted runs and wrong arguments."""
+"""Checks that tests of every training share."""
 
 import importlib
 
@@ -10,7 +10,7 @@ from frugalvit.cli import main
 from frugalvit.training.trainer import ImageTrainer
 
 
-# Ends of names in a log that differ between equal runs: times, and sums that `Trainer` starts anew when it resumes.
+# Names with these ends differ between equal runs: times, and sums that `Trainer` resets when it resumes.
 MEASURED = ("_per_second", "runtime", "total_flos", "train_loss")
 
 
@@ -22,7 +22,7 @@ def parse(command: str, output_dir, **options) -> tuple:
 
 
 def make(command: str, output_dir, **options):
-    """Make the trainer of a training."""
+    """Build the trainer of a training command."""
     module, groups = parse(command, output_dir, **options)
     return module.make_trainer(*groups)
 
@@ -55,8 +55,8 @@ def records(trainer) -> list[dict]:
 
 
 def check_resumes(command: str, folder, step: int, **options):
-    """Interrupt a run in the middle of an epoch and resume it; check that it ends bit by bit as an uninterrupted
-    run."""
+    """Check that a run which is interrupted within an epoch and resumed gives the weights of an uninterrupted run, bit
+    by bit."""
     whole = run_command(command, folder / "whole", **options)
     stopped = make(command, folder / "again", **options)
     assert step % (stopped.num_examples(stopped.get_train_dataloader()) // stopped.args.train_batch_size)
@@ -92,7 +92,7 @@ def error_of(command: str, output_dir, capsys, **options) -> str:
         code = end.code
     before, start, message = capsys.readouterr().err.rpartition(f"frugalvit {command}: error: ")
     assert code in (1, 2) and start and "Traceback" not in before
-    # The error is on a line of its own after a progress bar.
+    # A progress bar must not share a line with the error.
     assert not before or before.endswith("\n")
     message = message.splitlines()[0]
     assert not (output_dir / "model.safetensors").exists()

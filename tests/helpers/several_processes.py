@@ -1,8 +1,8 @@
 """Run trainings in several processes: `python several_processes.py JOBS`.
 
 It starts forked processes as torchrun does, but imports once for all of them. JOBS is a JSON file with a list of jobs.
-A job has a `module`, its `words`, the number of `processes`, and their `environment`; with FSDP in the environment,
-the model is sharded. Standard error of process RANK is appended to the file `log`.RANK.
+A job has a `module`, its `words`, the number of `processes`, their `environment`, which may enable FSDP, and a `log`.
+Process RANK appends its standard error to the file `log`.RANK.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Tiny ViTs, CLIPs, LLaVAs and PaliGemmas: weights that say something, and a tokenizer of a few words."""
+"""Tiny ViTs, LLaVAs and PaliGemmas with random weights, and a tokenizer of a few words."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ SMALL = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "n
 
 
 def randomize(model: nn.Module, scale: float = 0.1) -> nn.Module:
-    """Add noise to every weight, so that no part is neutral by weights of zero or one."""
+    """Add noise to every weight, so that no layer is an identity by its initialization."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -56,7 +56,7 @@ VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers"
 
 
 def make_vit(**fields) -> ViTForImageClassification:
-    """Build a ViT with equal weights at each call."""
+    """Build a ViT. Each call gives equal weights."""
     torch.manual_seed(0)
     return ViTForImageClassification(ViTConfig(**VIT | {"intermediate_size": 64} | fields)).eval()
 

@@ -1,17 +1,16 @@
-"""Trainings' commands, run in this process on a few embedded images."""
+"""Training commands in this process, on a few images."""
 
 import importlib
 
 import datasets
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from frugalvit.training.data import load_images
 from tiny import SMALL
 
 
-# Fields of a tiny ViT, and of a tiny student, as a command line has them.
+# Fields of a tiny ViT and a tiny student on the command line.
 TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 STUDENT = SMALL | {"mixing_hidden_size": 8}
 TINY_STUDENT = ",".join(f"{name}={value}" for name, value in STUDENT.items())
@@ -28,7 +27,7 @@ SHORT = {
 
 
 def command_words(**options) -> list[str]:
-    """Arguments as a command line has them; those that are None are left out."""
+    """Return arguments of a command line, without those that are None."""
     words = []
     for name, value in options.items():
         if value is not None:
@@ -43,7 +42,7 @@ def values_of(groups) -> list[dict]:
 
 
 def run_command(command: str, output_dir, **options):
-    """Run a training of this name, and return its trainer."""
+    """Run a training command and return its trainer."""
     module = importlib.import_module(f"frugalvit.training.{command}")
     trainers, make_trainer = [], module.make_trainer
     with pytest.MonkeyPatch.context() as patch:
@@ -53,13 +52,13 @@ def run_command(command: str, output_dir, **options):
 
 
 def logged(trainer, name: str) -> list[float]:
-    """The values of a number in a trainer's log."""
+    """Return the values of a metric in a trainer's log."""
     return [record[name] for record in trainer.state.log_history if name in record]
 
 
 @torch.inference_mode()
 def measured(model, processor) -> float:
-    """The accuracy of a classifier on the first test images."""
+    """Return the accuracy of a classifier on the first test images."""
     images = load_images("cifar10-subset", "test[:32]").cast_column("image", datasets.Image())
     logits = model(**processor(images["image"][:], return_tensors="pt")).logits
     return (logits.argmax(1) == torch.tensor(images["label"][:])).float().mean().item()
@@ -68,16 +67,3 @@ def measured(model, processor) -> float:
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]):
     """Fail unless the tensors have the same names and are equal, bit by bit."""
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-class Pairs(Dataset):
-    """A dataset of PyTorch, as torchvision has them: images and labels, and names of these."""
-
-    def __init__(self, pictures, labels, classes):
-        self.pictures, self.labels, self.classes = pictures, labels, classes
-
-    def __len__(self):
-        return len(self.pictures)
-
-    def __getitem__(self, index):
-        return self.pictures[index], self.labels[index]

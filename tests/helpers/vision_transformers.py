@@ -1,7 +1,4 @@
-"""Small random models of every kind of teacher, built from the libraries' own classes.
-
-`docs/models.md` has a row for each kind, which a test compares with `KINDS`.
-"""
+"""Small random teachers of other libraries. tests/modeling/test_hosts.py compares them with docs/models.md."""
 
 import copy
 import json
@@ -23,7 +20,7 @@ from torch import nn
 
 
 def randomize(model: nn.Module, scale: float = 0.2) -> nn.Module:
-    """Draw weights far from their initialization, in place, so that no parameter is 0 or 1. Norms stay near 1."""
+    """Draw weights in place, so that no parameter keeps an initialization of 0 or 1. Scales of norms stay near 1."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,7 +39,7 @@ SIZES_OF_TIMM = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "
 
 
 def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[], nn.Module]:
-    """Return a function that builds one of Transformers' models."""
+    """Return a function that builds a model of Transformers."""
 
     def make() -> nn.Module:
         config_class = getattr(transformers, f"{family}Config")
@@ -52,8 +49,7 @@ def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[],
 
 
 def of_two_sides(family: str, model: str = "Model", vision=IMAGES, text=(), **fields) -> Callable[[], nn.Module]:
-    """Return a function that builds one of Transformers' models for images and texts, or the classifier of its vision
-    tower."""
+    """Return a function that builds a model of Transformers for images and texts, or the classifier of its tower."""
 
     def make() -> nn.Module:
         sides = {"vision_config": SIZES | vision, "text_config": TEXT | dict(text)}
@@ -68,12 +64,12 @@ def of_timm(model_class=VisionTransformer, **arguments) -> Callable[[], nn.Modul
 
 
 def in_timm(architecture: str, **options) -> Callable[[], nn.Module]:
-    """Return a function that builds a small model of one of timm's architectures."""
+    """Return a function that builds a small model of a timm architecture."""
     return lambda: randomize(timm.create_model(architecture, **SIZES_OF_TIMM | options))
 
 
 def open_clip_config(trunk: str | None = None, **fields) -> dict:
-    """Return the configuration of a small model of open_clip. `trunk` is an architecture of timm."""
+    """Return the configuration of a small open_clip model. `trunk` is a timm architecture."""
     vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2}
     if trunk:
         vision = {"image_size": 32, "timm_model_name": small_trunk(trunk)}
@@ -87,7 +83,7 @@ def of_open_clip(trunk: str | None = None, **fields) -> Callable[[], nn.Module]:
 
 
 def small_trunk(name: str) -> str:
-    """Register a small model of one of timm's architectures and return its name, as open_clip takes names alone."""
+    """Register a small model of a timm architecture and return its name, because open_clip takes only names."""
 
     def create(pretrained=False, **arguments):
         return timm.create_model(name, **SIZES_OF_TIMM | arguments)
@@ -99,7 +95,7 @@ def small_trunk(name: str) -> str:
 
 
 def conv_stem() -> Callable[..., nn.Module]:
-    """Return an `embed_layer` of MobileCLIP-B's convolutions, for patches of 16 pixels."""
+    """Return the `embed_layer` of MobileCLIP-B: convolutions for patches of 16 pixels."""
     stem = ConvStem(channels=(8, 8, 48), stride=(4, 2, 2), kernel_size=(4, 2, 2), padding=0, act_layer=nn.GELU)
     return partial(HybridEmbed, backbone=stem, proj=False)
 
@@ -109,8 +105,8 @@ class Kind:
     """A kind of vision transformer.
 
     Args:
-        row (`str`): Its row in docs/models.md.
-        build (`Callable`): Builds a small model.
+        row (`str`): Row in docs/models.md.
+        build (`Callable`): Function that builds a small model.
         impulses (`bool`): Whether its attention can be initialized.
         class_token (`bool`): Whether Context Broadcasting can gate by a class token.
         patches (`bool`): Whether patches are embedded by one linear map.
@@ -267,7 +263,7 @@ KINDS = {
 
 
 def save_kind(kind: str, folder: Path) -> str:
-    """Save a small model of open_clip or Transformers as its own library does, and return the value of `--teacher`."""
+    """Save a small open_clip or Transformers model as its library does, and return the value of `--teacher`."""
     model = KINDS[kind].make()
     if kind == "open_clip":
         folder.mkdir()

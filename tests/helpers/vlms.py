@@ -1,4 +1,4 @@
-"""Tiny random VLMs that expect a grid of features from their vision tower, with their processors."""
+"""Tiny random VLMs whose vision tower must return a grid of features."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from tiny import SMALL, randomize, word_tokenizer
 SPECIAL = {"image_token": "<image>", "video_token": "<video>", "boi_token": "<start>", "eoi_token": "<end>"}
 WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "?", *SPECIAL.values()]
 IMAGE = WORDS.index("<image>")
-# A tile of 8 x 8 patches.
+# Images have 8 x 8 patches.
 SIZE, ROWS = 32, 8
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
 LANGUAGE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -27,21 +27,28 @@ PINPOINTS = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
 
 @dataclass(frozen=True)
 class VLM:
-    """A kind of model that reads images and texts: its name in Transformers, its language model, and the fields of its
-    configuration, its processor and its image processor."""
+    """A kind of VLM.
+
+    Args:
+        name (`str`): Prefix of its classes in Transformers.
+        text (`PreTrainedConfig`): Configuration of the language model.
+        fields (`dict`): Other fields of the configuration.
+        processor (`dict`): Arguments of the processor.
+        pixels (`dict`): Arguments of the image processor.
+        prompt (`str`): Text that marks an image.
+        cells (`int`): Rows and columns of the cells that are pooled into one token.
+    """
 
     name: str
     text: transformers.PreTrainedConfig
     fields: dict
     processor: dict
     pixels: dict
-    # The text that stands for an image.
     prompt: str = "<image>"
-    # Rows and columns of the cells that are pooled into one token.
     cells: int = 1
 
     def make(self) -> PreTrainedModel:
-        """Build the model, with equal weights in every call."""
+        """Build the model. Each call gives equal weights."""
         torch.manual_seed(0)
         vision = transformers.SiglipVisionConfig(image_size=SIZE, patch_size=SIZE // ROWS, **VISION)
         config_class = getattr(transformers, f"{self.name}Config")
@@ -50,7 +57,7 @@ class VLM:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """A model for tests that do not change it."""
+        """Shared model for tests that do not modify it."""
         return self.make()
 
     def make_processor(self) -> ProcessorMixin:
@@ -61,13 +68,13 @@ class VLM:
         )
 
     def make_tower(self, num_tokens: int = 7, **fields) -> SparseFormerVisionModel:
-        """Build a student of its tower with random weights, which are equal in every call."""
+        """Build a student of the tower with random weights. Each call gives equal weights."""
         torch.manual_seed(0)
         tower = self.model.model.vision_tower
         return randomize(SparseFormerVisionModel.from_teacher(tower, num_tokens, **NORMALIZATION, **SMALL, **fields))
 
     def inherit(self) -> PatchSparseFormerVisionModel:
-        """Build a student of its tower with a token for each patch."""
+        """Build a student of the tower with a token for each patch."""
         return PatchSparseFormerVisionModel.from_teacher(self.model.model.vision_tower, ROWS**2, **NORMALIZATION)
 
 

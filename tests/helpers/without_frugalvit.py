@@ -3,8 +3,7 @@
 - `load JOBS RESULTS` loads models and computes outputs.
 - `fine_tune OUT START…` fine-tunes models with `Trainer` and saves them.
 - `compute FOLDER LOADER INPUTS OUTPUTS` loads a model and computes outputs, then saves, loads and computes again.
-- `process FOLDER OUTPUTS` prepares a prompt with an image by the processor's own class with 4 tokens, and by
-  `LlavaProcessor`.
+- `process FOLDER OUTPUTS` prepares a prompt with the folder's own processor for 4 tokens, and with `LlavaProcessor`.
 - `serve` reads requests from standard input and runs each in a fork, because imports take long.
 """
 
@@ -19,7 +18,7 @@ from pathlib import Path
 
 
 class Blocker(importlib.abc.MetaPathFinder):
-    """A finder that makes imports fail as if frugalvit were not installed."""
+    """Finder that raises the import error of a missing frugalvit."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "frugalvit":
@@ -54,7 +53,7 @@ keep_imports_from_the_collector()
 
 
 def load_model(source: str, loader: str, **kwargs):
-    """Load a model by an Auto class, or by the name of a class in the source files."""
+    """Load a model by an Auto class or by a class of its saved code."""
     if hasattr(transformers, loader):
         return getattr(transformers, loader).from_pretrained(source, trust_remote_code=True, **kwargs)
     return get_class_from_dynamic_module(loader, source).from_pretrained(source, **kwargs)
@@ -72,7 +71,7 @@ def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline_computes_the_same(source: str, model, processor) -> bool:
-    """Return whether a pipeline on a classifier's folder gives the label and score of the model."""
+    """Return whether a pipeline gives the label and score of the model."""
     image = Image.effect_noise((48, 40), 90).convert("RGB")
     pipeline = transformers.pipeline("image-classification", source, trust_remote_code=True, device="cpu")
     best = main_output(model, processor(image, return_tensors="pt")["pixel_values"]).softmax(-1).max(-1)
@@ -160,8 +159,8 @@ def run_source(source: str, *arguments: str):
 
 
 def serve():
-    """Answer requests. A request is a line of JSON with `directory` and `arguments`. The reply is a line of JSON: the
-    path of a file with the error output, or null."""
+    """Answer requests, which are lines of JSON with `directory` and `arguments`. A reply is a line of JSON: null, or
+    the path of a file with the errors."""
     from transformers import LlavaProcessor, Trainer, pipeline  # noqa: F401 (imported before the forks)
 
     keep_imports_from_the_collector()
