@@ -299,7 +299,7 @@ class AttentionPooling(nn.Module):
         """Pool `(batch, tokens, hidden_size)` to `(batch, hidden_size)`. With `areas`, `(batch, tokens)`, a token of
         area 2 counts as two tokens."""
         mask = None if areas is None else areas.to(hidden_states.dtype).log()[:, None, None]
-        pooled, _ = self.attention(hidden_states, self.probe.repeat(len(hidden_states), 1, 1), attention_mask=mask)
+        pooled, _ = self.attention(hidden_states, self.probe.repeat(hidden_states.shape[0], 1, 1), attention_mask=mask)
         if self.mlp is not None:
             pooled = pooled + self.mlp(self.layernorm(pooled))
         return pooled[:, 0]

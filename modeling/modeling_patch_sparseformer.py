@@ -109,7 +109,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
         rois = grid_rois(grids[0]).to(pixel_values.device)
         return PatchSparseFormerEmbeddingsOutput(
             tokens=self.embed(patches, self.positions_of(grids[0])),
-            rois=rois.expand(len(patches), -1, -1),
+            rois=rois.expand(patches.shape[0], -1, -1),
         )
 
     def embed(self, patches: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
