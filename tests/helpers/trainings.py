@@ -5,6 +5,7 @@ import importlib
 import datasets
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from frugalvit.training.data import load_images
 from tiny import SMALL
@@ -67,3 +68,18 @@ def measured(model, processor) -> float:
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]):
     """Fail unless the tensors have the same names and are equal, bit by bit."""
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Pairs(Dataset):
+    """A PyTorch dataset with the attributes of torchvision's: pairs of image and label, and names of classes."""
+
+    def __init__(self, pictures, labels, classes):
+        self.pictures = pictures
+        self.labels = labels
+        self.classes = classes
+
+    def __len__(self):
+        return len(self.pictures)
+
+    def __getitem__(self, index):
+        return self.pictures[index], self.labels[index]
