@@ -179,6 +179,15 @@ def test_a_program_computes_the_logits_of_the_model(arguments, tolerance, write,
     assert "computes with 4 latent tokens" in (output / "README.md").read_text()
 
 
+@torch.no_grad()
+def test_attention_pooling_is_exported_for_every_batch_size(folder):
+    config = frugalvit.PatchSparseFormerConfig.from_pretrained(folder, pooling="attention", num_class_tokens=0)
+    model = frugalvit.PatchSparseFormerModel(config).eval()
+    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64)}}
+    program = torch.export.export(model, (torch.zeros(2, 3, 32, 32),), dynamic_shapes=shapes).module()
+    assert program(torch.zeros(5, 3, 32, 32)).pooler_output.shape == (5, 32)
+
+
 @pytest.mark.parametrize("arguments", [ONNX, ("--format", "openvino")])
 def test_threads_and_processes_share_a_program(arguments, write):
     """Threads get the outputs of their own images, and a pickled classifier gives equal outputs."""
