@@ -193,7 +193,12 @@ def measure_glances(arguments):
             row.setdefault(f"{view}: macs", []).append(result["macs"])
     settings = {name: getattr(arguments, name) for name in ("object_images", "mixed_precision")}
     settings["values_of_seeds"] = arguments.seeds
-    rows = [dict(key) | values for key, values in found.items()]
+    rows = []
+    for key, measured in found.items():
+        row = dict(key)
+        for name, values in measured.items():
+            row |= {name: statistics.mean(values), f"{name}: spread": shared.spread(values), f"{name}: values": values}
+        rows.append(row)
     shared.write_table(arguments.results_dir / f"content_glances_{arguments.name}.json", settings, rows)
 
 
