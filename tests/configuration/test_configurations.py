@@ -1,4 +1,4 @@
-"""Tests of the checks of configurations."""
+"""Test that configurations refuse wrong fields, and that variants and unknown fields can be saved."""
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
@@ -80,7 +80,7 @@ def test_wrong_fields_of_every_family_are_refused(kind):
 
 
 def test_assigned_fields_are_checked(tmp_path):
-    """One field is checked when it is assigned, and several fields together when a model is built or saved."""
+    """A single field is checked on assignment, and fields together when a model is built or a configuration saved."""
     config = SparseFormerConfig(hidden_size=64, focusing_hidden_size=32)
     with pytest.raises(StrictDataclassError, match="(?s)'num_sampling_points'.* expected at least 2, got 1"):
         config.num_sampling_points = 1
@@ -93,7 +93,7 @@ def test_assigned_fields_are_checked(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_variants_and_unknown_fields(kind, tmp_path):
-    """Variants and fields that resemble no other survive saving and loading."""
+    """Saving and loading keeps variants, and unknown fields whose names resemble no known field."""
     of_kind(kind, dataset="cifar10").save_pretrained(tmp_path)
     config_class = KINDS[kind].config_class
     assert config_class.from_pretrained(tmp_path).dataset == "cifar10"

@@ -75,7 +75,7 @@ def student_folder(clip_folder, save):
 
 @pytest.fixture(scope="module")
 def siglip_folder(save):
-    """Folder of a SigLIP whose tokenizer is like SigLIP 2's: lower case, no attention mask and no length of texts."""
+    """Folder of a SigLIP whose tokenizer is like SigLIP 2's: lower case, no attention mask and no maximum length."""
     text = TOWER | {"vocab_size": 40, "max_position_embeddings": 24, "pad_token_id": 0}
     text |= {"bos_token_id": None, "eos_token_id": None}
     vision = {**TOWER, "image_size": 32, "patch_size": 8}
@@ -131,7 +131,7 @@ def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, t
         sentences = F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1)
         classes.append(F.normalize(sentences.mean(0), dim=-1))
     if has_student:
-        # The student has a normalization of its own.
+        # The student normalizes with mean and std of 0.5, as `pixels` does, and not as the CLIP does.
         embeddings = SparseFormerVisionModelWithProjection.from_pretrained(student_folder)(pixels()).image_embeds
     else:
         pixel_values = processor(images=[picture(seed) for seed in range(20)], return_tensors="pt")["pixel_values"]
@@ -144,7 +144,7 @@ def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, t
 
 @torch.no_grad()
 def test_a_siglip(siglip_folder):
-    """Embeddings are those of Transformers' SigLIP with texts padded to its maximum length."""
+    """Embeddings equal those of Transformers' SigLIP if texts are padded to the model's maximum length."""
     towers, siglip = load_two_towers(str(siglip_folder), device="cpu"), SiglipModel.from_pretrained(siglip_folder)
     texts = [f"the {name}" for name in NAMES]
     ids = towers.tokenizer(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]

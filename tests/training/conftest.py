@@ -12,7 +12,7 @@ from tiny import make_vit
 
 # `datasets` waits 5 seconds for Arrow's threads after each pass over a stream of parquet, which makes tests slow.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.01
-# PyTorch waits 5 seconds for the processes of a loader that the garbage collector finds.
+# PyTorch waits up to 5 seconds for the worker processes of a data loader that is garbage-collected.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 

@@ -15,7 +15,7 @@ from frugalvit.training.train import SmallDataView
 
 
 ARGUMENTS = {"crop": "padded", "crop_padding": 4, "padding_mode": "reflect", "crop_size": None, "flip": 0.0}
-# The red of a pixel is its column, and the green its row.
+# A pixel's red value is its column, and its green value is its row.
 Y, X = np.mgrid[0:200, 0:200]
 PICTURE = Image.fromarray(np.stack([X, Y, 0 * X], axis=2).astype(np.uint8))
 
@@ -34,7 +34,7 @@ def test_views_of_little_data_are_cropped_flipped_augmented_and_erased():
     assert (views(crop_padding=0) == whole).all() and (views(crop_padding=0, flip=1.0) == whole.flip(-1)).all()
     for padding_mode in ("reflect", "constant"):
         padded = views(padding_mode=padding_mode)
-        # Constant padding is black, while the resized picture has no row without green.
+        # Only constant padding, which is black, gives a row without green; the resized picture has none.
         assert len(padded.unique(dim=0)) > 15 and (padded[:, 1, 0].amax(1) == 0).any() == (padding_mode == "constant")
     erased = views(crop_padding=0, erasing=1.0)
     assert (erased.permute(0, 2, 3, 1)[(erased != whole).any(1)] == 128).all()

@@ -63,7 +63,7 @@ def test_student_and_teacher_are_aligned(first):
     alignments, losses = logged(own, "eval_alignment"), logged(own, "loss")
     assert alignments[-1] > alignments[0] + 0.05 and losses[-1] < losses[0] - 0.05
     assert own.metrics["alignment"] == max(alignments) and "teacher_accuracy" in own.metrics
-    # The metrics are those of the saved student.
+    # The trainer's metrics were measured with the student that it saved.
     student = AutoModelForImageClassification.from_pretrained(folder).eval()
     assert_equal(student.state_dict(), own.student.state_dict())
     pixels, labels = pixels_of(own), torch.tensor(own.eval_dataset.images["label"])
@@ -75,7 +75,7 @@ def test_student_and_teacher_are_aligned(first):
 
 
 def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
-    """The student lacks the teacher's block 0, its block 1 is tuned, and its block 2 is frozen."""
+    """The student lacks the teacher's block 0, tunes block 1, and keeps block 2 frozen."""
     before, after = weights(teacher), weights(first[1])
     block, same = "layers.{}.mlp.fc1.weight", {"layernorm.weight": "layernorm.weight"}
     for name, theirs in (same | {block.format(0): block.format(1), block.format(1): block.format(2)}).items():
@@ -110,7 +110,7 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
         scheduler.step()
     assert [rate[-1] for rate in rates[:5]] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
     assert [rate[0] for rate in rates[:4]] == [0, 0, 0, 0] and rates[4] == pytest.approx([0.1, 1.0])
-    # Half a cosine equals a line in the middle, at step 8, and is above it at step 6.
+    # At step 8, the middle of the decay, half a cosine is as high as a straight line; at step 6, it is higher.
     assert rates[6] == pytest.approx([0.0853553, 0.853553]) and rates[8] == pytest.approx([0.05, 0.5])
     decays = {weight: group["weight_decay"] for group in own.optimizer.param_groups for weight in group["params"]}
     assert decays.keys() == {weight for weight in own.student.parameters() if weight.requires_grad}
@@ -118,7 +118,7 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
 
 
 def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
-    """All weights but the classifier's learn, and the placement's forecast learns at the full rate."""
+    """All weights except the classifier's are trained, and the placement's forecast at the full learning rate."""
     model = AutoModelForImageClassification.from_pretrained(teacher)
     student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement="content")
     before = {name: value.clone() for name, value in student.state_dict().items()}
@@ -132,7 +132,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     base = student.base_model
     assert rates[id(next(base.embeddings.placement.forecast.parameters()))] == pytest.approx(0.25)
     assert rates[id(base.layers[0].mlp.fc1.weight)] == pytest.approx(0.005)
-    # DeepSpeed would drop an empty group.
+    # Every group has parameters, because DeepSpeed would drop an empty group.
     assert all(group["params"] for group in own.optimizer.param_groups)
     own = make(student, learning_rate=1e-3)
     own.train()
@@ -166,7 +166,7 @@ STARTS = {
 
 @pytest.fixture(scope="module")
 def starts(teacher, tmp_path_factory):
-    """Save a teacher of 224 pixels and students to continue, and return their folder."""
+    """Save a teacher for images of 224 pixels and two students to train further, and return their folder."""
     folder = tmp_path_factory.mktemp("starts")
     make_vit(num_labels=10, num_hidden_layers=3, image_size=224, patch_size=32).save_pretrained(folder / "large")
     ViTImageProcessor(size={"height": 224, "width": 224}).save_pretrained(folder / "large")
@@ -209,7 +209,7 @@ def weights_of_command(teacher, tmp_path_factory):
 def test_one_call_gives_what_the_command_gives(
     kind, weights_of_command, images, pictures, teacher, tmp_path, monkeypatch
 ):
-    """Images in any form give the same student."""
+    """All forms of images give the command's student, except a stream, which is read in another order."""
     monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     (tmp_path / "images").mkdir()
     for number, picture in enumerate(pictures):
@@ -247,7 +247,7 @@ MULTI_LABEL = {
     ],
 )
 def test_wrong_arguments_are_exceptions(options, message, teacher, tmp_path):
-    """The errors are exceptions, which do not end a notebook, and no model is saved."""
+    """The errors are ValueErrors, not SystemExit, which would end a notebook; no model is saved."""
     splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
     options = {"teacher": str(teacher), "images": "cifar10-subset"} | ONE_EPOCH | splits | options
     options = {name: value.format(teacher=teacher) if name == "student" else value for name, value in options.items()}
@@ -257,7 +257,7 @@ def test_wrong_arguments_are_exceptions(options, message, teacher, tmp_path):
 
 
 def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_path, capsys):
-    """Images to train, evaluate and test on have the teacher's class numbers, or no labels if it lacks their names."""
+    """Labels of all splits become the teacher's class numbers, or are left out if it lacks one of the class names."""
     trainers, options = {}, PAPER | {"train_split": None, "eval_split": None, "num_train_epochs": 1}
     for folder, names in (("known", class_names[:-4:-1]), ("unknown", ["axolotl", "yak"])):
         for place, part in enumerate(("train", "val", "test")):
@@ -266,7 +266,7 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
     own = trainers["known"]
     assert "They are left out." in capsys.readouterr().out
     assert "accuracy" not in trainers["unknown"].metrics and "alignment" in trainers["unknown"].metrics
-    # The classes are in the order of their names.
+    # A folder's classes are sorted by name.
     assert own.classes == [7, 8, 9] == [class_names.index(name) for name in ("horse", "ship", "truck")]
     for views in (own.train_dataset, own.eval_dataset, own.evaluation_views(str(tmp_path / "known" / "test"))):
         assert [views[index]["labels"] for index in range(12)] == [7] * 4 + [8] * 4 + [9] * 4
@@ -275,7 +275,7 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
 
 
 def test_maps_are_aligned_and_upsamplers_learn(teacher, tmp_path):
-    """An upsampler brings a student's feature maps nearer to its teacher's, and learns on in a continued run."""
+    """An upsampler brings a student's feature maps nearer to its teacher's. A continued run trains it further."""
     options = INHERITED | {"teacher": teacher, "dense_loss_weight": 1, "num_tokens": [4, 16], "learning_rate": 5e-3}
     plain = logged(run(tmp_path / "plain", **options), "loss")
     upsampled = logged(run(tmp_path / "out", upsampler_hidden_size=16, **options), "loss")
@@ -290,7 +290,7 @@ def test_maps_are_aligned_and_upsamplers_learn(teacher, tmp_path):
 
 
 def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
-    """Alignment grows for each count, the smallest included."""
+    """Alignment grows for each count of tokens, even the smallest."""
     counts, options = [4, 6, 9, 16], INHERITED | {"learning_rate": 5e-3, "inherited_lr_factor": 1, "teacher": teacher}
     options |= {"num_tokens": [16, 4, 9, 6], "num_train_epochs": 3}
     own = run(tmp_path / "out", **options)
@@ -300,7 +300,7 @@ def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
     assert own.metrics["accuracy"] == own.metrics["accuracy_16"]
     card = card_in(tmp_path / "out")
     assert "with 4, 6, 9, 16 latent tokens and [CLS], of which a call chooses" in card and "\n| 9 |" in card
-    # A continued student may get other counts and another placement.
+    # A student that is trained further may get other counts of tokens and another placement.
     on = options | {"student": tmp_path / "out", "train_split": "train[:16]", "num_train_epochs": 1}
     assert "alignment_4" in run(tmp_path / "trees", **on | {"num_tokens": [4, 16], "placement": "content"}).metrics
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "trees")
@@ -327,7 +327,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("kind", ["open_clip", "siglip-vision", "dinov2-registers"])
 def test_a_folder_of_any_library_is_a_teacher(kind, pictures, tmp_path):
-    """The student's class follows the teacher's use, and its image processor prepares images as its training did."""
+    """The student's class follows from the teacher's outputs; its image processor prepares images like evaluation."""
     options = {"teacher": save_kind(kind, tmp_path / "teacher"), "output_dir": str(tmp_path / "out")}
     groups, some = make_parser().parse_dict(ONE_EPOCH | options), as_images(pictures[:8])
     own, anatomy = make_trainer(*groups, parts=(some, some)), read_anatomy(KINDS[kind].make())

@@ -1,4 +1,4 @@
-"""Test that images of every kind are read the same way for training, evaluation, prediction and the page."""
+"""Test that images of every kind are read the same way for training, evaluation, prediction and the demo."""
 
 import os
 import re
@@ -28,7 +28,7 @@ TURNED[0x0112] = 6
     [
         (GRAY, "png", GRAY, {}),
         ((257 * GRADIENT).astype(np.uint16), "png", GRAY, {}),
-        # A dark image of 16 bits stays dark.
+        # A dark 16-bit image stays dark: its values are not stretched to the full range.
         (GRAY.astype(np.uint16), "png", GRAY // 129, {}),
         (GRADIENT.astype(np.int32), "tif", GRAY, {}),
         ((GRADIENT / 255).astype(np.float32), "tif", GRAY, {}),
@@ -56,7 +56,7 @@ def test_an_image_is_read_the_same_everywhere(image, ending, expected, options, 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
 def test_images_of_many_bits_are_not_copied_many_times(dtype, tmp_path):
-    """Memory stays low, as several threads read images at once, and a small file may hold a large image."""
+    """Memory must stay low, because several threads read at once, and a small file may hold a large image."""
     Image.fromarray(np.zeros((512, 512), dtype)).save(tmp_path / "image.tif")
     tracemalloc.start()
     read_image(tmp_path / "image.tif")
@@ -120,7 +120,7 @@ def test_all_unreadable_images_are_named_at_once(damaged, capsys, monkeypatch):
     assert re.search(f"^3 of 6 images of train left out: .*{names}", capsys.readouterr().err)
     with pytest.raises(ValueError, match="None of the 3 images"):
         readable_images(damaged.select([1, 3, 4]), True)
-    # Only the headers of many images are read, as decoding them takes long.
+    # If there are more than `MOST_DECODED` images, only their headers are read, because decoding takes long.
     monkeypatch.setattr(data, "MOST_DECODED", 5)
     assert readable_images(damaged, True)["label"] == [0, 1, 2, 3, 5]
     assert "headers are checked" in capsys.readouterr().err

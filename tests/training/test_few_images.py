@@ -1,4 +1,4 @@
-"""Test training on few images: defaults follow their number, and notes tell of a training that is too short."""
+"""Test training on few images: defaults depend on their number, and notes warn of too few steps."""
 
 import functools
 

@@ -61,7 +61,7 @@ def test_files_that_belong_to_no_model_are_not_overwritten(tmp_path):
         with pytest.raises(ValueError, match=f"more than a model in it .*{name}"):
             write(output, "new")
         (output / name).unlink()
-    # A report.json makes the folder one of an exported model, where other files are kept, too.
+    # A report.json marks the folder of an exported model, in which foreign files are not overwritten, either.
     (output / "report.json").touch()
     for name in ("onnx/detector.onnx", "openvino_notes.txt"):
         (output / name).parent.mkdir(exist_ok=True)

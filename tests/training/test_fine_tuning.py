@@ -25,7 +25,7 @@ PLAIN = {"mixup": 0, "randaugment_layers": 0, "label_smoothing_factor": 0, "flip
 
 @pytest.fixture
 def timm_vit(tmp_path):
-    """Return a function that saves a small ViT as timm does."""
+    """Return a function that saves a small ViT in timm's format."""
 
     def save(architecture="vit_tiny_patch16_224", labels=None, **options):
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_na
 
 
 def test_a_thousand_classes_become_ten(vit, tmp_path, class_names):
-    """With blended Context Broadcasting, training starts from the pretrained outputs, and commands load the model."""
+    """Only the head is replaced. Blended Context Broadcasting starts without effect, and commands load the model."""
     folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
     options = {"context_broadcast": "cb", "context_broadcast_blend": True}
     own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)

@@ -1,4 +1,4 @@
-"""Test that a ViT is trained beside its agent, on a few embedded images."""
+"""Test joint training of a ViT and its agent CNN on a few embedded images."""
 
 import functools
 
@@ -90,7 +90,7 @@ def test_a_stopped_run_continues(recorded_hints, tmp_path):
 
 
 def test_the_vits_gradient_alone_is_clipped(tmp_path):
-    """A step of gradient descent at a rate of 1 has the gradient's norm, which is clipped for the ViT alone."""
+    """At a learning rate of 1, a step of SGD is as long as the gradient, which is clipped for the ViT only."""
     lengths = {}
     for norm in (0, 1e-3):
         options = {"learning_rate": 1.0, "weight_decay": 0, "lr_scheduler_type": "constant", "optim": "sgd"}

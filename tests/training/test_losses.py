@@ -83,7 +83,7 @@ def make_pair(make_teacher, truncate=1):
 def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make_teacher, truncate):
     student, anatomy = make_pair(make_teacher, truncate)
     alignment = TokenAlignment(student, anatomy)
-    # The token of each of the 4 x 6 patches is the row and column of its center.
+    # As tokens of the 4 x 6 patches, take the row and column of each patch's center.
     y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
     rois = torch.tensor([[[0.25, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5], [-5.0, -5.0, -4.0, -4.0], [0.0, 0.0, 1, 1]]])
     read = alignment.patch_weights(rois) @ torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
@@ -104,7 +104,7 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
 
 
 def test_raw_distance_of_one_layer():
-    """The raw distance includes scale and mean of the states, which a LLaVA reads."""
+    """The raw distance depends on the scale and mean of hidden states, because a LLaVA reads them unnormalized."""
     (student, anatomy), images = make_pair(transformers_vit), maps(2, 3, 32, 48)
     alignment = TokenAlignment(student, anatomy, layers=[-2], distance="raw")
     outputs, held = student.base_model(images, **alignment.arguments), compute_hidden_states(anatomy, images)

@@ -1,4 +1,4 @@
-"""Test masks beside images: the files that are masks, the names of their folders, their values, and views of both."""
+"""Test masks stored beside images: which files and folders hold masks, their values, and views of image and mask."""
 
 import json
 from unittest import mock
@@ -35,7 +35,7 @@ def test_folders_of_splits_have_the_usual_names(folders, evaluated, count, tmp_p
     data = MaskedDataArguments(dataset=[str(tmp_path)])
     train, evaluation, *_ = load_masked_splits(data)
     assert data.evaluated == evaluated and (len(train), len(evaluation)) == (4, count)
-    # The name of the folder also names the split.
+    # The folder's own name is accepted as the name of the split, too.
     assert len(load_masked_images(str(tmp_path), f"{folders[0]}[:2]")) == 2
     assert set(masked_split_names(str(tmp_path))) <= {"train", "validation", "test"}
 

@@ -1,4 +1,4 @@
-"""Test the names of models and data sets in commands on cards, which others read."""
+"""Test that commands on model cards name models and data sets without the paths of this machine."""
 
 import pytest
 

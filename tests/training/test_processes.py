@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def run(folder: Path, teacher: Path, *jobs: dict):
-    """Run jobs of several_processes.py, whose `options` are those of the command."""
+    """Run several_processes.py with jobs; `options` of a job change options of the command in `STUDENT`."""
     jobs = [{"module": "bootstrap", "log": str(folder / f"{job['name']}.log"), **job} for job in jobs]
     for job in jobs:
         options = STUDENT | {"teacher": teacher, "output_dir": folder / job["name"]} | job.pop("options", {})
@@ -46,7 +46,7 @@ def run(folder: Path, teacher: Path, *jobs: dict):
 
 @pytest.fixture(scope="module")
 def finished(teacher, tmp_path_factory):
-    """Run jobs of one and two processes in one program, and return the folder of the runs."""
+    """Run the same training in one process and in two, and return the folder of both runs."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder, teacher, {"name": "one", "processes": 1}, {"name": "two", **HALF})
     return folder
@@ -58,7 +58,7 @@ def log(folder: Path, name: str) -> list[float]:
 
 
 def test_two_processes_have_the_losses_of_one(finished):
-    """The metrics are the same, too, though the evaluation images do not divide evenly."""
+    """The metrics are equal, too, although two processes cannot share the 51 evaluation images evenly."""
     for name in ("loss", "grad_norm", "eval_alignment", "eval_accuracy"):
         ours, theirs = log(finished / "two", name), log(finished / "one", name)
         assert len(ours) == (2 if "eval" in name else 8) and ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
@@ -99,7 +99,7 @@ def test_a_student_with_sharded_weights_has_the_losses_of_one_process(finished, 
 def test_deepspeed_has_the_losses_of_one_process(finished, teacher):
     pytest.importorskip("deepspeed")
     options = STUDENT | HALF["options"] | {"teacher": teacher, "output_dir": finished / "deepspeed", "use_cpu": None}
-    # The program has set up Accelerate; `TrainingArguments` would set it up again, for one process.
+    # deepspeed_on_cpus.py has set up Accelerate; `TrainingArguments` would set it up again, for one process.
     options["accelerator_config"] = '{"use_configured_state": true}'
     program = [PROGRAMS / "deepspeed_on_cpus.py", "frugalvit.training.bootstrap"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program]

@@ -24,7 +24,7 @@ MODULES = {"bootstrap": bootstrap, "segment": segment, "train": train, "joint": 
 
 
 def read(name: str) -> tuple[dict, str]:
-    """Return the values of a recipe with its command, and its comment in one line."""
+    """Return a recipe's values, including its command, and its comment as one line."""
     text = RECIPES[name].read_text(encoding="utf-8")
     comment = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
     command = re.search(r"^command: (.*)$", text, re.MULTILINE)[1]
@@ -36,7 +36,7 @@ def recipes_of(command: str) -> list[str]:
 
 
 SEGMENT, TRAIN, JOINT = (recipes_of(command) for command in ("segment", "train", "joint"))
-# The other recipes of the command fine-tune a model, which has its own size.
+# Recipes without a `model_type` fine-tune a pretrained model, whose size they do not set.
 TRAIN = [name for name in TRAIN if "model_type" in read(name)[0]]
 
 
@@ -99,11 +99,11 @@ QUICK = ("sparseformer-v1-tiny", "joint-small", "convmixer", "segment-augreg-bas
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in SEGMENT + TRAIN + JOINT],
 )
 def test_parameters_and_multiplications(name):
-    """The comments have the counted numbers; tests/test_info.py counts bootstrapped students."""
+    """The comments give the numbers that are counted here; tests/test_info.py counts bootstrapped students."""
     model, pixels = build_on_meta_device(name)
     parameters, macs = counts(name)
     assert parameters == f"{model.num_parameters():,}"
-    # The comment on a pair has no multiply-accumulates, as its models are separate after training.
+    # Comments of joint recipes give no multiply-accumulates, because the two models are used separately.
     if name not in JOINT:
         with on_meta_device():
             assert macs == f"{count_macs(model, pixels).macs_with_attention / 1e9:.3f}"

@@ -48,7 +48,7 @@ def options(tmp_path_factory, scenes) -> dict:
 
 
 def measured(model, batches) -> dict[str, float]:
-    """Return the scores over all pixels that are not ignored."""
+    """Return a model's scores over all pixels that are not ignored."""
     scores = SegmentationScores(4)
     for batch in batches:
         with torch.no_grad():
@@ -97,7 +97,7 @@ def test_models_of_transformers_learn_from_scratch_and_continue(options, tmp_pat
 
 
 def test_pairs_in_python(options, tmp_path):
-    """Pairs of PIL images have the same views as the table of the command."""
+    """Pairs of an image and its mask give the same views as the data set that the command loads."""
     made = make(tmp_path / "out", ignored_labels=3, **options)
     assert made.model.config.ignored_labels == [3]
     pairs = [tuple(map(Image.fromarray, scene(seed))) for seed in range(12)]

@@ -1,4 +1,4 @@
-"""Test how texts of others are printed."""
+"""Test how tables, and texts from files and models of others, are printed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test training of image classifiers: from a command to a folder that loads, and the losses of its methods."""
+"""Test training of image classifiers: the command saves a folder that loads, and losses equal their formulas."""
 
 import functools
 
@@ -82,7 +82,7 @@ def test_images_are_mixed_and_labels_smoothed_in_training_alone(tmp_path):
 
 @pytest.fixture
 def taught(tmp_path):
-    """Return options to learn from an untrained ResNet with another normalization, and the ResNet."""
+    """Return options of distillation from an untrained ResNet with another normalization, and the ResNet."""
     torch.manual_seed(0)
     teacher = ResNetForImageClassification(ResNetConfig(**RESNET, num_labels=10)).eval()
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_learns_from_a_teacher(kind, token, taught, tmp_path):
 
 
 def test_the_kind_of_problem_is_single_labels(tmp_path):
-    """The command sets the type; the trainer refuses a model, and the command a teacher, of another type."""
+    """The command sets `problem_type`. Models of another type are refused by the trainer, teachers by the command."""
     folder = save_vit(tmp_path / "vit", num_labels=10, problem_type="multi_label_classification")
     own = make(tmp_path / "out", model=folder)
     assert own.model.config.problem_type == "single_label_classification"
@@ -140,7 +140,7 @@ def test_the_kind_of_problem_is_single_labels(tmp_path):
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """The saved configuration has the initialization, which draws equal weights from the same seed."""
+    """The saved configuration names its initialization: a model built from it with the same seed has equal weights."""
     torch.manual_seed(99)
     start = {"initialization": initialization, "initialization_options": options}
     sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}

@@ -1,4 +1,4 @@
-"""Test `ImageTrainer`: runs that stop and continue, the best model, optimizers, and folders of others."""
+"""Test `ImageTrainer`: runs that stop and continue, the best model, optimizers, and folders with foreign files."""
 
 import json
 import math
@@ -42,7 +42,7 @@ ARGUMENTS |= {"logging_steps": 1, "use_cpu": True, "batch_eval_metrics": False}
 
 
 class Learner(SharpnessAwareTrainer):
-    """Trainer of a classifier whose losses can be multiplied at some steps, and whose accuracies can be given."""
+    """Trainer of a classifier. `factors` multiplies losses of some steps; `accuracies` replaces measured values."""
 
     factors, accuracies = {}, ()
 
@@ -92,7 +92,7 @@ def make(tmp_path, images):
 
 
 class At(TrainerCallback):
-    """Call a function with the number of each step as it begins, the first of which is 0."""
+    """Call a function at the beginning of each step with the step's number, counted from 0."""
 
     def __init__(self, do):
         self.do = do
@@ -120,7 +120,7 @@ def test_a_run_that_continues_within_an_epoch_equals_one_without_a_stop(options,
     own = make(**options)
     own.run()
     assert_equal(own.model.state_dict(), whole.model.state_dict())
-    # Views and order differ from epoch to epoch.
+    # All losses differ, because views and order change from epoch to epoch.
     assert logged(own, "loss") == logged(whole, "loss") and len({*logged(own, "loss")}) == whole.state.max_steps
 
 
@@ -132,7 +132,7 @@ def test_a_run_on_a_stream_continues(make, write_parquet):
         return logged(own, "loss")
 
     whole, stopped, own = run("whole"), run("out", callbacks=[Stop(2)]), run("out")
-    # The stream has three batches an epoch, which differ from epoch to epoch.
+    # The stream gives three batches in each of two epochs, and their order and views change with the epoch.
     assert stopped == whole[:2] and own[:3] == whole[:3] and len({*whole}) == len(own) == 6
 
 
@@ -151,7 +151,7 @@ def test_ctrl_c_saves_the_step_under_way(again, make, tmp_path, capsys):
 
 @pytest.mark.parametrize(("step", "factor", "logging_steps"), [(0, math.inf, 1), (5, math.nan, 1), (6, math.nan, 50)])
 def test_a_loss_that_is_not_finite_ends_the_run(step, factor, logging_steps, make, tmp_path):
-    """The run ends before its weights are saved, even if losses are logged less often."""
+    """The run ends before its weights are saved, even if losses are logged only every 50 steps."""
     own, handler = make(logging_steps=logging_steps), signal.getsignal(signal.SIGINT)
     own.factors = {step: factor}
     kept = f"{tmp_path}/out/checkpoint-4 is kept" if step else "There is no checkpoint yet"
@@ -203,7 +203,7 @@ def test_checkpoints_are_removed_when_a_new_run_starts(make, tmp_path):
     ],
 )
 def test_a_run_does_not_continue_with_other_settings(change, message, make, images, tmp_path):
-    """A finished run and a stopped one are refused alike, and their files stay."""
+    """With other settings, neither a finished nor a stopped run continues; the files of both are kept."""
     callbacks = [Stop(2)] if "seed" in change else []
     make(callbacks=callbacks).run()
     files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
@@ -248,7 +248,7 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(file, damage, make, tm
 
 @pytest.mark.parametrize("best", [0, 1])
 def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
-    """The metrics are those of the kept model, best or last, on the test images where there are any."""
+    """The kept model, best or last, is measured on the test images, or on the evaluation images if there are none."""
     accuracies, saved = [(0.75, 0.25, 0.375), (0.25, 0.75, 0.375)][best], []
     for name, options, test, epoch, expected in (
         ("best", {}, None, best, 0.75),
@@ -305,7 +305,7 @@ def test_methods_of_the_trainer_work_alone(make, images, pictures, tmp_path, hub
 
 
 def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
-    """The second gradient is taken at a distance of rho along the first, and updates the original weights."""
+    """The second gradient is computed at weights moved by rho along the first, and updates the original weights."""
     seen, compute_loss = [], Learner.compute_loss
 
     def note(self, model, *arguments, **options):
@@ -338,7 +338,7 @@ def test_optimizers_have_the_groups_of_the_trainer(options, kind, make):
 
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_rates_fall_with_depth(library, make):
-    """The rate falls block by block from the last one, and the head has its own factor."""
+    """The learning rate falls from the last block to the first, and the head has its own factor."""
     if library == "timm":
         sizes = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
         config = transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=sizes, num_labels=3)

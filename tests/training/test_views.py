@@ -69,7 +69,7 @@ LABELED = ["decoded", "stream", "pairs", "records", "folder"]
 
 @pytest.mark.parametrize("kind", [*LABELED, "PIL", "paths"])
 def test_images_may_have_any_form(kind, tmp_path):
-    """The color of each of the ten images is its number, which tells the label."""
+    """The color of each of the ten images is its number, from which the expected label follows."""
     draw_classes(tmp_path / "classes", 5)
     draw(tmp_path / "flat", 10)
     paths = [str(tmp_path / "flat" / f"{index}.png") for index in range(10)]
@@ -157,7 +157,7 @@ def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
             read()
     views.skip_corrupt = True
     index = torch.cat([batch["index"] for batch in loaded(views, num_workers=workers)])
-    # The next readable image stands for a corrupt one: 5 for 3 and 4, and 0 for 11.
+    # The next readable image replaces a corrupt one: image 5 replaces 3 and 4, and image 0 replaces 11.
     assert index.tolist() == [0, 1, 2, 5, 5, 5, 6, 7, 8, 9, 10, 0]
     found = stream_of(write_parquet, workers, skip_corrupt=True, corrupt=[3, 4, 11])
     assert sum(len(batch["labels"]) for batch in found) == 9
@@ -169,7 +169,7 @@ def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
 
 
 def test_batches_are_normalized_and_mixed_in_training_alone(images):
-    """The draws of mixing depend on seed, epoch and first index."""
+    """Mixing depends on the seed, the epoch and the index of a batch's first image only."""
     training, evaluation = (Views(images, EvalView(FORMAT), seed) for seed in (1, None))
     samples, known = (
         [views[index] | {"mask": torch.tensor(7)} for index in range(8)] for views in (training, evaluation)
