@@ -36,8 +36,6 @@ from .views import labeled_images
 PROG = "frugalvit joint"
 # Subfolders for the two models, and the names of their accuracies.
 PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
-# Norm to which the reference implementation clips the ViT's gradient. It does not clip with the small variants or SAM.
-CLIPPING = {"joint-base": 2.0, "shared-base": 0.1}
 
 
 @dataclass
@@ -69,9 +67,8 @@ class JointArguments(SmallDataArguments):
     num_train_epochs: float = argument(240, "Epochs, over which the weight of the hints decays linearly to 0.")
     per_device_train_batch_size: int = argument(64, "Training batch size on each device.")
     max_grad_norm: float = argument(0.0, "Norm to which the gradient of both models is clipped; 0 turns it off.")
-    vit_max_grad_norm: float | None = argument(
-        None, "Norm to which the ViT's gradient is clipped. Default: the reference implementation's."
-    )
+    # The reference implementation clips with the base variants alone, as the recipes of their names do.
+    vit_max_grad_norm: float = argument(0.0, "Norm to which the gradient of the ViT alone is clipped; 0 turns it off.")
     padding_mode: str = argument(
         "constant", "Content of the padding: the reflected image, or black.", choices=["reflect", "constant"]
     )
@@ -214,8 +211,6 @@ def make_parser() -> ArgumentParser:
 def make_trainer(options: TwinArguments, data: DataArguments, args: JointArguments) -> JointTrainer:
     """Return the trainer for the arguments of the command."""
     start(args)
-    if args.vit_max_grad_norm is None and not args.sam_rho:
-        args.vit_max_grad_norm = CLIPPING.get(options.variant.removesuffix("-res"))
     train, evaluation, test = load_splits(data, learns_labels=True, skip_corrupt=args.skip_corrupt)
     model = build_twins(options, class_names(train))
     return JointTrainer(
