@@ -47,16 +47,17 @@ class AgentCNNConfig(VisionConfig):
         stem_channels (`int`, *optional*, defaults to 64): Channels of the first convolution of `stem="res"`.
         hidden_size (`int`, *optional*, defaults to 288): Channels of the feature maps.
         num_positions (`int`, *optional*, defaults to 9): Receptive field of the generalized convolutions ("H9").
-        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of the MLPs, of `stem="res"` and at the end.
+        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of MLPs, of `stem="res"` and after the last
+        norm.
         norm_position (`str`, *optional*, defaults to `"before"`):
             BatchNorm `"before"` the convolution and the MLP (Agent-S) or `"after"` them (Agent-B).
         downsample_after (sequence of `int`, *optional*, defaults to `()`):
-            Indices of blocks that are followed by 2 x 2 average pooling. For Agent-B with `stem="res"`, the paper has
-            1 and 3, as our variant, and its code 2 and 8.
+            Indices of blocks that are followed by 2 x 2 average pooling. For Agent-B with `stem="res"`, the paper and
+            our variant have 1 and 3, the paper's code 2 and 8.
         dropout (`float`, *optional*, defaults to 0.1): Dropout after the activation of the MLPs.
         branch_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout at the end of both residual branches. The reference implementation has it in agents that share a
-            transformer's weights, with the transformer's rate.
+            Dropout at the end of both residual branches. In the reference implementation, agents that share a
+            transformer's weights have this dropout at the transformer's rate.
         initialization (`str`, *optional*, defaults to `"default"`):
             Initialization of new weights: `"default"`, as PyTorch does it, or `"reference"`, as the reference
             implementation and all variants do it (`reference_initialization.py`).

@@ -45,7 +45,7 @@ def is_sparseformer(config) -> bool:
 
 
 def set_image_size(config, image_size: int | list[int]):
-    """Change the size of a model's images in pixels; a center crop keeps its share of the image."""
+    """Change the size of a model's images in pixels, and `resize_size` in proportion."""
     if getattr(config, "resize_size", None) is not None:
         config.resize_size = round(config.resize_size * min(pair(image_size)) / min(pair(config.image_size)))
     config.image_size = image_size
@@ -61,7 +61,7 @@ class HubMixin:
 
 @strict
 class FrugalViTConfig(HubMixin, PreTrainedConfig):
-    """Base configuration: misspelled fields raise an error, and models of the papers have names.
+    """Base configuration that rejects misspelled fields and makes the papers' models by name.
 
     Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would build the default
     model without a warning. Here, an unknown name similar to a field's raises a `StrictDataclassError`.
@@ -150,10 +150,10 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         elastic_token_counts (sequence of `int`, *optional*):
             Increasing numbers of latent tokens that the model is trained with; the last is `num_latent_tokens`.
         num_tokens (`int`, *optional*):
-            Number of latent tokens of calls without `num_tokens`; `num_latent_tokens` by default.
+            Number of latent tokens if `forward` gets no `num_tokens`; `num_latent_tokens` by default.
         num_hidden_layers (`int`, *optional*, defaults to 8): Number of encoder blocks, after truncation.
         num_attention_heads, intermediate_size (`int`, *optional*):
-            Attention heads, by default one for 64 channels, and MLP width, by default 4 times `hidden_size`.
+            Number of attention heads, by default one per 64 channels, and MLP width, by default 4 times `hidden_size`.
         hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of MLPs ("quick_gelu" for CLIP).
         gated_mlp (`bool`, *optional*, defaults to `False`): Use gated MLPs (SwiGLU with "silu").
         layer_scale (`bool`, *optional*, defaults to `False`): Use layer scale (DINOv2).
@@ -182,20 +182,20 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         pooling_intermediate_size (`int`, *optional*):
             MLP width of attention pooling; the encoder's by default, 0 for no MLP (AIMv2).
         out_features, out_indices (`list`, *optional*):
-            Layers whose feature maps a backbone returns, as in Transformers: "stem", "stage1", and so on. By default
-            the last; with `feature_scales`, evenly spaced layers, one for each scale.
+            Layers whose feature maps a backbone returns, as in Transformers: "stem", "stage1", and so on. The last
+            layer by default; with `feature_scales`, evenly spaced layers, one for each scale.
         reshape_hidden_states (`bool`, *optional*, defaults to `True`):
-            Return feature maps with rows and columns. With `False`, cells are a sequence after [CLS] or, without
-            [CLS], the mean token, as DPT reads them.
+            Return feature maps with rows and columns. With `False`, return sequences for DPT: [CLS] or, in models
+            without [CLS], the mean token, then the cells.
         feature_scales (sequence of `float`, *optional*):
             Factors of rows and columns for each feature map, for example `[4, 2, 1, 0.5]` for ViTDet's pyramid; 1 by
             default.
         upsampler_hidden_size (`int`, *optional*):
-            Width of the convolutions that refine feature maps by the image (`MapUpsampler`); `None` for none.
-        drop_path_rate (`float`, *optional*, defaults to 0.0): Largest stochastic depth rate; it rises linearly.
+            Width of the convolutions that add details of the image to feature maps (`MapUpsampler`); `None` for none.
+        drop_path_rate (`float`, *optional*, defaults to 0.0): Largest stochastic depth rate; rates rise linearly.
     """
 
-    # The sub-configuration to load from a CLIP or LLaVA that has a SparseFormer.
+    # Name of the SparseFormer's configuration in the configuration of a CLIP or LLaVA.
     base_config_key = "vision_config"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
     keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states", "stem_features", "token_maps"]
@@ -255,7 +255,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
 
     @property
     def default_num_tokens(self) -> int:
-        """Number of latent tokens of calls without `num_tokens`."""
+        """Number of latent tokens if `forward` gets no `num_tokens`."""
         # The field is read once, because another thread may call `set_num_tokens`.
         num_tokens = self.num_tokens
         return self.num_latent_tokens if num_tokens is None else num_tokens

@@ -41,8 +41,8 @@ VIT_BASE = {
 VARIANTS = {
     f"{name}-{size}{'-res' if res else ''}": {
         "vit_config": vit,
-        # In the reference implementation, an agent that shares weights has the transformer's dropout in its MLPs and
-        # at the end of both branches.
+        # In the reference implementation, an agent with shared weights has the transformer's dropout in its MLPs and
+        # at the end of both residual branches.
         "agent_config": AGENTS[f"agent-{size}{'-res' if res else ''}"]
         | (dict.fromkeys(("dropout", "branch_dropout"), vit["hidden_dropout_prob"]) if sharing == "weights" else {}),
         "sharing": sharing,
@@ -76,10 +76,10 @@ class BootstrappedViTConfig(AttentionStartConfig):
         temperature (`float`, *optional*, defaults to 4.0): Temperature of the distributions in the divergences.
         hint_layers (sequence of `int`, *optional*): Indices of the blocks whose tokens get hints; all by default.
         embedding_dropout (`float`, *optional*):
-            Dropout of the transformer's embeddings; its `hidden_dropout_prob` by default. Variants have 0, as the
-            reference implementation.
+            Dropout of the transformer's embeddings; its `hidden_dropout_prob` by default. It is 0 in the variants and
+            in the reference implementation.
         mlp_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout after the activation of the transformer's MLPs, which the reference implementation has and
+            Dropout after the activation of the transformer's MLPs. The reference implementation has this dropout,
             Transformers does not.
         initialization (`str`, *optional*, defaults to `"default"`):
             Initialization of new weights: `"default"`, as Transformers and PyTorch do it; `"reference"`, as the

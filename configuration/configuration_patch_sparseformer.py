@@ -9,8 +9,8 @@ from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
 def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    """Return the grid of `num_cells` cells whose cells are most nearly square: the absolute log of their aspect ratio,
-    and rows and columns."""
+    """Find the grid of `num_cells` cells that are most nearly square. Return the absolute log of the cells' aspect
+    ratio, and the grid's rows and columns."""
     height, width = image_size
     grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
     return min((abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids)
@@ -20,7 +20,7 @@ def choose_grid(num_cells: int, image_size: tuple[int, int], argument: str = "nu
     """Return the rows and columns of the grid whose cells are most nearly square in images of this height and width.
 
     Raises:
-        ValueError: if cells would be more than twice as long as wide, or the reverse. The message names `argument`
+        ValueError: if one side of the cells would be more than twice the other. The message names `argument`
             and numbers of cells that fit.
     """
     if num_cells < 1:
@@ -47,15 +47,15 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     Args:
         patch_size (`int` or pair of `int`, *optional*, defaults to 16): Height and width of a cell in pixels.
         extra_norms (sequence of `str`, *optional*, defaults to `()`):
-            Names of `SparseFormerBaseConfig`, `"patch"` for embedded cells before positions are added, and
+            Names from `SparseFormerBaseConfig`, and also `"patch"` for embedded cells before positions are added, and
             `"embedding"` for all tokens before the encoder (CLIP).
         token_grid (`int` or pair of `int`, *optional*):
             Rows and columns of the grid of `num_latent_tokens` cells. By default, cells in an image of `image_size`
             are as nearly square as possible.
         placement (`str`, *optional*, defaults to `"grid"`):
-            Cells of the tokens: `"grid"`, the cells of a grid, or `"content"`, as many cells, chosen for each image by
-            merging blocks of four cells with little detail and splitting cells with much detail in four.
-        teacher_config (`dict`, *optional*): Configuration of a teacher of Transformers, for `to_plain_vit`.
+            Cells of the tokens: `"grid"`, the cells of a grid, or `"content"`, the same number of cells, chosen for
+            each image by merging blocks of four cells with little detail and splitting cells with much detail in four.
+        teacher_config (`dict`, *optional*): The teacher's configuration in Transformers, for `to_plain_vit`.
     """
 
     model_type = "patch_sparseformer"
@@ -70,7 +70,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
     def __post_init__(self, **kwargs):
         height, width = pair(self.patch_size)
-        # One number where both are equal: heads of Transformers divide by a backbone's `patch_size`.
+        # Equal sides become one number, because heads of Transformers divide by a backbone's `patch_size`.
         self.patch_size = height if height == width else (height, width)
         self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
         super().__post_init__(**kwargs)
@@ -81,16 +81,16 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         return pair(self.patch_size)
 
     def cell_grids(self, num_tokens: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return the grid of `num_tokens` tokens and finer grids, each with twice the rows and columns. In images of
-        this height and width, cells of a finer grid have at least the pixels of a patch."""
+        """Return the grid of `num_tokens` tokens and finer grids, each with twice the rows and columns of the grid
+        before. In images of this height and width, cells of the finer grids are at least as large as a patch."""
         rows, columns = self.grid_of(num_tokens)
         height, width = pair(self.patch_size)
         finest = min(image_size[0] // (rows * height), image_size[1] // (columns * width))
         return [(rows << level, columns << level) for level in range(max(finest, 1).bit_length())]
 
     def grid_of(self, num_tokens: int, argument: str = "num_tokens") -> tuple[int, int]:
-        """Return the rows and columns of the grid of `num_tokens` tokens. Raise the ValueError of `choose_grid` if
-        there is none."""
+        """Return the rows and columns of the grid of `num_tokens` tokens. If there is none, `choose_grid` raises a
+        ValueError."""
         if num_tokens == self.num_latent_tokens:
             return self.token_grid
         return choose_grid(num_tokens, pair(self.image_size), argument)

@@ -101,7 +101,7 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     Args:
         generation (`str`, *optional*, defaults to `"bootstrapped"`):
-            `"bootstrapped"` for models of the bootstrapping paper, `"v1"` for those of the first paper:
+            `"bootstrapped"` for models of the bootstrapping paper, `"v1"` for models of the first paper:
 
             - Bootstrapped: a focusing layer samples, encodes positions, attends and adjusts RoIs; the layer of full
               width only samples and encodes positions. All latent tokens start from one embedding, and each iteration
@@ -120,14 +120,14 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         stem_channels (`int`, *optional*, defaults to 64): Channels of the early convolution.
         focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
         num_focusing_iterations (`int`, *optional*, defaults to 4):
-            Number of executions of the focusing layer, without the layer of full width ("4+1" in the paper).
+            Number of executions of the focusing layer. The paper's "4+1" also counts the layer of full width.
         focusing_layer_norm_eps (`float`, *optional*):
             Epsilon of every LayerNorm before the encoder; the encoder's by default.
         roi_encoding (`str`, *optional*, defaults to `"reference"`):
             Frequencies and order of the sinusoidal encoding of RoIs: `"reference"`, as in the authors' code, or
             `"paper"`, as in the supplement, see `encode_rois`.
         feature_stride (`int` or pair of `int`, *optional*, defaults to 16):
-            Height and width in pixels of a feature map's cell, a patch of the teacher.
+            Height and width in pixels of a feature map's cell; `from_teacher` sets the teacher's patch size.
     """
 
     model_type = "sparseformer"
@@ -158,7 +158,7 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     @property
     def focusing_num_attention_heads(self) -> int:
-        """Number of heads of the focusing layer: the encoder's in v1, otherwise one for 64 channels."""
+        """Number of heads of the focusing layer: the encoder's in v1, otherwise one per 64 channels."""
         return self.num_attention_heads if self.is_v1 else max(self.focusing_hidden_size // 64, 1)
 
     def validate_focusing(self):

@@ -17,7 +17,7 @@ from .configuration_sparseformer import SparseFormerConfig
 
 
 def image_grid(config: PreTrainedConfig) -> int:
-    """Return the number of rows, which is that of columns, of patches in a VLM's square images."""
+    """Return the number of patches along each side of a VLM's square images."""
     vision = config.vision_config
     return pair(vision.image_size)[0] // pair(vision.patch_size)[0]
 
@@ -64,7 +64,7 @@ GRID_TOWER = SubConfigSpec(SparseFormerGridConfig)
 
 @strict
 class SparseFormerLlavaConfig(HubMixin, LlavaConfig):
-    """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. Models set
+    """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. The model sets
     `image_seq_length`."""
 
     model_type = "sparseformer_llava"
@@ -113,7 +113,7 @@ class SparseFormerLlavaOnevisionConfig(HubMixin, LlavaOnevisionConfig):
 
     @property
     def image_seq_length(self) -> int:
-        """Number of image tokens of a tile in the prompt, without those at the ends of rows."""
+        """Number of image tokens of a tile in the prompt, not counting the newline token after each row."""
         return image_grid(self) ** 2
 
 

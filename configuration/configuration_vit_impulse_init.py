@@ -47,13 +47,13 @@ class ViTImpulseInitConfig(PlainViTConfig):
             `"sincos"`, a fixed sinusoidal encoding; `"learned"` (table 1), initialized with the sinusoidal encoding
             or, for baselines, truncated normal; or `"random"`, learned and initialized normal.
         position_std (`float`, *optional*, defaults to 0.36):
-            Standard deviation of random positions. The NeurIPS 2025 code has 0.02, multiplied by 18 in one setup.
+            Standard deviation of random positions. The NeurIPS 2025 code has 0.02, and 18 times as much in one setup.
         pooling (`str`, *optional*, defaults to `"mean"`):
             Pooling for the classifier: `"mean"`, the average of tokens after the final LayerNorm, or `"cls"`, a
             learned [CLS] (table 1).
         initialization (`str`, *optional*, defaults to `"impulse"`):
-            Initialization of new weights: `"impulse"` or `"mimetic"` attention with other linear layers truncated
-            normal, or all linear layers `"trunc_normal"` (timm's) or `"kaiming_uniform"` (PyTorch's).
+            Initialization of new weights: `"impulse"` or `"mimetic"` for attention, with other linear layers truncated
+            normal; or `"trunc_normal"` (timm's) or `"kaiming_uniform"` (PyTorch's) for all linear layers.
     """
 
     model_type = "vit_impulse_init"

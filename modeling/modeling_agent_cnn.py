@@ -1,7 +1,7 @@
 """AgentCNN: a vision transformer's blocks with a generalized convolution in the place of attention.
 
 Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
-2112.03552), appendix E. A ViT that is trained beside it learns the biases of convolutions
+2112.03552), appendix E. A ViT that is trained beside an agent CNN learns convolutional biases from it
 (`modeling_bootstrapped_vit.py`).
 """
 
@@ -114,8 +114,8 @@ class AgentCNNPreTrainedModel(HubModel):
             self._init_as_reference(module)
 
     def _init_as_reference(self, module: nn.Module):
-        """Initialize as the reference implementation does; classifiers keep PyTorch's initialization. Submodules come
-        first, so that this overwrites their weights."""
+        """Initialize as the reference implementation does; classifiers keep PyTorch's initialization. Submodules are
+        initialized before the modules that contain them, which overwrite their weights here."""
         if isinstance(module, GeneralizedConv2d):
             init_xavier_(module)
         elif isinstance(module, AgentCNNMLP):
@@ -152,13 +152,13 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
 
         Returns:
             `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`,
-            `pooler_output`, its mean, `(batch, hidden_size)`, and optionally `hidden_states`: the embeddings and each
-            block's output before pooling.
+            `pooler_output`, the mean of the map, `(batch, hidden_size)`, and optionally `hidden_states`: the
+            embeddings and each block's output before pooling.
         """
         hidden_states = self.embeddings(pixel_values)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states)
-            # Pooling is no part of the layer, because hints compare maps before pooling, as in the reference
+            # Pooling is not part of the layer, because hints compare maps before pooling, as in the reference
             # implementation.
             if index in self.config.downsample_after:
                 hidden_states = F.avg_pool2d(hidden_states, kernel_size=2)

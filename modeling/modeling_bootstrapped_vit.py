@@ -66,7 +66,7 @@ class SharedConvolution(nn.Module):
 
     def __init__(self, attention: nn.Module, num_heads: int):
         super().__init__()
-        # In a list, the attention is no submodule, so that its weights are saved once.
+        # The list keeps the attention from becoming a submodule, so that its weights are saved once.
         self.attention = [attention]
         self.num_heads = num_heads
 
@@ -93,8 +93,8 @@ class SharedMLP(nn.Module):
 
 def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
     """Return the mean squared difference of normalized features of the transformer, `(batch, patches, hidden_size)`,
-    and of the agent, `(batch, hidden_size, rows, columns)`, which get no gradient. If the numbers of positions differ,
-    the longer sequence is averaged to the shorter length."""
+    and of the agent, `(batch, hidden_size, rows, columns)`; the agent's get no gradient. If the numbers of positions
+    differ, the longer sequence is averaged to the shorter length."""
     ours = in_float32(tokens).mT
     theirs = in_float32(feature_map.detach()).flatten(2)
     length = min(ours.shape[-1], theirs.shape[-1])
@@ -108,7 +108,7 @@ def _drop_output(module: nn.Module, args, output: torch.Tensor, rate: float) -> 
 
 
 class BootstrappedViTForImageClassification(HubModel):
-    """A vision transformer with its agent, which is only computed with labels.
+    """A vision transformer with its agent. The agent is only computed if labels are given.
 
     After training, `model.vit`, Transformers' `ViTForImageClassification`, and `model.agent`, an
     `AgentCNNForImageClassification`, can be used and saved separately.
@@ -118,7 +118,7 @@ class BootstrappedViTForImageClassification(HubModel):
     base_model_prefix = "model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    # The pair has no model without a head; `vit.base_model` and `agent.base_model` have none.
+    # The pair has no class without classifiers; `vit.base_model` and `agent.base_model` are such models.
     auto_classes = {
         "AutoModel": "BootstrappedViTForImageClassification",
         "AutoModelForImageClassification": "BootstrappedViTForImageClassification",
@@ -145,7 +145,7 @@ class BootstrappedViTForImageClassification(HubModel):
             for block, layer in self.blocks():
                 layer.convolution = SharedConvolution(block.attention, config.vit_config.num_attention_heads)
                 layer.mlp = SharedMLP(block.mlp, layer.mlp)
-        # The reference implementation has dropout in other places than Transformers' ViT.
+        # The reference implementation applies dropout in other places than Transformers' ViT.
         if config.embedding_dropout is not None:
             self.vit.base_model.embeddings.dropout = nn.Dropout(config.embedding_dropout)
         if config.mlp_dropout:

@@ -1,8 +1,8 @@
 """ConvMixer: depthwise convolutions mix positions, pointwise convolutions mix channels.
 
 Trockman & Kolter, *Patches Are All You Need?*. Spatial filters are trained, or fixed random values, impulses or boxes
-(Zheng et al., arXiv 2404.01139, section 5.5, which shows that mixing channels suffices if the filters span their
-space).
+(Zheng et al., arXiv 2404.01139; section 5.5 shows that training only the mixing of channels suffices if the filters
+span the space of filters).
 """
 
 import torch
@@ -116,7 +116,7 @@ class ConvMixerPreTrainedModel(HubModel):
         positions = torch.randint(size, (len(weight),), device=weight.device)
         filters.view(len(weight), size)[torch.arange(len(weight), device=weight.device), positions] = 3**-0.5
         if self.config.spatial_filters == "signed_impulse":
-            # With signs, x + BN(filter(x)) has differences of pixels from the start; without signs, only sums.
+            # With signs, x + BN(filter(x)) computes differences of pixels from the start; without signs, only sums.
             filters *= 1 - 2 * torch.randint(2, (len(weight), 1, 1, 1), device=weight.device)
         return filters
 
@@ -143,7 +143,7 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
 
         Returns:
             `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`, and
-            `pooler_output`, its mean, `(batch, hidden_size)`.
+            `pooler_output`, the mean of the map, `(batch, hidden_size)`.
         """
         hidden_states = self.embeddings(pixel_values)
         for layer in self.layers:

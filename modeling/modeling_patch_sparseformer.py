@@ -101,7 +101,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
             grids = self.config.cell_grids(num_tokens, tuple(pixel_values.shape[-2:]))
         if len(grids) > 1 and min(grids[0]) > 1 and pixel_values.shape[0] > 0:
             return self.embed_chosen_cells(pixel_values, grids)
-        # Without finer cells or blocks of four there is no choice: all images have the cells of the grid.
+        # If there are no finer cells or no blocks of four, all images have the cells of the grid.
         rows, columns = grids[0]
         height, width = self.patch_size
         resized = resize(pixel_values, (rows * height, columns * width))
@@ -120,7 +120,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
             positions (`torch.Tensor` of shape `(tokens, hidden_size)` or `(batch, tokens, hidden_size)`):
                 Position embeddings of the cells.
         """
-        # The dtype of positions, because the projection's weight may be quantized.
+        # Patches get the dtype of positions, because the projection's weight may be quantized.
         patches = patches.to(self.position_embeddings.dtype)
         tokens = self.patch_norm(self.projection(patches)) + positions
         prefix = [each for each in (self.cls_token, self.register_tokens) if each is not None]
@@ -130,8 +130,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
     def embed_chosen_cells(
         self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]
     ) -> PatchSparseFormerEmbeddingsOutput:
-        """Choose as many cells for each image as the first of `grids` has, among its blocks of four and the cells of
-        all grids, and embed them."""
+        """Choose cells for each image, as many as the first grid has, from the first grid's blocks of four and the
+        cells of all `grids`, and embed them."""
         device = pixel_values.device
         height, width = self.patch_size
         base, finest = (
@@ -155,8 +155,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
         )
 
     def positions_of(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the positions of a grid's cells, `(cells, hidden_size)`, interpolated where the grid is not the
-        model's own."""
+        """Return the positions of a grid's cells, `(cells, hidden_size)`, interpolated if the grid is not the model's
+        own."""
         own_grid = self.config.token_grid
         if grid == own_grid:
             return self.position_embeddings
@@ -190,7 +190,7 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 if tokens is not None:
                     init.normal_(tokens)
         elif isinstance(module, AttentionForecast):
-            # The head starts at zero, so that the forecast is even.
+            # The head starts at zero, so that the forecast is equal for all cells.
             for convolution in (module.embedding, *module.convolutions):
                 init.kaiming_normal_(convolution.weight, nonlinearity="relu")
                 init.zeros_(convolution.bias)
@@ -267,8 +267,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         Args:
             num_tokens (`int`, *optional*): Number of latent tokens; `config.num_tokens`, or all, by default.
             like (`PreTrainedConfig` or `str`, *optional*):
-                Configuration, folder or hub id of a model of Transformers with the teacher's architecture; required if
-                the teacher was a model of another library.
+                Configuration, folder or hub id of a Transformers model with the teacher's architecture; required if
+                the teacher came from another library.
 
         Raises:
             ValueError: if tokens are placed by content, `like` is missing or does not fit, or the teacher's class has
@@ -333,7 +333,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             embedded = self.embed_each(pixel_values, num_tokens)
             mask = F.pad(embedded.areas > 0, (self.config.num_prefix_tokens, 0), value=True)
             kwargs["attention_mask"] = create_bidirectional_mask(self.config, embedded.tokens, mask)
-            # The mask is square, so that the last block has to compute all tokens.
+            # The mask has a row for each token, so that the last block has to compute all tokens.
             num_queries = None
         else:
             count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
@@ -430,11 +430,11 @@ class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSpar
 
 
 class PatchSparseFormerVisionModel(PatchSparseFormerModel):
-    """`PatchSparseFormerModel` under the name of `CLIPVisionModel` and `SiglipVisionModel`, which it can replace."""
+    """`PatchSparseFormerModel` under a name like `CLIPVisionModel` and `SiglipVisionModel`, which it can replace."""
 
 
 class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedModel):
-    """PatchSparseFormer with a linear projection of the pooled embedding, which can replace
+    """PatchSparseFormer with a linear projection of the pooled embedding. It can replace
     `CLIPVisionModelWithProjection`."""
 
     config: PatchSparseFormerProjectionConfig

@@ -96,7 +96,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 if tokens is not None:
                     init.normal_(tokens)
         elif isinstance(module, SparseFormerMixing):
-            # All tokens start with the same matrices.
+            # Before training, all tokens generate the same matrices.
             init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
             init.zeros_(module.generator.weight)
             matrices = [nn.init.xavier_uniform_(torch.empty(shape)).flatten() for shape in module.shapes]
@@ -105,12 +105,12 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 init.zeros_(module.channel_bias)
                 init.zeros_(module.point_bias)
         elif isinstance(module, SparseFormerSampling):
-            # Points start on a grid in the RoI.
+            # Before training, points form a grid in the RoI.
             init.constant_(module.offset_layernorm.weight, module.offset_layernorm.normalized_shape[0] ** -0.5)
             init.zeros_(module.offset_proj.weight)
             init.copy_(module.offset_bias, initial_sampling_offsets(module.num_points).flatten())
         elif isinstance(module, SparseFormerRoIDeltas):
-            # RoIs stay where they are.
+            # Before training, RoI deltas are zero.
             init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
             init.zeros_(module.out_proj.weight)
         elif isinstance(module, SparseFormerFocusingLayer):
@@ -149,9 +149,9 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         image_processor=None,
         **fields,
     ):
-        """Return a student as in section 3.2 of the bootstrapping paper, in evaluation mode. It inherits the last
-        blocks, the final norm and the classifier or projection of its teacher. Its focusing stage has fresh weights,
-        which have to be bootstrapped.
+        """Return a student, in evaluation mode, that is initialized as in section 3.2 of the bootstrapping paper. It
+        inherits the last blocks, the final norm and the classifier or projection of its teacher. Its focusing stage
+        has fresh weights, which have to be bootstrapped.
 
         Args:
             teacher (`nn.Module`, `Anatomy` or `str`):
@@ -166,8 +166,8 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the classifier's weights are inherited (an ablation of table 3).
             break_ties (`bool`, *optional*, defaults to `True`):
-                Add N(0, 0.05) of the image to initial RoIs that are equal, which are 12 of the paper's 48. Neither the
-                paper nor the reference implementation does so; `results/bootstrap_choices.json` has the gain.
+                Add Gaussian noise (std 0.05 of the image's side) to initial RoIs that coincide: 12 of the paper's 48.
+                The paper and the reference implementation add none; `results/bootstrap_choices.json` has the gain.
             image_processor (*optional*):
                 The teacher's image processor, from which the student takes size, crop and normalization. Without one,
                 `save_pretrained` writes none.
@@ -196,7 +196,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         super().__init__(config)
         iterations = config.num_focusing_iterations
         blocks = config.num_hidden_layers
-        # One rate for each execution of a layer, in order; v1's last focusing layer is the first block.
+        # Each execution of a layer has its own rate; v1's last focusing layer is the encoder's first block.
         executions = iterations + blocks + (not config.is_v1)
         rates = [config.drop_path_rate * number / max(executions - 1, 1) for number in range(executions)]
         focusing_layer = SparseFormerV1FocusingLayer if config.is_v1 else SparseFormerFocusingLayer
@@ -216,7 +216,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         attends = config.pooling in ("attention", "latent_attention")
         self.pooling_head = AttentionPooling(config) if attends else None
         self.pooler = Pooler(config)
-        # FSDP raises an error for names of classes that the model does not have.
+        # FSDP raises an error if the model has no module of a class named here.
         whole = (focusing_layer, FinalSamplingLayer, SparseFormerLatents, EncoderLayer)
         self._no_split_modules = {type(module).__name__ for module in self.modules() if isinstance(module, whole)}
         self.post_init()
@@ -341,11 +341,11 @@ class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPr
 
 
 class SparseFormerVisionModel(SparseFormerModel):
-    """`SparseFormerModel` under the name of `CLIPVisionModel` and `SiglipVisionModel`, which it can replace."""
+    """`SparseFormerModel` under a name like `CLIPVisionModel` and `SiglipVisionModel`, which it can replace."""
 
 
 class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
-    """SparseFormer with a linear projection of the pooled embedding, which can replace
+    """SparseFormer with a linear projection of the pooled embedding. It can replace
     `CLIPVisionModelWithProjection`."""
 
     config: SparseFormerProjectionConfig

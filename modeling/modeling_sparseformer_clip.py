@@ -160,8 +160,8 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_clip(cls, clip: nn.Module, vision_model: nn.Module) -> "SparseFormerCLIPModel":
-        """Return a CLIP whose vision model is a SparseFormer that was bootstrapped from it, in evaluation mode, with
-        the dtype and device of `clip`.
+        """Return a CLIP in evaluation mode, with the dtype and device of `clip`, whose vision model is a SparseFormer
+        that was bootstrapped from `clip`.
 
         Args:
             clip (`CLIPModel`): The teacher, whose text model is copied.
@@ -197,7 +197,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         "AutoModel": "SparseFormerSiglipModel",
         "AutoModelForZeroShotImageClassification": "SparseFormerSiglipModel",
     }
-    # SigLIP was trained with texts padded to one length, which not all of its tokenizers do by default.
+    # SigLIP was trained with texts padded to one length; not all of its tokenizers pad by default.
     text_padding = "max_length"
     _no_split_modules = ["SiglipTextEmbeddings", "SiglipEncoderLayer"]
 
@@ -205,7 +205,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         super().__init__(config)
         self.text_model = SiglipTextModel._from_config(config.text_config)
         self.vision_model = AutoModel.from_config(config.vision_config)
-        # The text model ends in a linear layer and the vision model in its pooling head.
+        # SigLIP needs no projections: its text model ends in a linear layer, its vision model in a pooling head.
         self.text_projection = nn.Identity()
         self.visual_projection = nn.Identity()
         self.logit_scale = nn.Parameter(torch.tensor([float(config.logit_scale_init_value)]))
@@ -230,8 +230,8 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_siglip(cls, siglip: nn.Module, vision_model: nn.Module) -> "SparseFormerSiglipModel":
-        """Return a SigLIP whose vision model is a SparseFormer that was bootstrapped from it, in evaluation mode, with
-        the dtype and device of `siglip`.
+        """Return a SigLIP in evaluation mode, with the dtype and device of `siglip`, whose vision model is a
+        SparseFormer that was bootstrapped from `siglip`.
 
         Args:
             siglip (`SiglipModel` or `Siglip2Model`): The teacher, whose text model is copied.

@@ -41,7 +41,7 @@ class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
 
     Args:
         token_maps (`torch.FloatTensor` of shape `(batch, tokens, height, width)`, *optional*):
-            With `output_token_maps=True`, the weight of each token in the logits of each pixel; sums to 1.
+            With `output_token_maps=True`, weights of the tokens in each pixel's logits, which sum to 1 over tokens.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -61,14 +61,14 @@ class DenseInitializationMixin:
                 if isinstance(convolution, nn.Conv2d):
                     init.kaiming_normal_(convolution.weight)
                     init.zeros_(convolution.bias)
-            # A new upsampler adds nothing to a map.
+            # Before training, an upsampler adds nothing to a map.
             init.zeros_(module.out_proj.weight)
         else:
             super()._init_weights(module)
 
 
 class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
-    """Backbone with feature maps on the teacher's grid for any number of tokens, which can replace backbones of
+    """Backbone with feature maps on the teacher's grid for any number of tokens. It can replace backbones of
     Transformers, for example a `Dinov2Backbone`.
 
     Each cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
@@ -110,7 +110,7 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
         norm = self.base_model.layernorm
         maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm, self.out_features)
         if not self.config.reshape_hidden_states:
-            # A sequence of cells after the layer's [CLS] or mean token.
+            # Maps are returned as sequences: the layer's [CLS] or mean token, then the cells.
             states = [norm(outputs.hidden_states[index]) for index in self.out_indices]
             has_class = self.config.num_class_tokens > 0
             first = [each[:, :1] if has_class else each.mean(dim=1, keepdim=True) for each in states]
@@ -159,7 +159,7 @@ class SegmenterMixin(DenseInitializationMixin):
     accepts_loss_kwargs = False
 
     def image_processor_config(self) -> dict | None:
-        """Return the `preprocessor_config.json` of a SegformerImageProcessor, whose post-processing pipelines need."""
+        """Return the `preprocessor_config.json` of a SegformerImageProcessor: pipelines need its post-processing."""
         fields = super().image_processor_config()
         if fields is None:
             return None
@@ -177,8 +177,8 @@ class SparseFormerForSemanticSegmentation(SegmenterMixin, SparseFormerPreTrained
     """SparseFormer with the paper's segmentation head (section 4.1 of the bootstrapping paper, `SegmentationHead`).
 
     With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
-    multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G, 216 M and 77 G; the paper does not
-    explain the difference.
+    multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G for base, 216 M and 77 G for large;
+    the paper does not explain the difference.
 
     Training starts from a bootstrapped classifier with more tokens and pixels (256 for 512 x 512 in the paper):
     `SparseFormerForSemanticSegmentation.from_pretrained(folder, image_size=512, num_labels=150)`, then

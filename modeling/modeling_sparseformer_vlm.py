@@ -107,7 +107,8 @@ class SparseFormerTowerMixin:
 
     def __init__(self, config: PreTrainedConfig):
         if type(config.vision_config) not in MODEL_MAPPING:
-            # vLLM pickles configurations with their classes; the copies of the classes are not registered.
+            # vLLM pickles configurations with their classes, and unpickled classes are not registered with
+            # `AutoModel`.
             config.vision_config = AutoConfig.for_model(**config.vision_config.to_dict())
         super().__init__(config)
 
@@ -260,8 +261,8 @@ class SparseFormerLlavaOnevisionForConditionalGeneration(SparseFormerVLMMixin, L
 
 
 class SparseFormerLlavaImagesKwargs(ImagesKwargs, total=False):
-    # One number of latent tokens, without [CLS], for all images, or one for each image. The model is trained with the
-    # numbers in `config.vision_config.elastic_token_counts`.
+    # Number of latent tokens, without [CLS]: one number for all images, or one for each image. The model is trained
+    # with the numbers in `config.vision_config.elastic_token_counts`.
     num_image_tokens: int | list[int] | tuple[int, ...]
 
 
@@ -328,7 +329,7 @@ for model_class, head_class in (
     (SparseFormerLlavaOnevisionModel, SparseFormerLlavaOnevisionForConditionalGeneration),
 ):
     AutoModel.register(model_class.config_class, model_class, exist_ok=True)
-    # `transformers serve` finds classes in this table.
+    # `transformers serve` looks up the class of a model in this table.
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_class.config_class.model_type] = head_class.__name__
 AutoProcessor.register(SparseFormerLlavaConfig, SparseFormerLlavaProcessor, exist_ok=True)
 

@@ -76,8 +76,8 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel, ViTModel):
 
 
 class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedModel):
-    """The vision transformer with a linear classifier on [CLS]. Distilled models average its logits with those of a
-    classifier on the distillation token."""
+    """The vision transformer with a linear classifier on [CLS]. Distilled models average its logits with the logits of
+    a second classifier, on the distillation token."""
 
     # The loss divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
