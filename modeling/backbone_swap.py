@@ -12,8 +12,8 @@ def swap_backbone(model: PreTrainedModel, backbone: BackboneMixin) -> PreTrained
     Args:
         model (`PreTrainedModel`):
             Model with a backbone of Transformers, for example `UperNetForSemanticSegmentation` or
-            `DPTForDepthEstimation`. Its head keeps its weights, so that a head trained on a teacher reads the feature
-            maps of the teacher's student.
+            `DPTForDepthEstimation`. The head keeps its weights: a head that was trained on a teacher's feature maps
+            reads those of the student.
         backbone (`SparseFormerBackbone`):
             The new backbone. It is moved to the model's device and dtype, not copied.
 

@@ -1,5 +1,5 @@
-"""Feature maps from a SparseFormer's tokens: a cell has the hidden states of the tokens whose RoIs cover it, and a few
-convolutions of the image add details within RoIs."""
+"""Feature maps from a SparseFormer's tokens: a cell has the mean hidden state of the tokens whose RoIs cover it, and a
+few convolutions of the image add details within RoIs."""
 
 import torch
 import torch.nn.functional as F
@@ -10,15 +10,15 @@ from .layers import in_float32, resize
 from .segmentation_head import geometric_bias
 
 
-# Largest number of pixels along a cell's side that an upsampler reads.
+# Largest number of pixels along the side of a cell that an upsampler reads; larger cells are resized.
 MOST_POINTS = 8
 
 
 def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return the weight of each token in each cell of a feature map.
 
-    Each token spreads a weight of 1 evenly over its RoI; weights of a cell are then normalized. Cells that no RoI
-    covers get the weights of the paper's segmentation head (`geometric_bias`). RoIs get no gradient.
+    Each token spreads a weight of 1 evenly over its RoI; the weights in each cell are then normalized. Cells that no
+    RoI covers get the weights of the paper's segmentation head (`geometric_bias`). RoIs get no gradient.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.
@@ -31,7 +31,7 @@ def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Ten
     left, top, right, bottom = rois.unsqueeze(-1).unbind(-2)
 
     def along(one: torch.Tensor, other: torch.Tensor, cells: int) -> torch.Tensor:
-        """Return the fraction of an interval in each cell, `(batch, tokens, cells)`."""
+        """Return the fraction of each interval that lies in each cell, `(batch, tokens, cells)`."""
         low = torch.minimum(one, other) * cells
         high = torch.maximum(one, other) * cells
         starts = torch.arange(cells, device=rois.device)
@@ -52,15 +52,15 @@ def scatter_to_grid(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 
 def place_in_token(rois: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the position of each cell relative to its token; for several tokens, to their mean RoI.
+    """Return the position of each cell relative to the RoI of its token, or the mean RoI of its tokens.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): RoIs of the tokens.
         weights (`torch.Tensor` of shape `(batch, tokens, height, width)`): Their `assignment_weights`.
 
     Returns:
-        `(batch, 4, height, width)`: offsets in x and y of the cell's center from the token's, in units of the token's
-        size, then the binary logarithms of the token's width and height in cells.
+        `(batch, 4, height, width)`: offsets in x and y of the cell's center from the RoI's center, in units of the
+        RoI's size, then the binary logarithms of the RoI's width and height in cells.
     """
     rows, columns = weights.shape[-2:]
     left, top, right, bottom = scatter_to_grid(in_float32(rois).detach(), weights).unbind(1)
@@ -77,8 +77,8 @@ def place_in_token(rois: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 class MapUpsampler(nn.Module):
     """Residual convolutions that add details of the image to a feature map with cells of `cell` pixels.
 
-    They read the map, the pixels of each cell and the cell's position in its token (`place_in_token`). A new upsampler
-    adds nothing. docs/dense_features.md names the sources of these ideas.
+    The convolutions read the map, the pixels of each cell and the cell's position in its token (`place_in_token`).
+    Before training, they add nothing. docs/dense_features.md names the sources of this design.
     """
 
     def __init__(self, config, cell: tuple[float, float]):
@@ -92,7 +92,7 @@ class MapUpsampler(nn.Module):
         self.out_proj = nn.Conv2d(width, config.hidden_size, 1)
 
     def forward(self, features: torch.Tensor, pixel_values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Refine `features`, `(batch, hidden_size, height, width)`, by images `(batch, num_channels, height, width)`
+        """Refine `features`, `(batch, hidden_size, height, width)`, with images `(batch, num_channels, height, width)`
         and `places`, the result of `place_in_token`."""
         size = tuple(cells * points for cells, points in zip(features.shape[-2:], self.points, strict=True))
         pixel_values = resize(pixel_values, size)

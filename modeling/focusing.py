@@ -48,7 +48,7 @@ def initial_sampling_offsets(num_points: int) -> torch.Tensor:
     return torch.cartesian_prod(center, center).flip(1)
 
 
-# exp(8) is a factor of almost 3,000 in one adjustment; the bound keeps five of them finite in float32.
+# One adjustment scales by at most exp(8), almost 3,000; RoIs stay finite in float32 after five adjustments.
 MAX_LOG_SCALE = 8.0
 
 
@@ -71,8 +71,8 @@ def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
 def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return sampling points, `(batch, tokens, points, 2)` float32 as x and y, 0 to 1 across the image.
 
-    Offsets are standardized over the points of a token and divided by 3, so that nearly all points lie within half the
-    RoI's (signed) size of its center.
+    Offsets are standardized over the points of a token and divided by 3: in units of the RoI's size, their standard
+    deviation is 1/3, so that most points lie in the RoI.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom.
@@ -81,7 +81,7 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
     offsets = in_float32(offsets)
     if offsets.shape[0] == 0:
-        # PyTorch warns about the variance of no values.
+        # For an empty batch, `var` would warn.
         return offsets
     variance = offsets.var(dim=2, keepdim=True)
     mean = offsets.mean(dim=2, keepdim=True)
@@ -102,8 +102,8 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
     Returns:
         `(batch, tokens, points, channels)`, NaN at points that are NaN.
     """
-    # Samples are constant from one image size outside of the image on. The clamp keeps pixel indices in the range of
-    # integers.
+    # Samples that lie more than one image size outside of the image are constant, so that the clamp does not change
+    # them. It keeps pixel indices in the range of integers.
     points = points.to(torch.promote_types(in_float32(points).dtype, features.dtype)).clamp(-2, 3)
     # `clamp` keeps NaN. At NaN, `grid_sample` on CPUs reads outside of the map, and its backward pass writes there.
     grid = (points.nan_to_num() * 2 - 1).expand(features.shape[0], -1, -1, -1)
@@ -150,7 +150,7 @@ class SparseFormerStem(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         pixel_values = pixel_values.to(self.convolution.weight.dtype)
-        # Pooling, normalizing and sampling are several times faster in this memory format.
+        # Pooling, normalizing and sampling are several times faster with channels last.
         pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
         # In the paper, ReLU precedes pooling. After pooling, it has the same result at a quarter of the cost.
         features = F.max_pool2d(self.convolution(pixel_values), kernel_size=3, stride=2, padding=1).relu()
@@ -193,7 +193,7 @@ class SparseFormerLatents(nn.Module):
         )
 
     def _apply(self, fn, recurse: bool = True):
-        # RoIs stay float32 when a model is cast, as they do when it is loaded in half precision.
+        # RoIs stay float32 when a model is cast. `from_pretrained` keeps them float32, too.
         rois = self.initial_rois.detach()
         super()._apply(fn, recurse)
         if self.initial_rois.itemsize < torch.float32.itemsize:
@@ -202,8 +202,8 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def break_ties(self, first: int = 0, std: float = 0.05):
-        """Add noise to the RoI of each token, from index `first` on, whose RoI and embedding equal those of another
-        token. The tokens would otherwise get equal gradients and stay equal: 12 of the paper's 48 tokens."""
+        """Add noise to the RoI of each token, from index `first` on, whose RoI and embedding equal another token's.
+        Otherwise, equal tokens (12 of the paper's 48) would get equal gradients and stay equal."""
         embedding = self.token_embedding.expand(len(self.initial_rois), -1).to(self.initial_rois)
         starts = torch.cat([self.initial_rois, embedding], dim=1)
         tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
@@ -212,7 +212,7 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Drop the last tokens, or add tokens with initial RoIs of a new model, and move equal RoIs apart."""
+        """Drop the last tokens, or add tokens with the initial RoIs of a new model and move equal RoIs apart."""
         kept = min(num_latent_tokens, len(self.initial_rois))
         if len(self.token_embedding) > 1:
             embedding = self.token_embedding
@@ -407,7 +407,7 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
         hidden_states = hidden_states + drop_path(branch, rate, self.training)
         branch = self.mlp(self.layernorm_after(hidden_states))
         hidden_states = hidden_states + drop_path(branch, rate, self.training)
-        # All images have the same RoIs before the first sampling, in a batch of 1.
+        # Before the first sampling, RoIs have a batch of 1, because all images share them.
         return hidden_states, rois.expand(hidden_states.shape[0], -1, -1), points
 
 

@@ -23,8 +23,8 @@ def window_size(num_positions: int) -> int:
 def generalized_conv2d(
     feature_map: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute a generalized convolution (eq. 1): an output position is the sum over the first positions of the window
-    around it, row by row, each multiplied by its own matrix. The map is padded with zeros.
+    """Compute a generalized convolution (eq. 1): each output sums the first positions of the window around it, counted
+    row by row, each multiplied by its own matrix. The map is padded with zeros.
 
     Rows of the window without positions are not computed, so that 6 positions cost two thirds of 9.
 
@@ -41,7 +41,7 @@ def generalized_conv2d(
     reach = side // 2
     rows = math.ceil(num_positions / side)
     kernel = F.pad(weight, (0, rows * side - num_positions)).unflatten(-1, (rows, side))
-    # The padding above is that of the whole window; below, only the remaining rows are padded, or cropped.
+    # The top is padded for the whole window; the bottom is padded, or cropped, for the rows that are computed.
     return F.conv2d(F.pad(feature_map, (reach, reach, reach, rows - 1 - reach)), kernel, bias)
 
 

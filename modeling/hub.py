@@ -39,7 +39,7 @@ def source_files(module_name: str) -> dict[str, str]:
 def image_processor_config(config) -> dict:
     """Return the content of `preprocessor_config.json` for a model: a CLIPImageProcessor, which crops the center,
     where the configuration has `resize_size`, and otherwise a ViTImageProcessor."""
-    # Imported here, because loading a model needs no image processor. These classes do not need torchvision.
+    # The import is here, because loading a model needs no image processor. These classes do not need torchvision.
     from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
     height, width = pair(config.image_size)
@@ -56,8 +56,8 @@ def image_processor_config(config) -> dict:
 
 
 class HubModel(HubMixin, PreTrainedModel):
-    """Base class of all models. `save_pretrained`, and so `Trainer` and `push_to_hub`, writes a folder that loads with
-    `trust_remote_code=True` where frugalvit is not installed.
+    """Base class of all models. `save_pretrained`, which `Trainer` and `push_to_hub` call, writes a folder that loads
+    with `trust_remote_code=True` where frugalvit is not installed.
 
     Class attributes:
         auto_classes (`dict[str, str]`): Names of the family's classes by Auto class, for `auto_map`.
@@ -126,8 +126,8 @@ class HubModel(HubMixin, PreTrainedModel):
         return None
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """Return names and contents of the files with which `SentenceTransformer` uses the model's embeddings; without
-        them, it averages all tokens."""
+        """Return names and contents of the files that make `SentenceTransformer` use the model's embeddings; without
+        the files, it averages all tokens."""
         if not self.embeds:
             return {}
         inputs = {

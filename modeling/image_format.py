@@ -12,7 +12,7 @@ from torchvision.transforms import InterpolationMode, v2
 from ..configuration.configuration_base import pair
 
 
-# Filters of torchvision for tensors by PIL's number.
+# PIL's number of a resampling filter: torchvision's filter for tensors.
 FILTERS = {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
 # Image processors of Transformers that are fully described by their attributes.
 SUPPORTED = re.compile(
@@ -26,14 +26,14 @@ class ImageFormat:
 
     # Height and width in pixels.
     size: tuple[int, int]
-    # Mean and standard deviation of values in 0..1.
+    # Mean and standard deviation of normalization, for pixel values in 0..1.
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     # PIL's number of the resampling filter.
     resample: int = 2
     # Shorter side in pixels before the center crop of evaluation; `None` to resize the image to `size`.
     resize: int | None = None
-    # Whether half a pixel at the crop's edge is rounded to even, as in timm, instead of down.
+    # Whether a crop's edge at half a pixel is rounded to the even pixel, as in timm, instead of down.
     rounds_center: bool = False
 
     @classmethod
@@ -68,7 +68,7 @@ class ImageFormat:
 
     @classmethod
     def from_config(cls, config) -> "ImageFormat":
-        """Read the format from a SparseFormer's configuration. Raise a ValueError if it has none."""
+        """Read the format from a SparseFormer's configuration. Raise a ValueError if it has no `image_mean`."""
         if config.image_mean is None:
             raise ValueError(
                 "`image_mean` is None, so that images cannot be normalized; pass the teacher's `image_processor` to "
@@ -120,7 +120,7 @@ class ImageFormat:
 
 
 def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
-    """Return height and width of an image processor's images, and the shorter side before a crop or `None`."""
+    """Return height and width of an image processor's images, and the shorter side before a center crop, or `None`."""
     name = type(processor).__name__
     if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
         raise ValueError(
@@ -148,11 +148,11 @@ def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
 
 
 def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation of an image processor for values in 0..1."""
+    """Return an image processor's mean and standard deviation, converted to pixel values in 0..1."""
     if (timm := getattr(processor, "data_config", None)) is not None:
         return tuple(timm["mean"]), tuple(timm["std"])
     mean, std = (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", None) else (0.0, 1.0)
-    # The value of 255 before normalization.
+    # Value that a white pixel, 255, has before normalization.
     white = 255 * processor.rescale_factor if getattr(processor, "do_rescale", None) else 255
     triples = ((values,) * 3 if isinstance(values, int | float) else values for values in (mean, std))
     mean, std = (tuple(value / white for value in values) for values in triples)
@@ -160,7 +160,7 @@ def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
-    """Change the size of an image processor's images; a center crop keeps its share of the image."""
+    """Change the size of an image processor's images; the size before a center crop changes in proportion."""
     height, width = pair(image_size)
     square = {"height": height, "width": width}
     size = dict(image_processor.size)
@@ -175,7 +175,7 @@ def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
         image_processor.crop_size = square
 
 
-# Cached, because copying numbers to an accelerator synchronizes with it.
+# The tensors are cached, because copying numbers to an accelerator synchronizes with it.
 @functools.cache
 @torch.inference_mode(False)
 def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:

@@ -88,8 +88,8 @@ def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, fi
 
 
 def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the rotary position embeddings at the centers of RoIs, `(batch, tokens, 4)`, which get no gradient, or
-    `None` if the model has none."""
+    """Return the rotary position embeddings at the centers of RoIs, `(batch, tokens, 4)`, or `None` if the model has
+    no rotary positions. RoIs get no gradient."""
     if config.rope_theta is None:
         return None
     left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
@@ -152,7 +152,7 @@ class SelfAttention(nn.Module):
             queries (`torch.Tensor` of shape `(batch, queries, hidden_size)`, *optional*):
                 Tokens that attend, all by default.
             position_embeddings (`tuple` of two `torch.Tensor`, *optional*):
-                Cosines and sines, `(batch, rotated tokens, head_dim / 2)`, of the last tokens, see `rotary_table`.
+                Cosines and sines, `(batch, rotated tokens, head_dim / 2)`, for the last tokens, see `rotary_table`.
             attention_mask (`torch.Tensor`, *optional*):
                 A mask of Transformers for the attention implementation, or `(batch, 1, 1, tokens)` floats that are
                 added to the scores.
@@ -232,7 +232,7 @@ def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor
 
 
 def norm_factory(config) -> Callable[[int], nn.Module]:
-    """Return the norm-layer factory of a `SparseFormerBaseConfig`, to be called with the norm's width."""
+    """Return a factory of the norms that a `SparseFormerBaseConfig` specifies; its argument is the norm's width."""
     norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
     return functools.partial(norm_class, eps=config.layer_norm_eps)
 
@@ -308,7 +308,7 @@ class AttentionPooling(nn.Module):
 class Pooler(nn.Module):
     """Pool the tokens of each image to one embedding, see `pooling` of `SparseFormerBaseConfig`.
 
-    The final norm and attention pooling are arguments, because they are modules of the model in checkpoints.
+    The final norm and attention pooling are arguments, because checkpoints have their weights outside of the pooler.
     """
 
     def __init__(self, config):
@@ -375,8 +375,8 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
         hidden_states (`tuple`, *optional*): Input of the first encoder block and the output of each block.
         attentions (`tuple`, *optional*): Attention weights `(batch, heads, tokens, tokens)` of each encoder block.
         rois (`tuple`, *optional*, with `output_rois=True`):
-            RoIs of the latent tokens, `(batch, latent tokens, 4)` float32, after every adjustment, or the cells of a
-            PatchSparseFormer: left, top, right, bottom, 0 to 1 across the image, not clamped.
+            RoIs of the latent tokens after every adjustment, or the cells of a PatchSparseFormer: `(batch, latent
+            tokens, 4)` float32, left, top, right, bottom, 0 to 1 across the image, not clamped.
         sampling_points (`tuple`, *optional*, with `output_rois=True`):
             Points of every sampling, `(batch, latent tokens, points, 2)` float32: x and y, 0 to 1 across the image.
         focusing_hidden_states (`tuple`, *optional*, with `output_focusing_hidden_states=True`):
@@ -384,8 +384,8 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
         stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
             The map that tokens sample, `(batch, stem_channels, height / 4, width / 4)`.
         attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
-            `AttentionForecast` of a PatchSparseFormer that is placed by content: `(batch, rows, columns)` float32
-            logits of a teacher's attention to each cell of the grid with twice the rows and columns.
+            Output of the `AttentionForecast` of a PatchSparseFormer with `placement="content"`: `(batch, rows,
+            columns)` float32 logits of a teacher's attention to each cell of the grid with twice the rows and columns.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -484,8 +484,8 @@ class SparseFormerBasePreTrainedModel(HubModel):
         self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
 
     def num_last_queries(self, output_hidden_states: bool | None = None, output_attentions: bool | None = None, **_):
-        """Return the number of tokens that the last block computes if only the pooled embedding is needed, `None` for
-        all tokens. Arguments are those of `forward`."""
+        """Return how many tokens the last block computes: only the class tokens if no other token is needed, otherwise
+        `None` (all tokens). Arguments are those of `forward`."""
         config = self.config
         records_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         records_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -548,10 +548,10 @@ class AdaptiveClassifierMixin:
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             confidence (`float`, *optional*, defaults to 0.9):
-                Probability of the likeliest class, 0 to 1, at which an image is finished.
+                Probability of the likeliest class, 0 to 1, from which on an image is not repeated.
             token_counts (sequence of `int`, *optional*):
                 Numbers of tokens to try, in order. By default the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens` or all; numbers between cost more than they save (docs/results.md).
+                `config.num_tokens` or all; trying numbers in between costs more than it saves (docs/results.md).
         """
         config = self.config
         if token_counts is None:
@@ -585,8 +585,8 @@ class AdaptiveClassifierMixin:
 
 
 def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Resize images `(batch, channels, height, width)` in float32. Images of this size are returned unchanged, unless
-    the size is dynamic in an exported program."""
+    """Resize images `(batch, channels, height, width)` in float32. Images that have the size already are returned
+    unchanged, unless the size is dynamic in an exported program."""
     is_static = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
     if is_static and size == tuple(images.shape[-2:]):
         return images
@@ -600,8 +600,8 @@ def image_classification_loss(
     and stored if it is unset.
 
     It differs from Transformers' `self.loss_function` in `num_items_in_batch`, which `Trainer` passes when it
-    accumulates gradients: the summed loss is divided by it for every problem type, not for single labels alone, so
-    that accumulated steps add up to the step of a large batch.
+    accumulates gradients: the summed loss is divided by this number for every problem type, not only for class
+    indices, so that accumulated steps add up to the step of a large batch.
 
     Args:
         logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores of the classes.

@@ -48,7 +48,7 @@ def code_examples(model: PreTrainedModel) -> list[str]:
         lines = [f"from frugalvit import {name}", f"from transformers import {processor}", ""]
         loader = name
         remote = ""
-    # LLaVAs have a processor class of frugalvit.
+    # The processor class of LLaVAs is remote code, too.
     own = remote if loader == "AutoModelForImageTextToText" else ""
     lines += [f'processor = {processor}.from_pretrained("path/or/id"{own})']
     lines += [f'model = {loader}.from_pretrained("path/or/id"{remote})']
@@ -74,7 +74,7 @@ def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) 
 
 
 def model_card(model: PreTrainedModel) -> ModelCard:
-    """Return a card with the model's class, size and code examples. Trainings write cards with measured results."""
+    """Return a card with the model's class, size and code examples, but without measured results."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return make_card(
         model,

@@ -115,7 +115,7 @@ class AgentCNNPreTrainedModel(HubModel):
 
     def _init_as_reference(self, module: nn.Module):
         """Initialize as the reference implementation does; classifiers keep PyTorch's initialization. Submodules are
-        initialized before the modules that contain them, which overwrite their weights here."""
+        initialized first; the modules that contain them then overwrite their weights here."""
         if isinstance(module, GeneralizedConv2d):
             init_xavier_(module)
         elif isinstance(module, AgentCNNMLP):

@@ -118,7 +118,7 @@ class BootstrappedViTForImageClassification(HubModel):
     base_model_prefix = "model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    # The pair has no class without classifiers; `vit.base_model` and `agent.base_model` are such models.
+    # The pair has no class without classifiers, so that `AutoModel` loads this class, too.
     auto_classes = {
         "AutoModel": "BootstrappedViTForImageClassification",
         "AutoModelForImageClassification": "BootstrappedViTForImageClassification",

@@ -16,8 +16,8 @@ from ..configuration.configuration_patch_sparseformer import PatchSparseFormerCo
 from .layers import in_float32
 
 
-# Relative decrement that breaks ties by index, so that all devices choose the same cells, and the score of a part of a
-# cell is below the score of the cell.
+# Relative decrement of scores by index: it breaks ties, so that all devices choose the same cells, and keeps the score
+# of a part of a cell below the score of the cell.
 TIE = 2.0**-20
 # Example of a grid with even numbers of rows and columns, in which every cell belongs to a block of four.
 EVEN = (2, 2)
@@ -43,8 +43,8 @@ def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cut_patches(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Cut images `(batch, channels, rows * height, columns * width)` into flattened patches, channels first, `(batch,
-    rows, columns, channels * height * width)`."""
+    """Cut images `(batch, channels, rows * height, columns * width)` into patches, `(batch, rows, columns, channels *
+    height * width)`, which are flattened with channels first."""
     height, width = patch_size
     patches = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
@@ -54,7 +54,7 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
     """Return the patches of chosen cells.
 
     Args:
-        levels (`list[torch.Tensor]`): Images at the resolution of each level, `(batch, channels, height, width)`.
+        levels (`list[torch.Tensor]`): The images, `(batch, channels, height, width)`, at the resolution of each level.
         cells (`torch.LongTensor` of shape `(batch, tokens)`): Indices of cells, counted through all levels.
 
     Returns:
@@ -120,8 +120,8 @@ def detail(level: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
 
 
 def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: tuple[int, int]) -> list[torch.Tensor]:
-    """Return the detail that cells lose at the resolution of a patch: the mean square of the finest level in a cell
-    minus that of the cell's level.
+    """Return the detail that cells lose at the resolution of a patch: the mean square of gray values in a cell at the
+    finest level minus the mean square at the cell's level.
 
     Args:
         levels (`list[torch.Tensor]`): Argument of `ContentPlacement.forward`.
@@ -158,7 +158,7 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
     coarser = None
     first = 0
     for scores, size, shape in zip(split_scores, sizes, [grid, *grids], strict=False):
-        # Scores are positive, so that the decrement makes them smaller.
+        # Scores have to be positive, so that the decrement makes them smaller.
         scores = in_float32(scores).clamp(min=1e-20)
         if coarser is not None:
             scores = torch.minimum(scores, split_in_four(coarser, shape, float("inf")))
@@ -198,8 +198,8 @@ class AttentionForecast(nn.Module):
         self.head = nn.Conv2d(self.WIDTH, 1, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Predict logits, `(batch, rows, columns)` float32, from images `(batch, channels, height, width)` in which a
-        cell has the pixels of a patch."""
+        """Predict a logit for each cell, `(batch, rows, columns)` float32. In the images, `(batch, channels, height,
+        width)`, each cell covers `patch_size` pixels."""
         states = self.embedding(image.to(self.embedding.weight.dtype))
         for convolution in self.convolutions:
             states = states + convolution(F.gelu(states))
@@ -213,7 +213,7 @@ class ContentPlacement(nn.Module):
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
         self.patch_size = pair(config.patch_size)
-        # Bootstrapping alone trains the forecast. Elsewhere, distributed training would wait for its gradients.
+        # Only bootstrapping trains the forecast. Other distributed trainings would wait for its gradients in vain.
         self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

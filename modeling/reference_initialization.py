@@ -1,7 +1,7 @@
 """Initialization of the reference implementation of *Bootstrapping ViTs* (Zhang et al., CVPR 2022).
 
-The effect of hints depends on it. Hints compare features after a LayerNorm, whose gradient is large for short tokens,
-such as those of patch projections initialized with a standard deviation of 0.02.
+The effect of hints depends on it. Hints compare features after a LayerNorm, whose gradient is large for tokens of
+small norm, for example if patch projections are initialized with a standard deviation of 0.02.
 """
 
 import torch

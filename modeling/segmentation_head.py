@@ -19,8 +19,9 @@ def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return the logarithm of a Gaussian for each token, centered in its RoI.
 
     The paper has "the Gaussian-like form w.r.t. token RoIs". Our standard deviations are half the RoI's width and
-    height, so that the logarithm is -1/2 in the middle of an edge and -4.5 one RoI further out. They are at least one
-    cell of the map, so that a token whose RoI has shrunk to a point keeps its weight in the cell of the point.
+    height, so that the logarithm is -1/2 in the middle of an edge and -4.5 one RoI size farther out. Standard
+    deviations are at least one cell, so that a token whose RoI has shrunk to a point keeps its weight in the cell of
+    the point.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.
@@ -61,10 +62,10 @@ class SegmentationLayer(nn.Module):
 class SegmentationHead(nn.Module):
     """Class scores of each token, distributed over the map by single-head attention (equations 6 and 7).
 
-    The paper specifies the width (256), two encoder blocks, a linear classifier and bias, and a 3 x 3 convolution of
-    the stem's map for the queries. Our choices, which the paper leaves open: blocks are pre-norm, with 64 channels for
-    each head and an MLP of four times the width, and a LayerNorm follows them; keys come from a linear layer; keys and
-    the predictive bias have no constants, which the softmax would cancel.
+    The paper specifies the width (256), two encoder blocks, a linear classifier, a predictive bias (a score added to
+    each token's attention), and a 3 x 3 convolution of the stem's map that gives the queries. Our choices for the
+    rest: blocks are pre-norm, with 64 channels per head and an MLP of four times the width; a LayerNorm follows; keys
+    and predictive bias come from linear layers without bias terms, which the softmax would cancel.
     """
 
     def __init__(self, config):
@@ -114,8 +115,8 @@ class LinearDecoder(nn.Module):
         self.classifier = nn.Linear(len(config.out_features) * config.hidden_size, config.num_labels)
 
     def forward(self, maps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return logits, `(batch, num_labels, rows, columns)`, of maps `(batch, hidden_size, rows, columns)`, which
-        are resized to the last map."""
+        """Return logits, `(batch, num_labels, rows, columns)`, of maps `(batch, hidden_size, rows, columns)`, after
+        resizing all maps to the size of the last."""
         size = maps[-1].shape[-2:]
         maps = [
             features if features.shape[-2:] == size else F.interpolate(features, size, mode="bilinear")
@@ -129,7 +130,7 @@ def semantic_segmentation_loss(logits: torch.Tensor, labels: torch.Tensor) -> to
 
     Args:
         logits (`torch.Tensor` of shape `(batch, num_labels, height, width)`):
-            Logits of any resolution, which are interpolated to that of the labels.
+            Logits of any resolution; they are interpolated to the resolution of the labels.
         labels (`torch.Tensor` of shape `(batch, height, width)`): Class indices; 255 is ignored.
     """
     labels = labels.to(logits.device).long()

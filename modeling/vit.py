@@ -73,7 +73,7 @@ class ViTEmbeddings(nn.Module):
         return F.pad(encoding, (0, 0, self.num_prefix_tokens, 0))[None]
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
-        """Load weights and compute fixed positions, which are not saved and, on the meta device, have no values."""
+        """Load weights, and compute fixed positions: they are not saved, and have no values on the meta device."""
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         positions = self.position_embeddings
         if not isinstance(positions, nn.Parameter):
@@ -82,7 +82,7 @@ class ViTEmbeddings(nn.Module):
             self.position_embeddings = self.sincos_positions().to(device, positions.dtype)
 
     def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
-        """Return positions for images of another size, interpolated bicubically."""
+        """Return positions, interpolated bicubically, for images of `height` x `width` pixels."""
         rows, columns = self.patch_embeddings.patch_size
         return interpolate_positions(self.position_embeddings, self.grid, (height // rows, width // columns))
 
