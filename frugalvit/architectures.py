@@ -17,7 +17,7 @@ from .training.files import split_revision
 from .training.loading import Task, load_config, load_model, loading_errors, vision_config_of
 
 
-# Expected kind of model, for messages.
+# The kind of model that error messages name as expected.
 COUNTED = "a model to count"
 
 
@@ -64,7 +64,7 @@ def image_side(model: PreTrainedModel) -> PreTrainedModel:
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class of this package or of Transformers that a model was saved from."""
     architecture = str((getattr(config, "architectures", None) or ["none"])[0])
-    # This package comes first, as a newer Transformers may have a class of the same name.
+    # This package is searched first, because a newer Transformers may have a class of the same name.
     found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
@@ -72,7 +72,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def load_saved_model(name: str | os.PathLike, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """Load a model of the class that it was saved from. Arguments and errors as in `load_model`."""
+    """Load a model with the class that it was saved from. See `load_model` for arguments and errors."""
     task = Task("a model of frugalvit or Transformers", model_class, processor_class=None, needs_rgb=False)
     return load_model(name, task, device)[0]
 

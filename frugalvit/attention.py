@@ -12,7 +12,7 @@ from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .training.scores import check_scores
 
 
-# Largest offset, in patches, of the neighbors that are compared.
+# Largest vertical or horizontal offset of a neighbor, in patches, that is considered.
 REACH = 2
 
 
@@ -23,11 +23,11 @@ class LayerStatistics:
     Args:
         layer (`int`): Number of the layer, from 1.
         stable_rank (`float`): Stable rank of the layer's output.
-        entropy (`list[float]`): Entropy of each head's attention in nats, averaged over queries, up to log(tokens).
-        maps (`torch.Tensor` of shape `(heads, queries, keys)`): Attention; prefix tokens come first.
+        entropy (`list[float]`): Entropy of each head's attention in nats, averaged over queries; at most log(tokens).
+        maps (`torch.Tensor` of shape `(heads, queries, keys)`): Attention weights; prefix tokens come first.
         offset (`list[tuple[int, int]]`):
-            Relative position (dy, dx), up to `REACH`, to which each head attends most; empty without a grid of tokens.
-        mass (`list[float]`): Attention to this position, averaged over the tokens for which it lies within the grid.
+            Relative position (dy, dx), up to `REACH`, to which each head attends most; empty if tokens form no grid.
+        mass (`list[float]`): Attention to each head's `offset`, averaged over the tokens that have this neighbor.
     """
 
     layer: int
@@ -39,8 +39,8 @@ class LayerStatistics:
 
 
 def stable_rank(matrices: torch.Tensor) -> torch.Tensor:
-    """Compute the stable rank of matrices, `(…, rows, columns)` to `(…)`: the sum of the squared singular values
-    divided by the largest of them (Remark 1 of Zheng et al.). It lies between 1 and the rank."""
+    """Compute the stable rank, `(…)`, of matrices `(…, rows, columns)`: the sum of the squared singular values,
+    divided by the largest squared singular value (Remark 1 of Zheng et al.). It lies between 1 and the rank."""
     values = torch.linalg.svdvals(matrices.float()).square()
     return values.sum(-1) / values.amax(-1)
 
@@ -81,7 +81,7 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
 
 
 def patch_grid(config) -> tuple[int, int] | None:
-    """Return the rows and columns of patches; `None` if tokens are no patches."""
+    """Return the rows and columns of patches; `None` if the model has no patches."""
     patch = getattr(config, "patch_size", None)
     if patch is None:
         return None

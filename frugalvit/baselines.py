@@ -1,5 +1,5 @@
-"""Models that `frugalvit compare` measures: a teacher, the teacher on smaller images, and students. Other models are
-described as a `Baseline`, too."""
+"""Models that `frugalvit compare` measures: a teacher, the teacher on smaller images, and students. To measure any
+other model, describe it as a `Baseline`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from .training.preprocessing import size_made_by
 
 
 LOWER_RESOLUTION = "teacher at lower resolution"
-# Default numbers of patches of the smaller images, as shares of the teacher's.
+# Default numbers of patches of the smaller images, as shares of the teacher's number.
 SHARES = (1 / 4, 2 / 5, 9 / 16)
 
 
@@ -39,9 +39,9 @@ class Baseline:
         classifier (`Callable`, *optional*): Maps embeddings to the logits of `id2label`.
         id2label (`dict[int, str]`, *optional*): Class names.
         tokens (`int`, *optional*): Tokens in the blocks, with class and register tokens.
-        parameters (`int`, *optional*): Number of parameters of the image side; those of `model` by default.
-        draws (`int`, *optional*, defaults to 1): Number of embeddings of each image, whose results are averaged, for
-            models that draw random numbers.
+        parameters (`int`, *optional*): Number of parameters of the image side; by default, of `model`.
+        draws (`int`, *optional*, defaults to 1): How often each image is embedded, for models that draw random
+            numbers; results are averaged over the draws.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Baseline:
 
 
 class Vision(nn.Module):
-    """An embedding and its classifier, if there is one, as one module with the weights of `source`."""
+    """A module that embeds images by the weights of `source` and, if there is a classifier, classifies them."""
 
     def __init__(self, source: nn.Module, embed: Callable, classifier: Callable | None = None):
         super().__init__()
         self.source = source
-        # A closure, as an attribute would register modules of `source` a second time.
+        # This is a closure, because attributes would register modules of `source` a second time.
         self.run = lambda images: embed(images) if classifier is None else classifier(embed(images))
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def as_teacher(anatomy: Anatomy, **others) -> Baseline:
 
 
 def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
-    """Load a plain vision transformer, as an `Anatomy`, and its image processor; arguments of `load_model`."""
+    """Load a plain vision transformer, as an `Anatomy`, and its image processor; for arguments see `load_model`."""
     model, image_processor = load_model(folder, "image-feature-extraction", *options, **more)
     anatomy = read_anatomy(model.requires_grad_(False), size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)
@@ -120,14 +120,14 @@ def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
 def load_teachers(
     folder: str, name: str | None = None, resolutions: Sequence[int] | None = None, **options
 ) -> list[Baseline]:
-    """Load a teacher, and the same weights for smaller images with resampled positions.
+    """Load a teacher as a baseline, and baselines with the same weights and resampled positions for smaller images.
 
     Args:
         folder (`str`): Folder or hub id of a vision transformer.
-        name (`str`, *optional*): Name of the teacher's row; the folder's by default.
+        name (`str`, *optional*): Name of the teacher's row; by default, the folder's name.
         resolutions (sequence of `int`, *optional*):
-            Shorter sides of the smaller images in pixels; by default, about `SHARES` of the patches, or none if the
-            teacher's positions cannot be resampled.
+            Shorter sides of the smaller images in pixels. By default, images have about `SHARES` of the teacher's
+            patches; there are none if the teacher's positions cannot be resampled.
         options: Further arguments of `load_model`.
     """
     anatomy, image_processor = load_teacher(folder, **options)
@@ -151,7 +151,7 @@ def load_teachers(
 
 
 def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Baseline:
-    """Describe a teacher on smaller images with resampled positions: an untrained student with all patches."""
+    """Describe a teacher on smaller images: an untrained student that keeps all patches, with resampled positions."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
     if anatomy.projection is not None and anatomy.classifier is None:
@@ -175,8 +175,8 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
 
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Baseline]:
-    """Load a SparseFormer, as a baseline for each number of tokens that it is trained for, or any other model with an
-    embedding. `method` is by default "SparseFormer" for a single number of tokens, and otherwise the name."""
+    """Load a SparseFormer as a baseline for each number of tokens that it is trained for, or one baseline of another
+    model. `method` defaults to "SparseFormer" for a SparseFormer with one number of tokens, otherwise to the name."""
     model, image_processor = load_model(folder, "image-feature-extraction", **options)
     model = without_agent(model).requires_grad_(False).eval()
     size = size_made_by(image_processor)

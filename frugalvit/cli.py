@@ -1,4 +1,4 @@
-"""The `frugalvit` command: run `main(argv)` of a command's module, and print an error of the user in one line."""
+"""The `frugalvit` command: run `main(argv)` of a command's module, and print a user's error in one line."""
 
 import difflib
 import importlib
@@ -13,7 +13,7 @@ from .training.choices import OPEN_CLIP
 from .training.files import end_on_sigterm, find_model
 
 
-# Module of each command, which is imported when the command runs, and its line of help.
+# For each command: its module, which is imported when the command runs, and its line of help.
 COMMANDS = {
     "quickstart": ("frugalvit.quickstart", "make a ViT several times faster on photographs, in minutes"),
     "predict": ("frugalvit.predict", "label images and draw where the tokens look"),
@@ -48,7 +48,7 @@ MODEL_OPTIONS = ("--model", "--teacher", "--student", "--vision-model", "--visio
 
 
 def wrong_name(command: str, words: list[str]) -> str | None:
-    """Return the message about a model or an image that is not there, before the command is imported."""
+    """Return an error message if a model or an image does not exist. The check precedes the command's slow import."""
     for option, name in itertools.pairwise(words):
         if option in MODEL_OPTIONS and not name.startswith(OPEN_CLIP):
             try:
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     if message := wrong_name(command, rest):
         print(f"frugalvit {command}: error: {message}", file=sys.stderr)
         return 1
-    # A terminal's encoding may lack letters of labels.
+    # A terminal's encoding may lack characters that labels contain.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -102,6 +102,6 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug or not (message := user_message(error)):
             raise
-    # Outside of the handler, progress bars are closed, so that the message has a line of its own.
+    # After the handler, progress bars are closed, so that the message has a line of its own.
     print(f"frugalvit {command}: error: {message}", file=sys.stderr)
     return 1

@@ -1,4 +1,4 @@
-"""Options that commands share: one dataclass a command, read like the arguments of a training."""
+"""Options that commands share. A command's options are a dataclass, which is parsed like training arguments."""
 
 import argparse
 import inspect
@@ -13,8 +13,8 @@ AnyOptions = TypeVar("AnyOptions")
 
 
 class CommandParser(ArgumentParser):
-    """The parser of a command's dataclass, whose docstring is the description. A field with `positional` in its
-    metadata is a positional argument; a boolean is a switch without a value."""
+    """A parser for a command's dataclass of options; the dataclass's docstring describes the command. A field with
+    `positional` in its metadata is a positional argument; a boolean field is a switch without a value."""
 
     def __init__(self, options: type, prog: str):
         super().__init__([options], prog, takes_config=False, description=inspect.getdoc(options))
@@ -25,17 +25,17 @@ class CommandParser(ArgumentParser):
             if not settings.pop("required", False):
                 settings["nargs"] = "*" if "nargs" in settings else "?"
         if settings.get("const") is True:
-            # A switch that could take a value would take the positional argument that follows it.
+            # If a switch could take a value, it would take the positional argument that follows it.
             settings = {name: value for name, value in settings.items() if name not in ("type", "nargs", "const")}
             settings["action"] = "store_true"
             if settings["default"]:
-                # Its `--no_…` is the useful one.
+                # Show only `--no_…`, because the switch is on by default.
                 settings["help"] = argparse.SUPPRESS
         return super().add_argument(*names, **settings)
 
 
 def read_options(options: type[AnyOptions], prog: str, argv: list[str] | None) -> AnyOptions:
-    """Read a command line as an instance of the command's dataclass."""
+    """Parse a command line into an instance of the command's dataclass."""
     return CommandParser(options, prog).parse(argv)[0]
 
 

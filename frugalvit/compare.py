@@ -37,7 +37,7 @@ from .versions import origin, versions
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 ERRORS = "accuracy ± half of a 68 % Wilson interval, differences ± standard error; "
-# Nearest images of the teacher that other models should find, and queries that are compared with all images at once.
+# Number of nearest images that are compared, and number of queries that search all images at once.
 NEIGHBORS = 10
 QUERIES = 1024
 FOUND = (
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         report=write,
         **reading_options(options),
     )
-    # Printed before anything is written, so that a full disk does not lose the results.
+    # The results are printed before anything is written, so that a full disk does not lose them.
     print(f"{format_table(table_rows(rows))}\n\n{legend(rows)}")
     write(rows)
     save_figure(draw_comparison(rows), output / "compare.png")
@@ -134,8 +134,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str, int]:
-    """Load the images to compare on, `options.limit` of them at random. Return those that can be read, the name of
-    their split and the number of images that were left out."""
+    """Load the images to compare on, `options.limit` of them at random. Return the readable images, the name of their
+    split and the number of unreadable images."""
     images, split = images_to_evaluate(dataclasses.replace(options, limit=None), held_back=True)
     if "label" in images.features:
         check_classes(class_names(images))
@@ -156,24 +156,24 @@ def compare(
     report: Callable[[list[dict[str, object]]], None] = lambda rows: None,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure baselines beside each other. Their models are converted to the last precision.
+    """Measure baselines on the same images. Measuring speeds leaves their models in the last of `precisions`.
 
     Args:
         baselines (sequence of `Baseline`): Models in float32, the teacher first.
-        test (`datasets.Dataset`): Images, of `load_images`.
+        test (`datasets.Dataset`): Images, as `load_images` returns them.
         precisions (sequence of `str`, *optional*): Keys of `PRECISIONS` to measure speeds in.
         rounds (`int`, *optional*, defaults to 10): Timed passes of each model; 0 measures no speeds.
-        folder (`Path`, *optional*): Where embeddings are kept, so that the next call need not compute them.
+        folder (`Path`, *optional*): Folder that keeps embeddings, so that a repeated call need not compute them.
         report (`Callable`, *optional*):
             Called with the rows so far, without speeds, after the baselines of each image processor.
         reading: Arguments of `image_batches`.
 
     Returns:
         A row for each baseline: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, the
-        fields of `describe_score` for the accuracy, `cosine` (mean with the teacher's embedding),
+        fields of `describe_score` for the accuracy, `cosine` (mean cosine with the teacher's embeddings),
         `neighbors` and `neighbors_error` (see `neighbors_found`) and `images_per_second` by precision and batch size.
     """
-    # Classes are matched by name before anything is computed.
+    # Classes are matched by name first, so that a mismatch is reported before anything is computed.
     class_indices = [
         torch.tensor(match_labels(class_names(test), baseline.id2label))
         if "label" in test.features and baseline.classifier is not None
@@ -227,8 +227,8 @@ def compare(
 
 
 def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datasets.Dataset, **reading):
-    """Return the result of `embed_all` for baselines that share weights. With `folder`, it is kept there in a file, by
-    a hash of weights, images, options and versions, and loaded from the file if there is one."""
+    """Return the result of `embed_all` for baselines that share weights. With `folder`, a file there keeps the result
+    for later calls; its name is a hash of weights, images, options and versions."""
     if folder is None:
         return embed_all(baselines, images, **reading)
     origins = [(repr(baseline.model), baseline.image_size, baseline.tokens) for baseline in baselines]
@@ -269,21 +269,20 @@ def embed_all(
 
 @torch.inference_mode()
 def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return 1 for each image that the baseline's classifier labels correctly and 0 for the others, `(images,)`
-    float64, averaged over draws."""
+    """Return the share of draws in which the baseline's classifier labels an image correctly, `(images,)` float64."""
     best = torch.stack([baseline.classifier(draw.to(baseline.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == labels).double().mean(0)
 
 
 def neighbors_found(embeddings: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Search an index of the teacher's embeddings by a model's embeddings of its images; no image finds itself.
+    """Measure a model's embeddings as queries to an index of the teacher's embeddings; no image finds itself.
 
     Args:
         embeddings (`torch.Tensor` of shape `(images, embedding_size)`): The model's; `teacher` has the same shape.
 
     Returns:
-        The share of each image's `NEIGHBORS` nearest images by the teacher that are among those by the model,
-        `(images,)` float64.
+        For each image, the share of the `NEIGHBORS` images found by the teacher's embedding that the model's embedding
+        finds among its own `NEIGHBORS`, `(images,)` float64.
     """
     teacher = F.normalize(teacher, dim=-1)
     embeddings = F.normalize(embeddings, dim=-1)
@@ -308,12 +307,12 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
         teacher (`torch.Tensor` of shape `(images,)`, *optional*): The teacher's scores of the same images.
 
     Returns:
-        The mean as `name`, half of its Wilson interval for one standard deviation as `…_error`, and the difference
-        from the teacher's mean and its standard error as `…_difference` and `…_difference_error`.
+        The mean as `name`, half its Wilson interval for one standard deviation as `…_error`, the mean's difference
+        from the teacher's as `…_difference`, and the standard error of this difference as `…_difference_error`.
     """
     count = len(correct)
     mean = correct.mean().item()
-    # The usual standard error would be zero where all answers are correct.
+    # The usual standard error would be zero if all answers are correct.
     half = (mean * (1 - mean) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
     described = {name: mean, f"{name}_error": half, f"{name}_difference": None, f"{name}_difference_error": None}
     if teacher is not None:
@@ -325,7 +324,7 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
 
 
 def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Format the rows of `compare` for people, accuracies in percent with their errors."""
+    """Format the rows of `compare` for a table, with accuracies in percent and their errors."""
     table = []
     for row in rows:
         cells = {"model": row["model"], "method": row["method"]}
@@ -350,7 +349,8 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     """Draw the rows of `compare`, with a line for each method and a point for each row.
 
     The vertical axis is the first of `SCORES` that all rows have, with its errors. The horizontal axis is the speed in
-    the first precision and the largest batches or, without speeds, the multiply-accumulates. `size` is in inches.
+    the first precision with the largest batches or, if there are no speeds, the multiply-accumulates. `size` is in
+    inches.
     """
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))

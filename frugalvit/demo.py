@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_examples(folder: Path) -> list[str]:
-    """Write images to try into a folder and return their files."""
+    """Write example images into a folder and return their paths."""
     paths = [str(folder / f"{index}.png") for index in range(8)]
     images = str(shipped_images("cifar10") / "test.parquet")
     for index, record in enumerate(load_images(images, f"train[:{len(paths)}]")):
@@ -73,7 +73,7 @@ def write_examples(folder: Path) -> list[str]:
 
 
 def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_code: bool, examples: list[str]):
-    """Build a `gradio.Interface` for models, given their folders by name, and files of images to try."""
+    """Build a `gradio.Interface` for the models in `folders`, by name; `examples` are paths of example images."""
     import gradio as gr
 
     @functools.lru_cache(maxsize=4)
@@ -87,12 +87,12 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
         nearest = min(token_counts(model), key=lambda count: abs(count - num_tokens), default=None)
         try:
             return look(model, image_processor, read_image(file, MAX_PIXELS), nearest)
-        # Decoders raise other errors than OSError, too, for broken files.
+        # For broken files, decoders also raise errors other than OSError.
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise gr.Error(f"Cannot show the image: {error}") from error
 
     inputs = [
-        # Gradio passes the file, so that the image's size is checked before decoding.
+        # Gradio passes a path, so that `read_image` checks the image's size before decoding.
         gr.Image(type="filepath", image_mode=None, label="Image", height=300),
         gr.Dropdown(list(folders), value=next(iter(folders)), label="Model"),
         gr.Slider(1, 256, 256, step=1, label="Number of tokens (rounded to one that the model was trained for)"),
@@ -113,7 +113,7 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
 
 
 def token_counts(model: PreTrainedModel) -> list[int]:
-    """List the numbers of tokens that a model is trained for; empty for models and programs without a choice."""
+    """List the numbers of tokens that a model is trained for; the list is empty if the model has no choice."""
     counts = getattr(model.config, "elastic_token_counts", None) or ()
     return list(counts) if hasattr(model, "set_num_tokens") else []
 
@@ -121,10 +121,10 @@ def token_counts(model: PreTrainedModel) -> list[int]:
 def look(
     model: PreTrainedModel, image_processor, image: Image.Image, num_tokens: int | None = None
 ) -> tuple[dict[str, float] | str, Figure | None]:
-    """Return the scores of an image's best labels (the numbers of a regression as text), and a picture of the tokens'
-    RoIs if the model has RoIs."""
+    """Return the scores of an image's best labels, or a regression's numbers as text. Also return a picture of the
+    tokens' RoIs, or `None` if the model has none."""
     draws_rois = has_rois(model)
     [prediction] = predict(model, image_processor, [image], num_tokens=num_tokens, output_rois=draws_rois)
     figure = draw_predictions([prediction], all_steps=True) if draws_rois else None
-    # The page displays scores as percentages, which a regression's numbers are not.
+    # The page displays scores as percentages, so a regression's numbers are passed as text.
     return format_labels(prediction) if prediction.is_regression else dict(prediction.labels), figure

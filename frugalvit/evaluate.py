@@ -1,4 +1,4 @@
-"""`frugalvit evaluate`: the scores of a model on a task."""
+"""`frugalvit evaluate`: measure the scores of a model on a task."""
 
 import importlib
 import inspect
@@ -49,8 +49,8 @@ class ClassificationOptions(EvaluateOptions, SplitOptions, ReadingOptions, Token
 
 @dataclass(kw_only=True)
 class KnnOptions(EvaluateOptions, SplitOptions, ReadingOptions):
-    """Accuracy of nearest neighbors by a model's features. The most similar labeled images vote, by cosine, with
-    weights exp(cosine / 0.07) (DINO, Caron et al. 2021)."""
+    """Accuracy of nearest neighbors by a model's features. The labeled images with the highest cosine similarity vote,
+    with weights exp(cosine / 0.07) (DINO, Caron et al. 2021)."""
 
     model: str = argument(
         help="SparseFormer, vision transformer or CLIP: folder or hub id (@revision, too), or "
@@ -138,7 +138,7 @@ class TaskOptions(Options):
 def main(argv: list[str] | None = None) -> None:
     task, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if task not in TASKS:
-        # Prints the help or an error.
+        # This prints the help or an error, and exits.
         read_options(TaskOptions, PROG, [task])
     options = read_options(TASKS[task], f"{PROG} {task}", words)
     if options.output:

@@ -44,18 +44,18 @@ from .version import __version__
 
 
 PROG = "frugalvit export"
-# Least mean cosine with the original's outputs, and least share of images with the original's label.
+# Least allowed mean cosine with the original's outputs, and least allowed share of images with the same label.
 LEAST = {"float32": 0.99, "bfloat16": 0.99, "int8": 0.97}
 BATCH_SIZE = 8
-# Format of a student as a model of its teacher's class.
+# The format that writes a student as a model of its teacher's class.
 PLAIN = "transformers"
 
 
 @dataclass(kw_only=True)
 class ExportOptions(OutputOptions, SplitOptions, TokenOptions):
-    """Write a model for another runtime: programs, preprocessing, labels and a card whose lines run without PyTorch
-    and frugalvit. Its outputs are compared with the original's first. predict, evaluate and demo take such folders. Or
-    write a student with an inherited start as a model of its teacher's class."""
+    """Write a model for another runtime: programs, preprocessing, labels and a card with lines that run it without
+    PyTorch and frugalvit. Before, its outputs are compared with the original's. predict, evaluate and demo take the
+    folder. Format transformers writes a student with an inherited start as a model of its teacher's class."""
 
     model: str = argument(help="Model folder or hub id (@revision, too).")
     format: str = argument("onnx", "Runtime, or transformers.", choices=[*FORMATS, PLAIN])
@@ -99,12 +99,12 @@ def main(argv: list[str] | None = None) -> None:
 
 @torch.no_grad()
 def export_model(options: ExportOptions) -> dict[str, object]:
-    """Export a model, compare the program with it, and write the folder, or nothing if the comparison fails. Return
-    the contents of `report.json`."""
+    """Export a model, compare the programs with it, and write the folder; raise a ValueError if the outputs differ too
+    much, unless `force` is set. Return the contents of `report.json`."""
     model = load_saved_model(options.model)
     image_processor = load_processor(options.model)
     image_format = ImageFormat.from_processor(image_processor)
-    # DINOv2's configuration has the size of its position embeddings, and its processor makes smaller images.
+    # DINOv2's configuration has the image size of the position embeddings, but the processor makes smaller images.
     vision = vision_config_of(model.config)
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
@@ -123,7 +123,7 @@ def export_model(options: ExportOptions) -> dict[str, object]:
         "frugalvit": __version__,
         "format": options.format,
         "precision": options.precision,
-        # The path on this machine is private.
+        # A path on this machine is private, so only the folder's name is written.
         "model": Path(options.model).name if Path(options.model).is_dir() else options.model,
         "architecture": type(model).__name__,
         "num_tokens": num_tokens_of(model),
@@ -144,7 +144,7 @@ def export_model(options: ExportOptions) -> dict[str, object]:
         report["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.*") if path.suffix != ".json")
         for processor in filter(None, (image_processor, tokenizer)):
             processor.save_pretrained(folder)
-        # `ExportedModule` reads the report; the comparison is added to it below.
+        # `ExportedModule` needs the report; the comparison is added to the report below.
         write_json(folder / REPORT, report)
         print(f"Comparing on {len(images):,} images.", file=sys.stderr)
         for name, part in parts.items():
@@ -163,8 +163,8 @@ def export_model(options: ExportOptions) -> dict[str, object]:
 
 @torch.no_grad()
 def export_plain(options: ExportOptions) -> dict[str, object]:
-    """Write a student as a model of its teacher's class, with an image processor of its size. Return the comparison of
-    both, each with its own processor, by `compare_outputs`."""
+    """Write a student as a model of its teacher's class, with an image processor for the size that this model takes.
+    Return `compare_outputs` of the two models, each with its own image processor."""
     student = load_saved_model(options.model)
     if not hasattr(student, "to_plain_vit"):
         raise ValueError(f"format {PLAIN} is for students with an inherited start; got a {type(student).__name__}.")
@@ -221,7 +221,7 @@ def batches_for(
     texts = [f"a photo of a {name.replace('_', ' ')}." for name in class_names(images) or ["thing"]]
     length = part.model.config.text_config.max_position_embeddings
     inputs = tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    # Some tokenizers return no mask.
+    # Some tokenizers return no attention mask.
     inputs = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
     for start in range(0, len(texts), batch_size):
         yield {name: inputs[name][start : start + batch_size] for name in ("input_ids", "attention_mask")}
@@ -233,8 +233,8 @@ def compare_outputs(
     """Run the original and the program on the same inputs.
 
     Returns:
-        `compared` (number of inputs), `min_cosine` and `mean_cosine` between their first outputs (of feature maps, the
-        last map), and `agreement`, the share of images, or of a segmenter's pixels, with the same label.
+        `compared` (number of inputs), `min_cosine` and `mean_cosine` of both first outputs (the last map, if these are
+        feature maps), and `agreement`, the share of images, or of a segmenter's pixels, with equal labels.
     """
     cosines = []
     agreements = []
@@ -263,6 +263,6 @@ def shortcomings(report: dict) -> list[str]:
         f"{measure.replace('_', ' ')} {part[measure]:.4f} of {name} on {part['compared']} inputs, expected {least}"
         for name, part in report["parts"].items()
         for measure in ("mean_cosine", "agreement")
-        # The agreement of embeddings is None. A comparison with NaN is false, so that NaN is listed.
+        # `agreement` is None for embeddings. Any comparison with NaN is false, so `not … >=` lists NaN, too.
         if part[measure] is not None and not part[measure] >= least
     ]

@@ -43,7 +43,7 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     is_onnx = report["format"] == "onnx"
     task = TASKS[auto_class(model)]
     if task == "zero-shot-image-classification":
-        # The programs of a CLIP return embeddings.
+        # The programs of a CLIP return embeddings, not classes.
         task = "image-feature-extraction"
     about = f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. "
     if report["num_tokens"] is not None:

@@ -1,4 +1,4 @@
-"""The page of an exported model: a static folder that labels images in the browser and asks no other host."""
+"""The page of an exported model: a static folder that labels images in the browser, without other hosts."""
 
 import html
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from .training.files import write_text
 
 
-# The browser's runtime: a package of npm, and its files that the page loads.
+# The browser's runtime: an npm package, and the files of this package that the page loads.
 PACKAGE = "onnxruntime-web@1.30.0"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 

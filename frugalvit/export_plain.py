@@ -14,8 +14,8 @@ from .training.preprocessing import ImageFormat
 
 
 def write_smaller_processor(folder: Path, image_format: ImageFormat, size: tuple[int, int]):
-    """Write an image processor that makes images of a smaller size in one bilinear step. A student takes two: its own
-    image processor resizes, and the student resizes the result bilinearly."""
+    """Write an image processor that makes images of a smaller size in one bilinear step. A student resizes twice:
+    first by its image processor, then bilinearly in the model."""
     resize = image_format.resize and round(image_format.resize * min(size) / min(image_format.size))
     config = types.SimpleNamespace(
         image_size=size,

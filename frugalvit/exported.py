@@ -30,7 +30,7 @@ REPORT = "report.json"
 
 
 class Format(NamedTuple):
-    """A runtime's format: prefix of Transformers' classes for it, packages that it needs, and its precisions."""
+    """An export format: prefix of the names of Transformers' classes for it, required packages and precisions."""
 
     prefix: str
     packages: tuple[str, ...]
@@ -44,7 +44,7 @@ FORMATS = {
 }
 PRECISIONS = FORMATS["openvino"].precisions
 
-# Outputs that programs keep, where the model has them, and their descriptions.
+# Outputs of a model that its program keeps, and their descriptions.
 OUTPUTS = {
     "logits": "scores of the labels",
     "image_embeds": "the image's embedding, of norm 1",
@@ -58,7 +58,7 @@ OUTPUTS = {
 
 
 class Part(nn.Module):
-    """A part of a model that becomes one program, from images, or a CLIP's texts, to named tensors.
+    """A part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors.
 
     Args:
         model (`PreTrainedModel`): The model.
@@ -100,7 +100,7 @@ class Part(nn.Module):
 
 
 def num_tokens_of(model: PreTrainedModel) -> int | None:
-    """Return the number of latent tokens of a SparseFormer or of a CLIP's image side; `None` for other models."""
+    """Return the number of latent tokens of a SparseFormer or of a CLIP with one; `None` for other models."""
     config = vision_config_of(model.config)
     return config.default_num_tokens if is_sparseformer(config) else None
 
@@ -124,7 +124,7 @@ def check_format(name: str, precision: str):
 
 
 def program_file(name: str, precision: str, part: str) -> str:
-    """Return the file of a program in the folder. ONNX files have the names that transformers.js expects."""
+    """Return a program's path within its folder. ONNX files have the names that transformers.js expects."""
     if name == "openvino":
         return f"openvino_{part}.xml"
     return f"onnx/{part}_quantized.onnx" if precision == "int8" else f"onnx/{part}.onnx"
@@ -137,7 +137,7 @@ def export_parts(
     folder: Path,
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
 ):
-    """Write parts of a model as programs, and their configuration. For int8, `calibration` holds inputs by part."""
+    """Write a model's parts as programs, and a configuration. For int8, `calibration` has inputs for each part."""
     prefix = FORMATS[name].prefix
     components = {}
     with _quiet():
@@ -150,7 +150,7 @@ def export_parts(
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
                 options["quantizer"] = make_quantizer(part, calibration[part_name])
             if precision == "bfloat16":
-                # OpenVINO computes in bfloat16 from float16 weights, too, which keep more digits.
+                # OpenVINO can compute in bfloat16 from float16 weights, which keep more digits than bfloat16 weights.
                 options["compress_to_fp16"] = True
             with torch.no_grad():
                 exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
@@ -173,7 +173,7 @@ def export_parts(
 
 def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
     """Return the contents of a program's `config.json`: labels, the images' size, the number of latent tokens and a
-    model type of transformers.js whose class runs the program."""
+    model type for which transformers.js has a class that can run the program."""
     config = model.config
     num_tokens = num_tokens_of(model)
     name = type(model).__name__
@@ -204,7 +204,7 @@ def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
     if part.kind != "text_embeds":
         layers = (module for name, module in part.model.named_modules() if not name.startswith("text_"))
         first = next(module for module in layers if isinstance(module, nn.Conv2d | nn.Linear))
-        # OpenVINO's converter numbers the layers of each kind in the order of the program.
+        # OpenVINO's converter numbers the layers of each kind from 0, in the order of the program.
         kind = "convolution" if isinstance(first, nn.Conv2d) else "linear"
         config.ignored_scope = nncf.IgnoredScope(patterns=[f"{kind}_0/.*"], validate=False)
     return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)
@@ -232,7 +232,7 @@ def _quiet():
 
 
 def is_exported(folder: str | os.PathLike) -> bool:
-    """Whether `frugalvit export` wrote the folder."""
+    """Return whether `frugalvit export` wrote the folder."""
     return all((Path(folder).expanduser() / name).is_file() for name in (MANIFEST, REPORT))
 
 
@@ -241,10 +241,10 @@ def read_report(folder: Path) -> dict:
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         manifest = (folder / MANIFEST).read_text(encoding="utf-8")
-        # Transformers' other formats are pickled.
+        # Transformers' other formats are pickled, and a pickle can run code.
         if report["format"] not in FORMATS or report["format"] != json.loads(manifest)["export_format"]:
             raise ValueError(f"format {report['format']!r}, expected {' or '.join(FORMATS)} in both files")
-        # PyTorch imports the module that a defaultdict's structure names.
+        # To rebuild a defaultdict, PyTorch would import a module that the manifest names.
         if any(text in manifest for text in ("default_factory", "\\u")):
             raise ValueError(f"{MANIFEST} has more than dicts, lists and tuples of tensors")
         for part in report["parts"].values():
@@ -257,12 +257,12 @@ def read_report(folder: Path) -> dict:
 
 
 class ExportedModule(nn.Module):
-    """A program in a folder that `frugalvit export` wrote, called like the model that it was exported from, with its
-    `config`, `device` and named outputs. Threads may share it; a pickled module opens its folder again.
+    """A program in a folder that `frugalvit export` wrote. It is called like the original model, and has a `config`, a
+    `device` and named outputs. Threads may share it; unpickling opens the folder again.
 
     Args:
         folder (`str` or `os.PathLike`): The exported folder.
-        part (`str`, *optional*): Name of the program. Default: the one that reads images.
+        part (`str`, *optional*): Name of the program; by default, the program that reads images.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str | None = None):
@@ -273,7 +273,7 @@ class ExportedModule(nn.Module):
         self.precision = self.report.get("precision")
         check_format(self.format, self.precision)
         components = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))["components"]
-        # `parts_of` lists the program of the images first.
+        # `parts_of` lists the program that reads images first.
         self.part = part or next(iter(components))
         if self.part not in components or self.part not in self.report["parts"]:
             raise ValueError(f"{str(self.folder)!r} has no program {self.part!r}, expected one of {[*components]}.")
@@ -287,7 +287,7 @@ class ExportedModule(nn.Module):
                 exported = exporters.ExportedModel({self.part: component}, self.format)
                 exported.to("cpu", **_runner_options(self.format, self.precision))
                 self.config = PreTrainedConfig.from_pretrained(self.folder)
-        # Each runtime raises errors of its own.
+        # Each runtime has its own types of errors.
         except Exception as error:
             raise ValueError(f"Cannot load {str(self.folder)!r} in {self.format}: {first_line(error)}") from error
         self._runner = exported.runners[self.part]
@@ -311,10 +311,10 @@ class ExportedModule(nn.Module):
 
     @contextlib.contextmanager
     def _exclusive_runner(self):
-        """Lend a runner to one call. Transformers' runner for OpenVINO has a single infer request, in which calls of
-        several threads would overwrite each other's results; ONNX Runtime's binds inputs and outputs for each call."""
+        """Lend a runner to one call. Transformers' runner for OpenVINO has a single infer request, in which concurrent
+        calls would overwrite each other's results; the runner for ONNX Runtime binds tensors for each call."""
         try:
-            # Popping and appending are atomic.
+            # A list's `pop` and `append` are atomic, so threads need no lock.
             runner = self._idle_runners.pop()
         except IndexError:
             runner = copy.copy(self._runner)
@@ -333,10 +333,10 @@ class ExportedModule(nn.Module):
 def load_exported(
     name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str]
 ) -> ExportedModule:
-    """Load the program of an exported folder that reads images.
+    """Load from an exported folder the program that reads images.
 
     Raises:
-        ValueError: If the device is no CPU, or the program computes none of `outputs`. `kind` is for the message.
+        ValueError: If the device is no CPU, or the program computes none of `outputs`; the message names `kind`.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
@@ -349,7 +349,7 @@ def load_exported(
 def load_classifier(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, object]:
-    """Load a classifier, a model or an exported program, and its image processor. Arguments as in `load_model`."""
+    """Load an image classifier, exported or not, and its image processor. See `load_model` for the arguments."""
     if not is_exported(name):
         return load_model(name, "image-classification", device, trust_remote_code)
     kind = "an image classifier"
@@ -365,12 +365,12 @@ def _runner_options(name: str, precision: str) -> dict[str, object]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    # Threads that spin between calls would keep the cores from PyTorch, which works around each call.
+    # Threads that spin between calls would take cores that PyTorch needs before and after each call.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return {"session_options": options}
 
 
 def openvino_precision(precision: str) -> str:
-    """Return the precision in which OpenVINO computes all layers that are not int8. Its default depends on the
+    """Return the precision in which OpenVINO computes all layers that are not int8. OpenVINO's default depends on the
     machine."""
     return "bf16" if precision == "bfloat16" else "f32"

@@ -27,7 +27,7 @@ def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | 
     """Set the number of tokens of a model, if one is given.
 
     Raises:
-        ValueError: If the model has no choice of tokens, or cannot choose them by the confidence, if one is given.
+        ValueError: If the model has no choice of tokens, or cannot choose their number by a given `confidence`.
     """
     if num_tokens is not None:
         if not hasattr(model, "set_num_tokens"):
@@ -55,9 +55,9 @@ def as_record(image: object) -> Path | Mapping | Image.Image:
 
 class _Application:
     """A model that is called with any number of images and yields an array for each, in order. Threads may share it,
-    and it pickles."""
+    and it can be pickled."""
 
-    # Name of the arrays, for messages.
+    # What the arrays are, for messages.
     what: str
 
     def __init__(
@@ -74,7 +74,7 @@ class _Application:
     ):
         """
         Args:
-            model (`str`, `os.PathLike` or `nn.Module`): Model that ships, folder, hub id, or a loaded model.
+            model (`str`, `os.PathLike` or `nn.Module`): Name of a model that ships, folder, hub id, or loaded model.
             image_processor (*optional*): The image processor of a loaded model.
             num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
             num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one a CPU.
@@ -103,9 +103,9 @@ class _Application:
         self.dtype = parameter.dtype
 
     def __call__(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
-        """Yield an array for each image, in order. Images are paths, `bytes`, `PIL.Image.Image`s, uint8 arrays
-        `(height, width, channels)`, tensors `(channels, height, width)` or undecoded records of `datasets`, also
-        without end. Threads decode up to two batches ahead."""
+        """Yield an array for each image, in order. `images` may be endless; an image is a path, `bytes`, a
+        `PIL.Image.Image`, a uint8 array `(height, width, channels)`, a uint8 tensor `(channels, height, width)` or an
+        undecoded record of `datasets`. Threads decode up to two batches ahead."""
         is_array = isinstance(images, np.ndarray | torch.Tensor) and images.ndim < 4
         if is_array or isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
@@ -157,7 +157,7 @@ class Embedder(_Application):
         return image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
 
     def __getstate__(self) -> dict:
-        # The embedder is a closure, which cannot be pickled.
+        # `_run` is a closure, which cannot be pickled.
         return {name: value for name, value in vars(self).items() if name != "_run"}
 
     def __setstate__(self, state: dict):

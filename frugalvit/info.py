@@ -26,8 +26,8 @@ PROG = "frugalvit info"
 
 @dataclass(kw_only=True)
 class InfoOptions(Options):
-    """List tokens (latent and [CLS]), image size, parameters and multiply-accumulates for one image, without and with
-    attention's two products; for a CLIP or a LLaVA, those of its image side."""
+    """List tokens (latent and [CLS]), image size, parameters, and multiply-accumulates for one image, without and with
+    attention's two products. For a CLIP or a LLaVA, all but the parameters are those of its image side."""
 
     models: list[str] = argument(
         [],
@@ -65,8 +65,8 @@ def describe(name: str) -> dict[str, object]:
         name (`str`): A variant of the papers, a shipped model, a model folder or a hub id.
 
     Returns:
-        `name`, `tokens` (with [CLS]; `None` for a model of feature maps), `image_size`, `parameters` and the fields of
-        `count_macs`.
+        `name`, `tokens` (with [CLS]; `None` if the model computes feature maps), `image_size`, `parameters` and the
+        fields of `Macs`.
     """
     architecture, config = architecture_of(name)
     folder = Path(split_revision(name)[0])
@@ -82,7 +82,7 @@ def describe(name: str) -> dict[str, object]:
     vision = image_side(model)
     height, width = pair(vision.config.image_size)
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
-        # DINOv2's configuration has the size of its position embeddings; its processor makes smaller images.
+        # DINOv2's configuration has the image size of the position embeddings, but the processor makes smaller images.
         height, width = size_made_by(load_processor(folder, COUNTED))
     if is_sparseformer(vision.config):
         tokens = vision.config.default_num_tokens + vision.config.num_prefix_tokens
@@ -103,8 +103,8 @@ def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torc
     """Measure the models of `describe`'s rows, with random weights.
 
     Returns:
-        A row for each model and number of tokens that it is trained for: the model's row with the costs at that
-        number, `num_tokens` (`None` for models without a choice) and `images/s`.
+        For each model and each number of tokens that it is trained for, the model's row with the tokens and costs of
+        this number, `num_tokens` (`None` for models without a choice) and `images/s`.
     """
     measured = []
     models = {}

@@ -30,10 +30,10 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
         num_channels (`int`, *optional*, defaults to 3): Channels of the image.
 
     Returns:
-        `macs`, without the two products of attention (queries with keys, weights with values), as many counters have
+        `macs`, without the two products of attention (queries with keys, weights with values), as many counters report
         it, and `macs_with_attention`.
     """
-    # PyTorch's counter misses the fused attention of some devices.
+    # PyTorch's counter misses the fused attention of some devices, so attention is not fused here.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         _run(model, image_size, num_channels)
     flops = counter.get_flop_counts()
@@ -50,7 +50,7 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
 
 def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
     """Count the operations that Context Broadcasting adds for one image, as in the paper's tables S5 and S6: one for
-    each token and channel, two for `cb_hybrid`. `count_macs` does not count them. Arguments as in `count_macs`."""
+    each token and channel, two for `cb_hybrid`. For the arguments, see `count_macs`, which does not count them."""
     operations = []
 
     def count(module: ContextBroadcast, args, output: torch.Tensor):
@@ -68,7 +68,7 @@ def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int],
 @torch.no_grad()
 def _run(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    # Count all tokens of the last block, of which a SparseFormer's classifier skips those that it does not read.
+    # Count all tokens of the last block, where a SparseFormer skips tokens that its classifier does not read.
     skipping = [module for module in model.modules() if getattr(module, "skips_unread_tokens", False)]
     for module in skipping:
         module.skips_unread_tokens = False

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from .training.files import atomic_file, check_file_path
 
 
-# Width of the margin around the image, as a share of the image; boxes beyond it are cut off.
+# Width of the margin around the image, as a share of the image's side; boxes are cut off beyond the margin.
 MARGIN = 0.15
 # Largest number of overlapping boxes that readers can distinguish.
 MOST_BOXES = 16
@@ -102,7 +102,7 @@ def save_figure(figure: Figure, path: str | os.PathLike) -> None:
 
 
 def check_picture_path(path: str | os.PathLike) -> Path:
-    """Return the path if a picture can be written there; raise as `save_figure` does otherwise."""
+    """Return the path if a picture can be written there; otherwise raise the error that `save_figure` would raise."""
     path = Path(path)
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:

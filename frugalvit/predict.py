@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     predicted = predict_files(
         model,
         image_processor,
-        # The limit counts images that can be read.
+        # The limit counts readable images only, so with `skip_corrupt` the loop below applies it.
         images if options.skip_corrupt else islice(images, options.limit),
         batch_size=options.batch_size,
         num_workers=options.num_workers,
@@ -125,11 +125,11 @@ class Prediction:
 
     Args:
         labels (`list[tuple[str, float]]`): Labels and their scores.
-        num_tokens (`int`, *optional*): Latent tokens, where the confidence chose them.
+        num_tokens (`int`, *optional*): Number of latent tokens, if the confidence chose it.
         view (`torch.Tensor` of shape `(channels, height, width)`, *optional*): The model's input, 0 to 1.
         rois (`list[torch.Tensor]`): `(tokens, 4)` after every adjustment.
-        sampling_points (`list[torch.Tensor]`): `(tokens, points, 2)` of every sampling, for the papers' models.
-        is_regression (`bool`): Whether scores are numbers of a regression.
+        sampling_points (`list[torch.Tensor]`): `(tokens, points, 2)` of every sampling, if the model samples.
+        is_regression (`bool`): Whether scores are a regression's numbers.
     """
 
     labels: list[tuple[str, float]]
@@ -200,7 +200,7 @@ def predict_pixels(
         pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Images.
         top (`int`, *optional*, defaults to 5): Number of labels for each image.
         num_tokens (`int`, *optional*): Latent tokens of this call; the model's own by default.
-        confidence (`float`, *optional*): Few tokens first, and more for images of a lower score.
+        confidence (`float`, *optional*): Compute with few tokens first, and with more for images of a lower score.
         output_rois (`bool`, *optional*, defaults to `False`): Return views, RoIs and sampling points, too.
     """
     config = model.config
@@ -240,7 +240,7 @@ def predict_pixels(
 def draw_predictions(
     predictions: Sequence[Prediction], captions: Sequence[str] | None = None, all_steps: bool = False
 ):
-    """Draw the RoIs of predictions with `output_rois=True`; other arguments and return value as in `draw_rois`."""
+    """Draw the RoIs of predictions made with `output_rois=True`. See `draw_rois` for the other arguments."""
     rois = [torch.stack(step) for step in zip(*(prediction.rois for prediction in predictions), strict=True)]
     points = [torch.stack(step) for step in zip(*(each.sampling_points[-1:] for each in predictions), strict=True)]
     views = [prediction.view for prediction in predictions]
@@ -260,7 +260,7 @@ def format_prediction(name: str, prediction: Prediction) -> str:
 
 
 def find_images(names: Sequence[str]) -> list[Path]:
-    """Find image and parquet files, given files, folders, which are searched at any depth, or patterns."""
+    """Find image and parquet files. Names are files, patterns, or folders, which are searched at any depth."""
     found = []
     for name in names:
         path = Path(name).expanduser()
@@ -270,9 +270,9 @@ def find_images(names: Sequence[str]) -> list[Path]:
                 leave_out(unread, NOT_READ)
             files = [file for file in files if file not in unread and file.name not in METADATA_FILES]
         else:
-            # `Path.glob` does not follow links at **, which may lead in circles.
+            # At `**`, `Path.glob` does not follow links, because they may lead in circles.
             matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            # Reading a pipe would wait for its writer. Hidden files are read only if their names are given.
+            # Pipes are left out, as reading waits for a writer, and hidden files, unless their names are given.
             files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")
@@ -285,7 +285,7 @@ def _hidden(path: Path) -> set[str]:
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield the name of each image file, and of each image in a parquet file, with its path or record."""
+    """Yield each image file's name and path, and the name and record of each image in a parquet file."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):
@@ -295,7 +295,7 @@ def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterat
 
 
 def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
-    """Yield the undecoded images of a parquet file, from the column that a training would read."""
+    """Yield the undecoded images of a parquet file, from the column that training would read."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:

@@ -1,4 +1,4 @@
-"""`frugalvit publish`: upload a model to the hub, in half the bytes, after trying it where frugalvit is missing."""
+"""`frugalvit publish`: upload a model to the hub, in half the bytes, after running it without frugalvit."""
 
 import functools
 import json
@@ -40,9 +40,9 @@ from .without_package import outputs_of
 
 
 PROG = "frugalvit publish"
-# Name of the model in cards before it has a hub id.
+# Placeholder for the hub id in cards of models that have none yet.
 UNNAMED = "path/or/id"
-# The hub refuses cards with other licenses than its identifiers, which are written so.
+# Form of the hub's license identifiers, such as `apache-2.0`. The hub refuses cards with any other license.
 LICENSE_ID = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
 ACCESS_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
@@ -110,8 +110,8 @@ def upload(folder: Path, repo_id: str, private: bool = False):
 
 
 def save_compact(model: PreTrainedModel, folder: Path):
-    """Save a float32 model in half precision, to be loaded as float32 again; weights that the model keeps in float32
-    are saved so."""
+    """Save a float32 model in half precision; it is loaded as float32 again. Weights that the model's class declares
+    as needing float32 are saved in float32."""
     strict = tuple(model._keep_in_fp32_modules_strict or ())
     weights = {
         name: tensor.to(torch.float16) if tensor.is_floating_point() and not name.endswith(strict) else tensor
@@ -125,7 +125,7 @@ def save_compact(model: PreTrainedModel, folder: Path):
     # The model itself stays float32, and so does the dtype in its configuration.
     model.save_pretrained(folder, state_dict=weights)
     if not isinstance(model, HubModel):
-        # A foreign auto_map names foreign code, which `check_outputs` would run.
+        # The `auto_map` of a model from elsewhere may name code from elsewhere, which `check_outputs` would run.
         strip_auto_map(folder)
 
 
@@ -142,7 +142,7 @@ def copy_companions(source: Path, folder: Path):
 
 
 def write_card(model: PreTrainedModel, folder: Path, license: str | None = None, repo_id: str | None = None):
-    """Complete the card of the folder to upload: a short card if there is none, the license and the hub id."""
+    """Complete the card in the folder: write a short card if there is none, and fill in license and hub id."""
     file = folder / "README.md"
     if not file.is_file():
         model_card(model).save(file)
@@ -183,7 +183,7 @@ def check_code(path: Path, part: dict) -> dict:
 
 
 def check_outputs(folder: Path):
-    """Raise a ValueError unless a folder loads where frugalvit is not installed, and computes the same there."""
+    """Raise a ValueError unless the folder's model loads without frugalvit and computes the same outputs."""
     model = load_saved_model(folder)
     image_processor = load_processor(folder)
     images = [Image.effect_noise((64, 64), 50).convert("RGB") for _ in range(2)]
@@ -198,7 +198,7 @@ def check_outputs(folder: Path):
         files = [f"{home}/inputs", f"{home}/outputs"]
         save_file(inputs, files[0])
         command = [sys.executable, "-c", source, str(folder.absolute()), loader, *files]
-        # Transformers caches the code of models in HF_HOME, which has to be empty.
+        # Transformers caches models' code in HF_HOME. An empty folder makes sure that only this folder's code runs.
         environment = os.environ | {"HF_HOME": home, "HF_HUB_OFFLINE": "1"}
         process = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
         if process.returncode:

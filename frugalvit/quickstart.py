@@ -23,7 +23,7 @@ from .versions import origin
 PROG = "frugalvit quickstart"
 TEACHER = "caltech101-vit"
 TOKENS = [9, 16, 25, 36, 49, 64]
-# Numbers of tokens to compare, and image sizes at which the teacher costs about as much as 16 and 36 tokens.
+# Numbers of tokens to compare, and image sizes at which the teacher costs about as much as students with 16 and 36.
 COMPARED_TOKENS = [9, 16, 36]
 RESOLUTIONS = [56, 84]
 # Numbers of photographs to learn from and to test on.
@@ -31,7 +31,7 @@ NUM_IMAGES = (560, 300)
 QUICK_NUM_IMAGES = (56, 30)
 # Measured passes for each speed.
 ROUNDS = 2
-# On few photographs, more and smaller steps than those of the default recipe give better students.
+# On few photographs, more and smaller steps than in the default recipe give better students.
 BATCH_SIZE = 8
 LEARNING_RATE = 5e-4
 # Tokens of the student in the picture of RoIs.

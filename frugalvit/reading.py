@@ -1,4 +1,4 @@
-"""Read images ahead by threads."""
+"""Read images ahead in threads."""
 
 import os
 from collections import deque
@@ -42,8 +42,8 @@ def read_ahead(
         while pending:
             yield pending.popleft()
     finally:
-        # When the iteration ends early, futures that were not yielded have no reader.
+        # If the iteration ends early, nothing reads the remaining futures.
         for _, future in pending:
             future.cancel()
-        # The generator may be collected in one of the threads, which then cannot wait for itself.
+        # The generator may be garbage-collected in one of the pool's threads, which cannot wait for itself.
         pool.shutdown(wait=False)

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 
-# Rounds that are not measured.
+# Rounds at the start that do not count.
 WARMUP = 2
 
 
@@ -25,7 +25,7 @@ def images_per_second(
         models (`Mapping[Hashable, Callable]`): Models by name.
         pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)` or a mapping of them by name):
             One batch for all models, or one for each.
-        rounds (`int`, *optional*, defaults to 20): Measured rounds, after `WARMUP` others.
+        rounds (`int`, *optional*, defaults to 20): Measured rounds, after `WARMUP` rounds that do not count.
 
     Returns:
         Images per second by name, from the median of the rounds.

@@ -22,8 +22,8 @@ PROG = "frugalvit swap"
 
 @dataclass(kw_only=True)
 class SwapOptions(OutputOptions):
-    """Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision with a SparseFormer in the place of the vision tower
-    that it was bootstrapped from, and its processor. The language model stays unchanged."""
+    """Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision and its processor, after replacing the vision tower
+    by a SparseFormer that was bootstrapped from this tower. The language model stays unchanged."""
 
     model: str = argument(help="The vision-language model: folder or hub id (@revision, too).")
     vision_model: str = argument(help="The SparseFormer: a folder that `frugalvit bootstrap` wrote.")
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         num_patches = image_grid(vlm.config) ** 2
         about = f", in {options.dtype}"
         if options.quantize:
-            # The weights are written as they are stored, and loaded by the same quantizer.
+            # The quantized weights are written unchanged, so loading needs the same quantizer and configuration.
             model.hf_quantizer = vlm.hf_quantizer
             model.config.quantization_config = vlm.config.quantization_config
             about += f", its language model in {options.quantize}"
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 def pixel_pairs(
     processor, old_processor, images: datasets.Dataset, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield batches of images as two processors prepare them, for `match_channels_`."""
+    """Yield batches of the same images, prepared by both processors, for `match_channels_`."""
     both = [
         image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)

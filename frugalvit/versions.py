@@ -14,14 +14,14 @@ def origin() -> dict[str, dict]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of packages that results depend on, and the commit of a clone."""
+    """Return the versions of Python and of packages that results depend on, and, in a clone, the commit."""
     packages = ("frugalvit", "torch", "torchvision", "transformers", "accelerate", "datasets")
     found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
     return found | ({"commit": known} if (known := commit()) else {})
 
 
 def commit() -> str | None:
-    """The commit of the clone that this file is in, with a mark where files differ from it; None elsewhere."""
+    """Return the commit of the clone that holds this file, marked if files differ from it; None without a clone."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None

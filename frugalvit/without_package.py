@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 @torch.inference_mode()
 def outputs_of(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compute the outputs of a model from images and, for a CLIP, texts. Return them by number."""
+    """Compute the outputs of a model from images and, for a CLIP, texts. Return the tensors, numbered in order."""
     if hasattr(model, "get_image_features"):
         outputs = [model.get_image_features(inputs["pixel_values"]).pooler_output]
         if hasattr(model, "get_text_features"):
@@ -26,7 +26,7 @@ def outputs_of(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 if __name__ == "__main__":
-    # With None there, `import frugalvit` fails.
+    # This entry makes `import frugalvit` fail.
     sys.modules["frugalvit"] = None
     folder, loader, file, output = sys.argv[1:]
     if hasattr(transformers, loader):

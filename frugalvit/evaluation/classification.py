@@ -47,7 +47,7 @@ def classification_accuracy(
     occluded_share: float | None = None,
     **reading,
 ) -> dict[str, object]:
-    """Measure the accuracy of an image classifier, whose classes are matched with the data set's by name.
+    """Measure the accuracy of an image classifier. Its classes are matched by name with the classes of the data set.
 
     Args:
         model (`PreTrainedModel`): The classifier.

@@ -19,14 +19,14 @@ EMBEDDINGS = ["image_embeds", "pooler_output"]
 def image_embedder(
     model: nn.Module, image_size: tuple[int, int] | None = None, num_tokens: int | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function of a model that embeds images.
+    """Return a function that embeds images with a model.
 
-    The embedding is the input of the model's classifier, or of the classifier that it would have: pooled tokens of a
-    transformer, a pooled feature map of a convolutional network. The embedding of a CLIP, or of a SparseFormer
-    bootstrapped from one, is projected, and not normalized.
+    The embedding is the classifier's input or, if the model has no classifier, the features that a classifier would
+    read: pooled tokens of a transformer, a pooled feature map of a convolutional network. A CLIP, or a SparseFormer
+    bootstrapped from one, gives projected embeddings. Only an exported CLIP normalizes them.
 
     Args:
-        model (`nn.Module`): A model of `load_model` or `load_exported`.
+        model (`nn.Module`): A model from `load_model` or `load_exported`.
         image_size (`tuple[int, int]`, *optional*): Height and width of the images in pixels.
         num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
 
@@ -63,7 +63,7 @@ def without_agent(model: nn.Module) -> nn.Module:
 
 
 def image_maker(image_processor):
-    """Return an image processor that makes images; for one that makes patches (SigLIP 2 NaFlex), one of squares."""
+    """Return an image processor that makes images. A processor that makes patches (SigLIP 2 NaFlex) is replaced."""
     if not hasattr(image_processor, "max_num_patches"):
         return image_processor
     image_format = ImageFormat.from_processor(image_processor)

@@ -19,9 +19,10 @@ from ..training.text import shortened
 
 
 def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -> tuple[datasets.Dataset, str]:
-    """Load the images that the arguments name, and the name of their split: `split`, or the first split for
-    evaluation that has labels, or "train" where there is none. With `held_back`, the part of "train" that trainings
-    hold back takes its place, see `hold_back`: a model that was trained on these images has not learned from it."""
+    """Load the images that the arguments name, and return them with their split: `split`, or the first split for
+    evaluation that has labels, or "train" if no split is for evaluation. With `held_back`, "train" is replaced by the
+    part that trainings hold back, see `hold_back`, so that a model trained on this data set has not learned from
+    it."""
     splits = [arguments.split]
     is_held_back = False
     if not arguments.split:
@@ -57,8 +58,8 @@ def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -
 
 
 def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
-    """Load the images to learn from, the images to test on and the name of their split. Without a split for
-    evaluation, a tenth of the images is held back to test on. `limit` is not applied."""
+    """Load the images to learn from, the images to test on and the test split's name. Without a split for evaluation,
+    a tenth of the images is held back to test on. `limit` is not applied."""
     if arguments.split == arguments.train_split and not arguments.eval_dataset:
         raise ValueError(f"split and train_split are both {arguments.split!r}; expected different parts.")
     options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
@@ -77,7 +78,7 @@ def reading_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
-    """Return the first `limit` records; all without a limit."""
+    """Return the first `limit` records, or all records if there is no limit."""
     return table.select(range(min(limit, len(table)))) if limit else table
 
 
@@ -89,7 +90,7 @@ def image_batches(
     Args:
         image_processor: Image processor of the model.
         images (`datasets.Dataset`): A column `image`, not decoded.
-        batch_size (`int`, *optional*, defaults to 64): Images in a batch, those included that cannot be read.
+        batch_size (`int`, *optional*, defaults to 64): Images in a batch; unreadable images count, too.
         num_workers (`int`, *optional*, defaults to 0): Number of decoding threads, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
     """

@@ -54,7 +54,7 @@ def neighbor_scores(
         neighbors (`int`, *optional*, defaults to 20): Number of neighbors that vote.
 
     Returns:
-        `torch.Tensor`: Scores `(images, classes)`, of which each row sums to 1.
+        `torch.Tensor`: Scores `(images, classes)`; each row sums to 1.
     """
     if len(known) < neighbors:
         raise ValueError(f"neighbors is {neighbors}, expected at most the {len(known)} labeled images.")

@@ -63,7 +63,7 @@ def read_answer(text: str, num_choices: int) -> int | None:
     An option is named by its letter alone or before a punctuation mark, or by "the answer is" and its letter.
     """
     letters = ascii_uppercase[:num_choices]
-    # The article of "A dog" names no option.
+    # The "A" in the answer "A dog" is an article and names no option.
     match = re.match(rf"\s*\(?([{letters}])\s*(?:[).:,]|$)", text, re.MULTILINE) or re.search(
         rf"answer is:?\s*\(?([{letters}])\b", text, re.IGNORECASE
     )
@@ -79,8 +79,8 @@ def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size
         batch_size (`int`, *optional*, defaults to 8): Questions in a batch.
 
     Returns:
-        `dict`: `questions`, `accuracy`, `image_accuracy` and `text_accuracy` (`None` without such questions), and
-        `unanswered`, the number of answers that name no option.
+        `dict`: `questions`, `accuracy`, `image_accuracy` and `text_accuracy` (with and without an image; `None`
+        without questions), and `unanswered`, the number of answers that name no option.
     """
     right = {True: [], False: []}
     unanswered = 0
@@ -106,8 +106,8 @@ def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size
 
 @torch.inference_mode()
 def answer_questions(model, processor, records: Sequence[dict], indices: Sequence[int]) -> list[str]:
-    """Generate answers to questions which all have an image, or none of which has one. `indices` are their numbers,
-    for messages."""
+    """Generate answers to questions. Either all questions have an image, or none has. `indices` are the questions'
+    numbers, for messages."""
     images = None
     token = ""
     if records[0]["image"] is not None:

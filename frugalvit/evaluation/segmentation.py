@@ -71,13 +71,13 @@ def segmentation_scores(
 
     Args:
         model (`PreTrainedModel`): The segmentation model.
-        image_format (`ImageFormat`): Size and normalization of its images.
+        image_format (`ImageFormat`): Size and normalization of the model's images.
         images (`datasets.Dataset`): Columns `image` and `mask`, not decoded.
         read_mask (`MaskReader`): Reader of the masks.
         batch_size (`int`, *optional*, defaults to 16): Images, or windows of one image, in a forward pass.
         window (`int`, *optional*):
-            Side in pixels of a square window, which slides by two thirds of its side over the image, whose shorter
-            side is resized to the window's. Without a window, the image is resized to the model's size.
+            Side in pixels of a square window, which slides in steps of two thirds of its side over the image, after
+            the image's shorter side was resized to it. Without a window, the image is resized to the model's size.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
 
     Returns:
@@ -125,7 +125,7 @@ def _logits(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
 def _slide(
     model: PreTrainedModel, image_format: ImageFormat, picture: Image.Image, window: int, batch_size: int
 ) -> torch.Tensor:
-    """Average the logits of all windows that contain a pixel: `(1, classes, height, width)` of the resized image."""
+    """Average each pixel's logits over the windows around it: `(1, classes, height, width)` of the resized image."""
     if max(picture.size) > LONGEST * min(picture.size):
         raise ValueError(
             f"An image has {picture.width:,} x {picture.height:,} pixels; where a window slides it may be {LONGEST} "
@@ -134,7 +134,7 @@ def _slide(
     pixels = image_format.normalize(_resize(picture, (window,), image_format)[None])
     along = 2 if pixels.shape[2] > window else 3
     length = pixels.shape[along]
-    # The last window ends with the image.
+    # The last window ends at the image's edge.
     starts = sorted({*range(0, length - window, max(window * 2 // 3, 1)), length - window})
     views = torch.cat([pixels.narrow(along, start, window) for start in starts])
     total = torch.zeros(1, model.config.num_labels, *pixels.shape[2:])

@@ -69,11 +69,11 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
     """Load a CLIP's tokenizer.
 
     Raises:
-        ValueError: If its files are missing. Transformers may then make a tokenizer without a vocabulary, which maps
-            all texts to the same tokens.
+        ValueError: If the tokenizer's files are missing. Transformers may make a tokenizer without a vocabulary from
+            the other files, which maps all texts to the same tokens.
     """
     tokenizer = load_processor(name, "a CLIP with a tokenizer", trust_remote_code, AutoTokenizer)
-    # The embedding matrix of a model may have more rows than its tokenizer has tokens.
+    # The counts may differ a little: an embedding matrix may have more rows than the tokenizer has tokens.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
             f"The tokenizer of {name!r} has {len(tokenizer):,} tokens and its model {vocab_size:,}; put its files "

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
-    """Return the names of the classes: ImageNet's for `"imagenet"`, the lines of a file, or the data set's."""
+    """Return class names: ImageNet's for `"imagenet"`, otherwise the lines of a file or the data set's names."""
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with label_column.")
@@ -59,8 +59,8 @@ def read_templates(source: str) -> list[str]:
 def zero_shot_classifier(
     towers: TwoTowers, names: Sequence[str], templates: Sequence[str], batch_size: int = 64
 ) -> torch.Tensor:
-    """Compute the weights of a zero-shot classifier `(width, classes)`: the normalized mean embedding of the sentences
-    about each class."""
+    """Compute the weights `(width, classes)` of a zero-shot classifier: for each class, the normalized mean embedding
+    of the sentences about it."""
     texts = [template.format(name) for name in names for template in templates]
     embeddings = embed_all_texts(towers, texts, batch_size).unflatten(0, (len(names), len(templates)))
     return torch.nn.functional.normalize(embeddings.mean(1), dim=-1).mT
