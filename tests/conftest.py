@@ -9,8 +9,8 @@ import sys
 import types
 
 
-# Tests run in parallel, so several threads each would slow them. Results of one thread are also equal bit by bit
-# between processes. PyTorch reads the variable when it is imported.
+# Test processes run in parallel, and several threads in each would slow them. With one thread, results are also equal
+# bit by bit between processes. PyTorch reads the variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import httpx2
@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from huggingface_hub.utils._http import default_client_factory
 
 
-# These modules have few, long tests, many of which wait for processes.
+# Names of modules with few, long tests, in the order in which parallel test processes start them.
 LONG_MODULES = (
     "export",
     "ecosystem",
@@ -45,14 +45,14 @@ def fresh_accelerator():
 
 @pytest.fixture(scope="session", autouse=True)
 def default_signals():
-    """Restore signals, which a shell ignores in background processes."""
+    """Restore the default handlers of SIGINT and SIGHUP, because processes started with `&` or `nohup` ignore them."""
     for name, default in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
             signal.signal(getattr(signal, name), default)
 
 
 def pytest_configure():
-    """Block the package by which OpenVINO sends usage data, because it forks the process."""
+    """Block `openvino_telemetry`, which sends usage data of OpenVINO, because this package forks the process."""
     sys.modules["openvino_telemetry"] = None
 
 
@@ -70,14 +70,14 @@ def pytest_collection():
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_imported_objects():
-    """Exclude objects of earlier modules from later garbage collections, because `Trainer` collects at each
+    """Exclude objects of earlier modules from later garbage collections, because `Trainer` collects garbage in each
     training."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """With several processes, run long modules first, so that no process is left with one at the end."""
+    """With several processes, run long modules first, so that no process starts a long module near the end."""
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}": index for index, name in enumerate(LONG_MODULES)}
         items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
@@ -138,7 +138,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def imported_once(monkeypatch):
-    """Check repositories without frugalvit in forks of a process that has imported Transformers."""
+    """Make `frugalvit publish` check folders in forks of a process that has imported Transformers, not frugalvit."""
     from processes import run_in_server
 
     monkeypatch.setattr("frugalvit.publish.subprocess", types.SimpleNamespace(run=run_in_server))
@@ -154,8 +154,8 @@ def scenes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def write_parquet(tmp_path):
-    """Function that writes images whose color is their index, and labels that take turns. `corrupt` lists images with
-    truncated bytes."""
+    """Function that writes a parquet file of images, whose colors and labels follow from their indices. `corrupt` lists
+    the indices of images with truncated bytes."""
     import datasets
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Run a training under DeepSpeed on CPUs, which Accelerate does not support.
+"""Run a training with DeepSpeed on CPUs, a combination that Accelerate does not support.
 
     torchrun --nproc-per-node 2 deepspeed_on_cpus.py MODULE ARGUMENTS
 

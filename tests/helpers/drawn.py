@@ -15,13 +15,13 @@ def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
 
 
 def noise(size: tuple[int, int] = (48, 40), seed: int = 0) -> Image.Image:
-    """Return a random image of a width and height. Equal seeds give equal images."""
+    """Return a random image; `size` is its width and height. Equal seeds give equal images."""
     pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:
-    """Return an image of rectangles and its mask with four classes. A pixel has 60 times its class as its value."""
+    """Return an image of rectangles and its mask with four classes. The value of a pixel is 60 times its class."""
     generator = np.random.default_rng(seed)
     mask = np.zeros((height, width), np.uint8)
     for label in (1, 2, 3):
@@ -31,7 +31,7 @@ def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.
 
 
 def write_scenes(path: Path, count: int = 12, change=None) -> str:
-    """Write scenes to a parquet file and return its name. `change` modifies the columns in place."""
+    """Write scenes to a parquet file and return its path. `change` modifies the columns in place."""
     scenes = [scene(seed) for seed in range(count)]
     columns = {
         "image": [{"bytes": encode(image), "path": None} for image, _ in scenes],

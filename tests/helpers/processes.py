@@ -1,4 +1,4 @@
-"""Processes and threads of tests."""
+"""Run code of tests in other processes and in threads."""
 
 import atexit
 import functools
@@ -26,7 +26,7 @@ def run_without_frugalvit(directory: Path, *arguments):
 
 
 def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
-    """Return logits of a model loaded from a folder and of a saved copy. Check that the copies have equal code."""
+    """Return logits of a model loaded from a folder, and of its saved copy. Check that saving keeps the model's code."""
     save_file(inputs, directory / "inputs")
     run_without_frugalvit(directory, "compute", folder, loader, directory / "inputs", directory / "outputs")
     if isinstance(folder, Path):
@@ -39,7 +39,7 @@ def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, 
 
 
 def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
-    """Run a request in a fork of the server; return its output if it failed."""
+    """Run an action in a fork of the server. Return what the fork printed if the action failed, else None."""
     server = serving()
     server.stdin.write(json.dumps({"directory": str(directory), "arguments": arguments}) + "\n")
     server.stdin.flush()
@@ -75,7 +75,7 @@ def web_server(command: list[str], home: Path, environment: dict[str, str]):
 
 @functools.cache
 def serving() -> subprocess.Popen:
-    """Return the server of this test process, which the first call starts and the end of the process stops."""
+    """Return the server of this test process. The first call starts the server; it ends with the test process."""
     home = tempfile.mkdtemp(prefix="without-frugalvit-")
     server = subprocess.Popen(
         [sys.executable, str(SCRIPT), "serve"],
@@ -104,12 +104,12 @@ def environment(home: str | Path) -> dict[str, str]:
 
 
 def first_answers(application, images: list) -> list:
-    """Run a `Classifier` or an `Embedder` in a process that received it by pickle."""
+    """Return the outputs of a `Classifier` or an `Embedder`, in a process to which `application` was pickled."""
     return list(application(images))
 
 
 def answers_of_threads(applications: list, images: list, calls: int = 160) -> list[tuple[int, int, object]]:
-    """Call applications from eight threads, one image a call; return indices of application and image, and answers."""
+    """Call applications from eight threads. Return index of application, index of image and output for each call."""
 
     def ask(number: int) -> tuple[int, int, object]:
         which, index = number % len(applications), number % len(images)

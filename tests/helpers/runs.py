@@ -1,4 +1,4 @@
-"""Checks that tests of every training share."""
+"""Checks that the tests of all training commands share."""
 
 import importlib
 
@@ -10,12 +10,12 @@ from frugalvit.cli import main
 from frugalvit.training.trainer import ImageTrainer
 
 
-# Names with these ends differ between equal runs: times, and sums that `Trainer` resets when it resumes.
+# Logged values with these suffixes differ between equal runs: times, and sums that `Trainer` resets when it resumes.
 MEASURED = ("_per_second", "runtime", "total_flos", "train_loss")
 
 
 def parse(command: str, output_dir, **options) -> tuple:
-    """Return the module of a training and its dataclasses of arguments."""
+    """Return the module of a training command and its parsed dataclasses of arguments."""
     module = importlib.import_module(f"frugalvit.training.{command}")
     words = command_words(**SHORT | {"output_dir": output_dir} | options)
     return module, module.make_parser().parse(words)
@@ -28,8 +28,8 @@ def make(command: str, output_dir, **options):
 
 
 def check_defaults(command: str, output_dir, make_in_python, **options):
-    """Check that the trainer of `make_in_python(trainer, args)` ends with the arguments of the command's trainer."""
-    # The defaults of both are compared, not the values for short runs.
+    """Check that `make_in_python(trainer, args)` returns a trainer with the arguments of the command's trainer."""
+    # None removes the values in `SHORT`, so that the defaults are compared.
     options = dict.fromkeys(("num_train_epochs", "per_device_train_batch_size", "logging_steps")) | options
     own = make(command, output_dir, **options)
     _, (*_, args) = parse(command, output_dir, **options)
@@ -37,7 +37,7 @@ def check_defaults(command: str, output_dir, make_in_python, **options):
 
 
 class Interrupt(TrainerCallback):
-    """Callback that simulates Ctrl-C during a step, counted from 0."""
+    """Callback that simulates Ctrl-C during a step; the first step is 0."""
 
     def __init__(self, trainer, step: int):
         self.trainer = trainer
@@ -49,14 +49,14 @@ class Interrupt(TrainerCallback):
 
 
 def records(trainer) -> list[dict]:
-    """Return a trainer's log without times."""
+    """Return a trainer's log without the values that `MEASURED` names."""
     history = trainer.state.log_history
     return [{name: value for name, value in each.items() if not name.endswith(MEASURED)} for each in history]
 
 
 def check_resumes(command: str, folder, step: int, **options):
-    """Check that a run which is interrupted within an epoch and resumed gives the weights of an uninterrupted run, bit
-    by bit."""
+    """Check that a run, interrupted within an epoch and resumed, gives the same weights as an uninterrupted run, bit by
+    bit."""
     whole = run_command(command, folder / "whole", **options)
     stopped = make(command, folder / "again", **options)
     assert step % (stopped.num_examples(stopped.get_train_dataloader()) // stopped.args.train_batch_size)

@@ -1,8 +1,8 @@
 """Run trainings in several processes: `python several_processes.py JOBS`.
 
-It starts forked processes as torchrun does, but imports once for all of them. JOBS is a JSON file with a list of jobs.
-A job has a `module`, its `words`, the number of `processes`, their `environment`, which may enable FSDP, and a `log`.
-Process RANK appends its standard error to the file `log`.RANK.
+It replaces torchrun: processes are forks of this one, so libraries are imported once. JOBS is a JSON list of jobs. A
+job has a `module`, its command-line `words`, the number of `processes`, their `environment`, which may enable FSDP,
+and a `log`. Process RANK appends its standard error to the file `log`.RANK.
 """
 
 import gc
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    # A garbage collection would copy imported objects into every process.
+    # A garbage collection writes to the memory of imported objects, which each fork would then have to copy.
     gc.freeze()
     for job in json.load(open(sys.argv[1])):  # noqa: SIM115
         port, children = free_port(), []

@@ -41,7 +41,7 @@ def randomize(model: nn.Module, scale: float = 0.1) -> nn.Module:
 
 
 def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose ids are indices into `words`. It adds [BOS] and [EOS] if `words` has them."""
+    """Return a tokenizer whose ids are indices into `words`. It adds [BOS] and [EOS] to texts if `words` has both."""
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if "[BOS]" in words:
@@ -104,7 +104,7 @@ def make_processor(llava) -> LlavaProcessor:
     )
 
 
-# Vocabulary size of a PaliGemma, whose processor adds location and segmentation tokens.
+# Vocabulary size of a PaliGemma: large, because its processor adds location and segmentation tokens.
 PALIGEMMA_TOKENS = 1300
 
 
@@ -139,7 +139,7 @@ def make_paligemma_processor() -> PaliGemmaProcessor:
 
 
 def save_to_swap(folder: Path, model, **fields) -> list[str]:
-    """Save a LLaVA or a PaliGemma with its processor, and a tower for it; return the options of commands for both."""
+    """Save a LLaVA or a PaliGemma with its processor, and a tower. Return the options that name model and tower."""
     processor = make_processor(model) if model.config.model_type == "llava" else make_paligemma_processor()
     for part in (model, processor):
         part.save_pretrained(folder / model.config.model_type)

@@ -1,4 +1,4 @@
-"""Training commands in this process, on a few images."""
+"""Run training commands in this process, on a few images."""
 
 import importlib
 
@@ -15,7 +15,7 @@ from tiny import SMALL
 TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 STUDENT = SMALL | {"mixing_hidden_size": 8}
 TINY_STUDENT = ",".join(f"{name}={value}" for name, value in STUDENT.items())
-# A few steps on the CPU.
+# Options for a run of a few steps on the CPU.
 SHORT = {
     "train_split": "train[:64]",
     "eval_split": "test[:32]",
@@ -28,7 +28,7 @@ SHORT = {
 
 
 def command_words(**options) -> list[str]:
-    """Return arguments of a command line, without those that are None."""
+    """Return options as words of a command line. Options that are None are left out."""
     words = []
     for name, value in options.items():
         if value is not None:
@@ -37,7 +37,7 @@ def command_words(**options) -> list[str]:
 
 
 def values_of(groups) -> list[dict]:
-    """Return the fields of dataclasses, except those that describe this process."""
+    """Return the fields of dataclasses, except fields that describe this process."""
     left_out = ("distributed_state", "_n_gpu", "command")
     return [{name: value for name, value in vars(group).items() if name not in left_out} for group in groups]
 

@@ -49,7 +49,7 @@ def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[],
 
 
 def of_two_sides(family: str, model: str = "Model", vision=IMAGES, text=(), **fields) -> Callable[[], nn.Module]:
-    """Return a function that builds a model of Transformers for images and texts, or the classifier of its tower."""
+    """Return a function that builds a Transformers model of images and texts, or a classifier on its vision tower."""
 
     def make() -> nn.Module:
         sides = {"vision_config": SIZES | vision, "text_config": TEXT | dict(text)}
@@ -83,7 +83,7 @@ def of_open_clip(trunk: str | None = None, **fields) -> Callable[[], nn.Module]:
 
 
 def small_trunk(name: str) -> str:
-    """Register a small model of a timm architecture and return its name, because open_clip takes only names."""
+    """Register a small model of a timm architecture and return its new name; open_clip accepts trunks by name only."""
 
     def create(pretrained=False, **arguments):
         return timm.create_model(name, **SIZES_OF_TIMM | arguments)
@@ -107,10 +107,10 @@ class Kind:
     Args:
         row (`str`): Row in docs/models.md.
         build (`Callable`): Function that builds a small model.
-        impulses (`bool`): Whether its attention can be initialized.
+        impulses (`bool`): Whether its attention can be initialized with impulses.
         class_token (`bool`): Whether Context Broadcasting can gate by a class token.
         patches (`bool`): Whether patches are embedded by one linear map.
-        resizes (`bool`): Whether its own library takes images of another size.
+        resizes (`bool`): Whether the model in its own library accepts images of other sizes.
     """
 
     row: str
@@ -125,7 +125,7 @@ class Kind:
         return self.build()
 
     def make(self) -> nn.Module:
-        """Return a copy of the small model, which takes less time than building it again."""
+        """Return a copy of the small model, because copying takes less time than building."""
         return copy.deepcopy(self._model)
 
 
@@ -263,7 +263,7 @@ KINDS = {
 
 
 def save_kind(kind: str, folder: Path) -> str:
-    """Save a small open_clip or Transformers model as its library does, and return the value of `--teacher`."""
+    """Save a small open_clip or Transformers model as its library does; return the value for `--teacher`."""
     model = KINDS[kind].make()
     if kind == "open_clip":
         folder.mkdir()

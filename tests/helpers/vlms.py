@@ -35,7 +35,7 @@ class VLM:
         fields (`dict`): Other fields of the configuration.
         processor (`dict`): Arguments of the processor.
         pixels (`dict`): Arguments of the image processor.
-        prompt (`str`): Text that marks an image.
+        prompt (`str`): Placeholder for an image in texts.
         cells (`int`): Rows and columns of the cells that are pooled into one token.
     """
 

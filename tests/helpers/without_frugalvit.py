@@ -3,8 +3,9 @@
 - `load JOBS RESULTS` loads models and computes outputs.
 - `fine_tune OUT START…` fine-tunes models with `Trainer` and saves them.
 - `compute FOLDER LOADER INPUTS OUTPUTS` loads a model and computes outputs, then saves, loads and computes again.
-- `process FOLDER OUTPUTS` prepares a prompt with the folder's own processor for 4 tokens, and with `LlavaProcessor`.
-- `serve` reads requests from standard input and runs each in a fork, because imports take long.
+- `process FOLDER OUTPUTS` prepares a prompt with the folder's processor class for 4 image tokens, and with
+  `LlavaProcessor`.
+- `serve` reads requests from standard input and runs each in a fork, because importing takes long.
 """
 
 import gc
@@ -71,7 +72,7 @@ def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline_computes_the_same(source: str, model, processor) -> bool:
-    """Return whether a pipeline gives the label and score of the model."""
+    """Return whether a pipeline gives the same label and score as the model."""
     image = Image.effect_noise((48, 40), 90).convert("RGB")
     pipeline = transformers.pipeline("image-classification", source, trust_remote_code=True, device="cpu")
     best = main_output(model, processor(image, return_tensors="pt")["pixel_values"]).softmax(-1).max(-1)
@@ -103,7 +104,7 @@ def load(jobs_file: str, results: str):
 
 
 def fine_tune(out: str, *starts: str):
-    """Fine-tune each model with `Trainer` in a folder of its name; then resume from a checkpoint."""
+    """Fine-tune each model with `Trainer` in a folder named after it. Then resume from its checkpoint of step 2."""
     examples = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(8)]
     pixel_values = torch.stack([example["pixel_values"] for example in examples[:2]])
     for start in starts:
