@@ -154,7 +154,7 @@ def scenes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def write_parquet(tmp_path):
-    """Function that writes a parquet file of images, whose colors and labels follow from their indices. `corrupt` lists
+    """Function that writes a parquet file of images whose colors and labels follow from their indices. `corrupt` lists
     the indices of images with truncated bytes."""
     import datasets
     import numpy as np

@@ -78,7 +78,7 @@ def test_rows_files_and_picture(outcome):
 
 
 def test_an_interrupted_comparison_resumes(outcome, tmp_path, monkeypatch):
-    """A comparison of equal images measures only the models without a row; speeds are measured after all models."""
+    """A resumed comparison of the same images embeds only models without a row. Speeds are measured at the end."""
     embedded, folder = [], tmp_path / "out"
 
     def embed(baselines, images, **reading):
@@ -114,7 +114,7 @@ def test_a_teacher_runs_in_its_own_library(kind):
 
 
 def test_lower_resolution():
-    """The baseline is the teacher with resampled positions, on the teacher's view at another size."""
+    """The baseline computes the logits of a teacher whose position embeddings are resampled for smaller images."""
     model = ViTForImageClassification.from_pretrained(VIT).eval()
     baseline = at_lower_resolution(read_anatomy(model), None, (16, 16))
     view = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -127,12 +127,12 @@ def test_lower_resolution():
 
 
 def test_errors_are_paired():
-    """The error of a difference is the standard error of the differences of single images."""
+    """The standard error of a difference in accuracy is computed from the differences for each image."""
     teacher = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 1], dtype=torch.float64)
     right = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
     found = describe_score("accuracy", right, teacher)
     assert found["accuracy"] == 0.625 and found["accuracy_difference"] == -0.125
-    # An end of a Wilson interval lies one of its own standard deviations from the measured share.
+    # If the accuracy were at an end of the Wilson interval, the measured one would be one standard deviation away.
     end = (0.625 + 1 / 16) / (1 + 1 / 8) + found["accuracy_error"]
     assert (end - 0.625) ** 2 == pytest.approx(end * (1 - end) / 8)
     assert describe_score("accuracy", torch.ones(8), None)["accuracy_error"] > 0.05
@@ -140,7 +140,7 @@ def test_errors_are_paired():
 
 
 def test_images_without_a_split_and_models_without_speeds(tmp_path):
-    """A data set without a split uses the images that trainings hold back, and the plot has multiply-accumulates."""
+    """Without a split, images that trainings hold back are compared; without speeds, the plot's x-axis shows MACs."""
     draw_classes(tmp_path / "images", 20, ("cat", "dog"))
     (tmp_path / "images" / "cat" / "broken.png").write_bytes(b"no image")
     out = tmp_path / "out"
@@ -154,12 +154,12 @@ def test_images_without_a_split_and_models_without_speeds(tmp_path):
 
 @pytest.mark.parametrize("queries", [4, 1024])
 def test_neighbors_are_those_of_the_teacher(queries, monkeypatch):
-    """A model that rotates embeddings on a circle by two degrees finds eight of an image's ten nearest neighbors."""
+    """Embeddings one degree apart on a circle, rotated by 2.1 degrees, find eight of the ten nearest neighbors."""
     monkeypatch.setattr(compare, "QUERIES", queries)
     angles = torch.stack([torch.arange(60.0), torch.arange(60.0) + 2.1]).deg2rad()
     teacher, rotated = torch.stack([angles.cos(), angles.sin()], dim=2)
     assert compare.neighbors_found(3 * teacher, teacher).tolist() == [1] * 60
-    # Images near an end of the arc have neighbors on one side only.
+    # The check omits images near an end of the arc, because they have neighbors on one side only.
     assert compare.neighbors_found(rotated, 2 * teacher)[10:50].tolist() == pytest.approx([0.8] * 40)
 
 

@@ -41,7 +41,7 @@ def image_file(tmp_path_factory) -> str:
 
 
 def picture(update: dict) -> np.ndarray:
-    """Return the pixels of a plot on the page."""
+    """Return the gray pixels of a plot that the page shows."""
     encoded = update["plot"].partition("base64,")[2]
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("L"))
 

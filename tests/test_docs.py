@@ -34,7 +34,7 @@ from tiny import make_llava, make_processor, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(file.relative_to(ROOT)): file for file in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-# Commands that start with one of these words are skipped, for the reason that each has.
+# Commands that start with one of the keys are skipped. The values give the reasons.
 NOT_HERE = {
     "pip install": "tests do not change the environment; .ci/run installs",
     "pytest": "this test is part of it",
@@ -52,7 +52,7 @@ NOT_HERE = {
     "frugalvit align-llava --model LLAVA --vision_model dinov2-tower": "tests/training/test_align_llava.py",
     "frugalvit compare": "tests/test_compare.py",
 }
-# Names in pages, and the tiny models and small data sets that replace them.
+# The keys are texts in pages. The values, which name tiny models and small data, replace them.
 STAND_INS = {
     "facebook/dinov2-small": "dinov2",
     "path/to/teacher": "teacher",
@@ -86,14 +86,14 @@ SUBSET = ["--train_split", "train[:64]", "--eval_split", "test[:8]", "--per_devi
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Return language and content of a page's code blocks, in order."""
+    """Return the language and the content of each code block of a page, in order."""
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"^ *```(bash|python)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
     return [(language, textwrap.dedent(code)) for language, code in found]
 
 
 def steps(page: Path) -> list[tuple[str, str]]:
-    """Return a page's steps in order, as language and code: single commands and blocks of Python."""
+    """Return the language and the code of each step of a page, in order. A step is one command or a Python block."""
     found = []
     for language, code in blocks(page):
         if language == "python":
@@ -150,7 +150,7 @@ def models(tmp_path_factory) -> Path:
 
 
 def write_questions(folder: Path):
-    """Write captions in the format of Karpathy's splits, and questions in that of ScienceQA."""
+    """Write captions in the format of Karpathy's splits, and questions in the format of ScienceQA."""
     images = sorted((folder / "path" / "to" / "images").rglob("*.png"))[:4]
     captions = [
         {
@@ -179,7 +179,7 @@ def stand_in(text: str) -> str:
 
 
 def run(line: str, monkeypatch):
-    """Run a shortened command in this process."""
+    """Run a command of a page in this process, with options that make it short."""
     program, *arguments = shlex.split(stand_in(line), comments=True)
     if program == "python":
         script, *arguments = arguments
@@ -196,7 +196,7 @@ def run(line: str, monkeypatch):
     assert main([name, *arguments]) == 0, line
 
 
-# Pages may raise warnings of PyTorch and Trainer, which concern users, not this library.
+# Code of pages may cause warnings in PyTorch and `Trainer`, which are no faults of this library.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "teacher"),
@@ -206,7 +206,7 @@ def test_pages_run_from_top_to_bottom(name, teacher, models, hub, imported_once,
     monkeypatch.chdir(tmp_path)
     # Each page gets a copy, because pages write into the folder.
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
-    # Some pages train the teacher themselves.
+    # The folder `teacher` must not exist before a page that trains it.
     if "--output_dir teacher" not in PAGES[name].read_text(encoding="utf-8"):
         Path("teacher").symlink_to(teacher)
     for folder in ("checkpoints", "docs"):

@@ -31,7 +31,7 @@ from frugalvit.training.data import class_names, load_images
 from tiny import randomize, word_tokenizer
 
 
-# Untrained weights give nearly equal scores, so that 8 bits may fail the check of labels; tests add `--force`.
+# Untrained weights give nearly equal scores, so int8 programs may fail the check of labels; hence `--force` below.
 FEW = ["--limit", "16", "--calibration-images", "8"]
 ONNX = ("--format", "onnx", "--output-rois")
 INT8 = ("--format", "onnx", "--precision", "int8")
@@ -55,7 +55,7 @@ new MutationObserver(() => {
   close();
 }).observe(shown, { childList: true });
 </script>"""
-# This code makes imports fail of packages that code in cards must not need.
+# This code blocks the import of packages that the example code in cards must not need.
 BLOCKED = """
 import sys
 
@@ -149,7 +149,7 @@ def test_a_student_is_exported_as_a_model_of_transformers(student, tmp_path, cap
     ],
 )
 def test_a_program_computes_the_logits_of_the_model(arguments, tolerance, write, folder):
-    """Logits are equal at float32 and similar at lower precision, in batches of any size."""
+    """For batches of any size, logits are equal at float32 and similar at lower precision."""
     output = write(*arguments)
     model, _ = load_classifier(folder)
     program, _ = load_classifier(output)
@@ -172,7 +172,7 @@ def test_a_program_computes_the_logits_of_the_model(arguments, tolerance, write,
     measured = report["parts"]["model"]
     assert measured["compared"] == 16
     assert 0.9 < measured["min_cosine"] <= measured["mean_cosine"] <= 1 + 1e-6
-    # The report compares with the model, not with a program of equal precision.
+    # The report compares programs of lower precision with the float32 model, so their outputs differ.
     assert tolerance or measured["min_cosine"] < 1 - 1e-7
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
     assert report["num_tokens"] == json.loads((output / "config.json").read_text())["num_tokens"] == 4
@@ -190,7 +190,7 @@ def test_attention_pooling_is_exported_for_every_batch_size(folder):
 
 @pytest.mark.parametrize("arguments", [ONNX, ("--format", "openvino")])
 def test_threads_and_processes_share_a_program(arguments, write):
-    """Threads get the outputs of their own images, and a pickled classifier gives equal outputs."""
+    """Each thread gets the output of its own image, and a pickled classifier gives equal outputs."""
     classify = frugalvit.Classifier(write(*arguments))
     images = [noise(seed=seed) for seed in range(7)]
     alone = [next(classify([image])) for image in images]
@@ -206,7 +206,7 @@ def test_code_of_the_card_needs_only_the_runtime(arguments, write, tmp_path):
     output = write(*arguments)
     [code] = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
     script = BLOCKED + code.replace("photo.jpg", str(DOG))
-    # A copy shows that the folder is complete.
+    # The code runs in a copy of the folder, because the folder must be complete.
     copied = shutil.copytree(output, tmp_path / "elsewhere")
     process = subprocess.run([sys.executable, "-c", script], cwd=copied, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
@@ -216,7 +216,7 @@ def test_code_of_the_card_needs_only_the_runtime(arguments, write, tmp_path):
 
 
 def npm_file(package: str) -> Path:
-    """Return the main file of a package in NODE_PATH, or skip the test."""
+    """Return the main file of a package in NODE_PATH. Skip the test if node or the package is missing."""
     if shutil.which("node"):
         command = ["node", "-p", f'require.resolve("{package}")']
         process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -292,7 +292,7 @@ def test_unsupported_precisions_are_refused(folder, tmp_path, capsys):
 
 
 def test_a_clip_is_exported_as_two_programs(folder, tmp_path, capsys):
-    """Its text program is compared with the model on sentences about the classes."""
+    """The outputs of the text program are compared with the model's, for one sentence about each class."""
     vision = frugalvit.PatchSparseFormerConfig.from_pretrained(folder)
     words = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "a", "photo", "of", "airplane", "cat"]
     text = {"vocab_size": len(words), "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -313,7 +313,7 @@ def test_a_clip_is_exported_as_two_programs(folder, tmp_path, capsys):
         with torch.no_grad():
             [(key, expected)] = part(**inputs).items()
         torch.testing.assert_close(ExportedModule(tmp_path / "out", name)(**inputs)[key], expected, atol=1e-4, rtol=0)
-    # The vision program is the default.
+    # Without a name, `ExportedModule` loads the vision program.
     assert ExportedModule(tmp_path / "out").outputs == ["image_embeds"]
     with pytest.raises(ValueError, match="as an image classifier: it computes image_embeds"):
         load_classifier(tmp_path / "out")
@@ -331,7 +331,7 @@ def test_the_page_loads_from_no_other_host(tmp_path, monkeypatch):
 
 
 def test_the_page_draws_the_last_adjustment():
-    """Names of adjustments are sorted by number, so that 11 follows 9."""
+    """`lastAdjustment` sorts outputs by number, not by text, so that `rois.11` comes after `rois.9`."""
     if shutil.which("node") is None:
         pytest.skip("needs node")
     page = (Path(export.__file__).parent / "page" / "index.html").read_text()
@@ -346,7 +346,7 @@ def test_the_page_shows_the_scores_of_pytorch_in_a_browser(folder, tmp_path, mon
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs Chromium")
-    # npm packs a local package without a network.
+    # A local package stands in for onnxruntime-web, because npm can pack it without a network.
     package, output = tmp_path / "package", tmp_path / "out"
     (package / "dist").mkdir(parents=True)
     (package / "package.json").write_text('{"name": "runtime", "version": "1.0.0"}')

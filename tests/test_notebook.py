@@ -21,7 +21,7 @@ SIZES = {
 
 
 def execute(file: Path, replaced: dict[str, str], folder: Path) -> list[str]:
-    """Run a notebook in a folder after replacing texts in its cells; return the outputs of each cell."""
+    """Run a notebook in a folder after replacing texts in the notebook's cells. Return the output of each cell."""
     notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:

@@ -1,4 +1,4 @@
-"""Check that numbers in README, docs and model cards are those of `results/`."""
+"""Check that numbers in README, docs and model cards agree with `results/`."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ def texts(*patterns: str) -> dict[str, str]:
 
 PAGES = texts("README.md", "docs/*.md")
 CARDS = texts("checkpoints/*/README.md")
-# Each list has the numbers of one of the papers' tables.
+# Each list has the numbers of one table in a paper.
 QUOTED = [
     [*table.values()]
     for tables in json.loads((ROOT / "docs" / "paper_numbers.json").read_text(encoding="utf-8")).values()
@@ -41,7 +41,7 @@ def numbers(content) -> list[float]:
 
 
 def tables(text: str) -> list[tuple[str, str]]:
-    """Return results files and rows of each table after a comment that names results files."""
+    """Return the results files and the lines of each table that follows a comment with names of results files."""
     return re.findall(r"^<!-- (results/.*?) -->\n(\|.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
 
 
@@ -51,13 +51,13 @@ def test_numbers_are_those_of_the_results(files, table):
     header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
     for row in rows:
         for title, cell in zip(header[1:], row[1:], strict=True):
-            # Numbers in brackets follow from others. A number without a unit has that of its column.
+            # Numbers in brackets are skipped, because they follow from others. The title may name a column's unit.
             units = re.search(rf"(?:^|\W)({'|'.join(SCALES)}) ", title)
             for number, rest in re.findall(r"(\d+(?:\.\d+)?)(?=(.*))", re.sub(r"\(.*?\)", "", cell)):
                 unit = re.search(rf" ({'|'.join(SCALES)})(?!\w)", rest) or units
-                # Some files store values in the unit of the table, and name it in the field.
+                # A results file may store a value in the unit of the table, as its field's name states.
                 scales = {SCALES[unit[1]], 1.0} if unit else {1.0}
-                # Numbers may have been rounded twice.
+                # The limit is 0.51 rather than 0.5, because numbers may have been rounded twice.
                 within = 0.51 * 10 ** -len(number.partition(".")[2])
                 found = (abs(abs(value) * scale - float(number)) <= within for value in known for scale in scales)
                 assert any(found), (row, number)
@@ -78,7 +78,7 @@ class Section:
         self.sentences = re.split(r"(?<=[.:;]) (?=[\"A-Z(*])", running)
         self.tests = [number(n) for n in re.findall(r"(\d[\d,]*) (?:\w+ )?(?:test|held-back) (?:images|ph)", running)]
         in_text = [measure for sentence in self.sentences for measure in measures(sentence)]
-        # The text may compare its numbers with all others, and cells with cells of their row or column.
+        # A pair of numbers may be compared if one of them is in the text, or both are in one row or column.
         lines = [in_text]
         for table in tables:
             header, _, *rows = [line[1:-1].split("|") for line in table.splitlines() if line.startswith("|")]
@@ -98,7 +98,7 @@ class Section:
         elif unit.startswith("point"):
             pairs = [(number(a), number(b)) for (a, of_a), (b, of_b) in self.pairs if of_a == of_b == "%"]
             found = [abs(a - b) for a, b in pairs]
-            # Both numbers were rounded.
+            # Both numbers of a difference were rounded.
             digit *= 2
         elif unit == "%" and f"{text} % of the" in sentence:
             found = self.known + [100 * a / b for a, b in pairs if b]
@@ -114,7 +114,7 @@ def number(text: str) -> float:
 
 
 def is_quoted(text: str, unit: str) -> bool:
-    """Return whether a percentage is in one of the papers' tables, or points are a difference in one of them."""
+    """Return whether a percentage is in a table of a paper, or points are the difference of two numbers in one."""
     within = 0.51 * 10 ** -len(text.partition(".")[2])
     for table in QUOTED:
         found = [abs(a - b) for a, b in itertools.combinations(table, 2)] if unit.startswith("point") else table
@@ -124,7 +124,7 @@ def is_quoted(text: str, unit: str) -> bool:
 
 
 def measures(sentence: str) -> list[tuple[str, str]]:
-    """Return numbers and units of a sentence; in "2 and 3 %", both are percentages."""
+    """Return each number of a sentence with its unit. In "2 and 3 %", both numbers are percentages."""
     pattern = r"(?<![\w.-])(\d[\d,]*(?:\.\d+)?)(?=(?:(?: ?%)?(?:,| and| to| or|, and) [\d.,]*\d)* (\S+))"
     units = {*SCALES, "point", "points", "times", "s", "images/s", "minutes", "hours"}
     found = [(text.rstrip(","), unit.rstrip(".,:;)")) for text, unit in re.findall(pattern, sentence)]
@@ -132,7 +132,7 @@ def measures(sentence: str) -> list[tuple[str, str]]:
 
 
 def printed(title: str, cell: str) -> list[tuple[str, str]]:
-    """Return numbers and units of a cell, without standard errors and brackets."""
+    """Return each number of a cell with its unit, without standard errors and numbers in brackets."""
     units = re.search(rf"(?:{'|'.join(SCALES)}|images/s)(?!\w)", f"{cell} {title}")
     unit = units[0] if units else "%" if "accuracy" in title else title
     return [(text, unit) for text in re.findall(r"\d[\d,]*(?:\.\d+)?", re.sub(r"± [\d.]+|\(.*?\)", "", cell))]
@@ -140,9 +140,9 @@ def printed(title: str, cell: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "page"), [*PAGES.items(), *CARDS.items()], ids=[*PAGES, *CARDS])
 def test_numbers_in_running_text_follow_from_the_results(name, page):
-    """In sentences about a paper, numbers may also be quoted."""
+    """Sentences about a paper may also quote the paper's numbers."""
     page = re.sub(r"\A---\n.*?^---$", "", page, flags=re.MULTILINE | re.DOTALL)
-    # A card is one section.
+    # Only pages are split into sections; a card is checked as a whole.
     for text in re.split(r"^(?=#)", page, flags=re.MULTILINE) if name in PAGES else [page]:
         section = Section(text, page)
         for sentence in section.sentences:

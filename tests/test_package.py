@@ -20,7 +20,7 @@ from frugalvit.versions import versions
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# A room imports only from itself and from rooms before it in this order.
+# Each of these folders may import only from itself and from folders before it.
 ROOMS = ("configuration", "modeling", "training", "frugalvit")
 
 
@@ -73,7 +73,7 @@ SOURCES = sorted(path for folder in ROOMS for path in (ROOT / folder).rglob("*.p
 
 
 def test_imports_point_one_way():
-    """A room imports only from itself and from rooms above it, in functions, too."""
+    """All imports, including imports in functions, follow the order of `ROOMS`."""
     for path in SOURCES:
         room, *folders = path.relative_to(ROOT).parent.parts
         package = ".".join(["frugalvit", *([] if room == "frugalvit" else [room]), *folders])
@@ -114,7 +114,7 @@ def test_wheel_holds_code_data_and_checkpoints(wheel):
 
 
 def test_wheel_works_when_installed(wheel, tmp_path):
-    """The wheel has the CIFAR-10 models, and the error for the others names a clone."""
+    """The wheel has the CIFAR-10 models. For other models, the error states that a clone has them."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     clone = sorted(path.parent.name for path in (ROOT / "checkpoints").glob("*/config.json"))
     code = f"""
@@ -135,7 +135,7 @@ for name in {clone}:
 
 @pytest.mark.nightly
 def test_bytecode_alone_loads_models(tmp_path):
-    """A package without sources, as PyInstaller makes it, loads models."""
+    """A package of bytecode without sources, such as PyInstaller makes, loads models."""
     for room in ("", "configuration", "modeling", "training", "checkpoints"):
         ignored = shutil.ignore_patterns("__pycache__", "*.parquet", "caltech101-*", "*-vit*", "*-clip", "*-llava")
         place = tmp_path / "frugalvit" / room
@@ -150,7 +150,7 @@ print(frugalvit.SparseFormerForImageClassification.from_pretrained(frugalvit.che
 
 
 def test_a_clone_named_frugalvit_does_not_hide_the_package(tmp_path):
-    """Python imports the installed package beside a clone; without one, the error explains how to install."""
+    """Beside a clone, Python imports the installed package. If none is installed, the error explains how to do it."""
     (tmp_path / "frugalvit").symlink_to(ROOT)
     code = "import frugalvit.modeling.hosts, frugalvit.training; print(frugalvit.__version__)"
     assert python(code, tmp_path).stdout == f"{frugalvit.__version__}\n"

@@ -1,4 +1,4 @@
-"""Check that the functions, commands and files in docs/papers.md exist."""
+"""Check that the functions, commands and files in docs/papers.md exist, and functions named in other pages."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ HEADER = ["item", "what it says", "place", "command", "results", "where paper, c
 
 
 def read_lines() -> list[dict[str, str]]:
-    """Return the rows of all tables as dicts from column to cell."""
+    """Return the rows of all tables in docs/papers.md. A row is a dict from column to cell."""
     found = []
     for section in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8").split("\n## ")[1:]:
         rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in section.splitlines() if line[:1] == "|"]
@@ -36,7 +36,7 @@ def named(cell: str) -> list[str]:
 
 @functools.cache
 def symbols(file: Path) -> set[str]:
-    """Return the names that a file defines; those in a class follow its name and a dot."""
+    """Return the names that a file defines. A name in a class is written as `Class.name`."""
     found = set()
 
     def read(statements, prefix=""):
@@ -64,7 +64,7 @@ def test_places_are_named_as_file_and_symbol():
 
 
 def test_commands_and_results_exist():
-    """Check programs, tests, commands, recipes and results."""
+    """Programs, tests, commands, recipes and results files named in docs/papers.md exist."""
     for command in {command for line in LINES for command in named(line["command"])}:
         program, name, *words = shlex.split(command)
         if program == "pytest":

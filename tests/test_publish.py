@@ -50,7 +50,7 @@ A card with results.
 
 @pytest.fixture(autouse=True)
 def imports(request):
-    """Check outputs in forks, except in the test that starts a new process."""
+    """Use the faster `imported_once`, except in the test `…_from_nothing`, which checks in a new Python process."""
     if "from_nothing" not in request.node.name:
         request.getfixturevalue("imported_once")
 
@@ -155,7 +155,7 @@ def test_unsafe_folders_are_not_uploaded(trained, tmp_path, hub, capsys):
 
 
 def test_cards_are_as_rendered():
-    """Committed cards equal those that `python model_cards/render.py` writes."""
+    """Committed cards equal the cards that `python model_cards/render.py` writes."""
     cards, folder = render(), ROOT / "model_cards"
     assert {str(path.relative_to(folder)) for path in folder.glob("papers/*.md")} < cards.keys()
     for path, text in cards.items():
@@ -168,7 +168,7 @@ def test_small_shipped_models_are_as_published(card, tmp_path):
     publish.main([str(source), "--output", str(folder), "--no-code"])
     ours, theirs = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (folder, source))
     assert ours.keys() == theirs.keys()
-    # Other versions of Transformers write other fields.
+    # Configurations are compared only if written by this version of Transformers, because versions differ in fields.
     if json.loads(theirs["config.json"])["transformers_version"] != transformers.__version__:
         for files, name in itertools.product((ours, theirs), ("config.json", "generation_config.json")):
             files.pop(name, None)

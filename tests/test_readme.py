@@ -26,7 +26,7 @@ PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file 
 
 
 CARDS = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("checkpoints/*/README.md"))]
-# Cards that name an older commit have the commands of that commit.
+# Cards that name an older commit are left out, because their commands may run at that commit only.
 CURRENT = [*PAGES.values(), *(card for card in CARDS if "at the commit that" not in card)]
 COMMAND_LINES = [
     line.strip()
@@ -83,7 +83,7 @@ def test_commands_accept_their_options(line, stop_after_parsing):
 
 
 def commands_of_results(content) -> Iterator[dict]:
-    """Yield the dicts in a results file that have a command."""
+    """Yield all dicts in a results file that have the key `command`."""
     if isinstance(content, dict) and "command" in content:
         yield content
     values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
@@ -93,7 +93,7 @@ def commands_of_results(content) -> Iterator[dict]:
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("results/*.json")), ids=lambda file: file.stem)
 def test_commands_of_results_parse_or_name_their_commit(file, stop_after_parsing, monkeypatch, tmp_path):
-    """Commands parse, except those with a key `as_of`, the older commit that can parse them."""
+    """Each command can be parsed, unless the key `as_of` beside it names an older commit that can parse it."""
     # Benchmarks create folders while they parse.
     monkeypatch.chdir(tmp_path)
     for part in commands_of_results(json.loads(file.read_text(encoding="utf-8"))):
@@ -135,7 +135,7 @@ def test_every_public_name_is_documented():
 
 
 def test_every_shipped_model_loads_by_the_command(monkeypatch):
-    """The command in docs/models.md runs with the name and the class of each row of the table there."""
+    """The command in docs/models.md loads the model of each row of that page's table, with the class of the row."""
     monkeypatch.chdir(ROOT)
     page = PAGES["docs/models.md"]
     rows = dict(re.findall(r"^\| `((?:cifar10|caltech101)-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", page, re.MULTILINE))

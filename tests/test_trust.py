@@ -41,7 +41,7 @@ AUTO_MAP = {"AutoConfig": "foreign.Config"} | {f"AutoModel{task}": "foreign.Mode
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """List of prompts for input, each of which is answered with yes."""
+    """List that collects the prompts of `input`. Each prompt is answered with yes."""
     found = []
     monkeypatch.setattr(builtins, "input", lambda prompt="": found.append(prompt) or "y")
     return found
@@ -99,12 +99,12 @@ def test_code_does_not_run_by_default(command, foreign, data, prompts, tmp_path,
     code = main(words)
     error = capsys.readouterr().err
     assert not prompts and not (tmp_path / "ran").exists()
-    # `info` loads no image processor.
+    # `info` does not load the image processor, so it may succeed.
     assert code == 1 and "error:" in error or code == 0 and words[0] == "info"
 
 
 def test_exported_programs_of_torch_are_not_loaded(tmp_path, monkeypatch):
-    """The torch programs of Transformers, which are pickles, are refused."""
+    """Torch programs that Transformers exported are refused, because they are pickles."""
     ViTConfig().save_pretrained(tmp_path)
     (tmp_path / "model.pt2").touch()
     report = {"format": "onnx", "precision": "float32", "parts": {"model": {"outputs": ["logits"]}}}
@@ -119,7 +119,7 @@ def test_exported_programs_of_torch_are_not_loaded(tmp_path, monkeypatch):
 
 
 class Trap:
-    """A pickle that creates a folder when it is loaded."""
+    """Object whose pickle creates a folder when it is loaded."""
 
     def __reduce__(self):
         return Path.mkdir, (Path("trapped"),)

@@ -26,7 +26,7 @@ def run_without_frugalvit(directory: Path, *arguments):
 
 
 def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
-    """Return logits of a model loaded from a folder, and of its saved copy. Check that saving keeps the model's code."""
+    """Return logits of a model loaded from a folder, and of its saved copy. Check that saving keeps the code."""
     save_file(inputs, directory / "inputs")
     run_without_frugalvit(directory, "compute", folder, loader, directory / "inputs", directory / "outputs")
     if isinstance(folder, Path):

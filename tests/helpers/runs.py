@@ -55,8 +55,8 @@ def records(trainer) -> list[dict]:
 
 
 def check_resumes(command: str, folder, step: int, **options):
-    """Check that a run, interrupted within an epoch and resumed, gives the same weights as an uninterrupted run, bit by
-    bit."""
+    """Check that a run that is interrupted within an epoch and resumed gives the weights of an uninterrupted run, bit
+    by bit."""
     whole = run_command(command, folder / "whole", **options)
     stopped = make(command, folder / "again", **options)
     assert step % (stopped.num_examples(stopped.get_train_dataloader()) // stopped.args.train_batch_size)
@@ -74,7 +74,7 @@ def check_resumes(command: str, folder, step: int, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ImageTrainer, "training_step", note)
         again = run_command(command, folder / "again", **options)
-    # A sharpness-aware step computes two gradients.
+    # A sharpness-aware step calls `ImageTrainer.training_step` twice.
     assert [*dict.fromkeys(steps)] == [*range(step + 1, whole.state.global_step)]
     assert records(again) == records(whole)
     files = [folder / name / "model.safetensors" for name in ("whole", "again")]
