@@ -5,9 +5,10 @@ mean of all tokens to each token, at the end of every MLP. Hooks call the module
 names.
 
 For `cb`, the positions at the end of the MLP and before its second linear layer compute the same function, because a
-linear layer with a bias commutes with an average of tokens. For `cb_s`, they differ. The supplement states that the
-weights of the MLP get no gradient with the position at the front (2.6, "case 1"). They do get one, but only through
-the MLP of the token itself; at the end, the loss of token i reaches them through the MLP of every token j.
+linear layer with a bias commutes with an average of tokens. For `cb_s`, they differ. A third position is in front of
+the whole MLP. The supplement states that the MLP's weights get no gradient there (2.6, "case 1"). In fact they get
+one, but the loss of token i reaches the weights only through the MLP's output for token i; with the position at the
+end, it reaches the weights through the outputs for all tokens.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from ..configuration.configuration_vit_context_broadcast import ContextBroadcast
 class ContextBroadcast(nn.Module):
     """Broadcast the mean of all tokens, or the class token, to each token.
 
-    The outputs of the kinds, where mean is the mean over all tokens, including [CLS] and registers, and x_0 is [CLS]:
+    Outputs of the kinds; `mean` averages all tokens, including [CLS] and registers, and x_0 is [CLS]:
 
     - `"cb"`: (x_i + mean) / 2, without parameters (CB of the main paper);
     - `"cb_s"`: x_i + s * mean with a learned vector s (CB_S of the main paper);
@@ -34,7 +35,7 @@ class ContextBroadcast(nn.Module):
         kind (`str`, *optional*, defaults to `"cb"`): `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`.
         hidden_size (`int`, *optional*): Number of channels; needed for `"cb_s"`.
         scale_init (`float`, *optional*, defaults to 0.0):
-            Initial value of s. The paper gives none; with 0, insertion does not change a trained model's outputs.
+            Initial value of s. The paper gives no value; with 0, insertion does not change a trained model's outputs.
         blend (`bool`, *optional*, defaults to `False`):
             Learn a number b, initially 0, and return (1 - b) x_i + b CB(x_i). This is not part of the paper.
     """
@@ -66,8 +67,8 @@ class ContextBroadcast(nn.Module):
             init.zeros_(self.blend)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Broadcast within tokens `(batch, tokens, channels)`, or maps `(batch, height, width, channels)`, and return
-        the same shape."""
+        """Broadcast among tokens, `(batch, tokens, channels)`, or the cells of maps, `(batch, height, width,
+        channels)`. The output has the shape of the input."""
         if self.kind == "cb_gate":
             broadcast = torch.addcmul(hidden_states, hidden_states, hidden_states[:, :1])
         else:
@@ -103,9 +104,9 @@ def broadcast_block(
     Args:
         mlp (`nn.Module`): The MLP.
         second_linear (`nn.Linear`): The last layer of the MLP.
-        attention (`nn.Module`): The module whose output or input is the output of the attention.
+        attention (`nn.Module`): The attention, or another module whose input or output is the output of the attention.
         attention_side (`str`): `"out"` for the output of `attention`, `"in"` for its input.
-        positions (list of `str`): Positions of `insert_context_broadcast`.
+        positions (list of `str`): Positions, see `insert_context_broadcast`.
         kind, scale_init, blend: Arguments of `ContextBroadcast`.
     """
     width = second_linear.out_features
@@ -128,7 +129,7 @@ def broadcast_block(
         module.add_module(f"context_broadcast_{side}", broadcast)
 
 
-# Hooks are top-level functions, which find the broadcast by its name, so that models can be copied and pickled.
+# Models have to be copied and pickled, so the hooks are top-level functions that find the broadcast by its name.
 def _broadcast_output(module: nn.Module, args, output):
     if isinstance(output, tuple):
         return module.context_broadcast_out(output[0]), *output[1:]

@@ -15,11 +15,11 @@ from .hosts import read_anatomy
 from .hosts.anatomy import find
 
 
-# Names of a block's parts, of which each library uses one.
+# Names of a block's parts; each library uses one name of each tuple.
 _ATTENTIONS = ("attention", "self_attn", "attn")
 _MLPS = ("mlp", "ffn")
 _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# If the attention of a block returns windows, they are merged to a map, which is the input of this module.
+# The attention of these blocks returns windows. The block merges them to a map and passes the map to this module.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
@@ -38,14 +38,14 @@ def insert_context_broadcast(
     The model keeps its class. `save_pretrained` saves the arguments in `config.context_broadcast`, and the parameters
     of `cb_s` and `blend` with the model's weights. `from_pretrained` builds the model without Context Broadcasting:
     call `load_context_broadcast` afterwards. To publish a model, train a `ViTContextBroadcastForImageClassification`.
-    Families of this package whose configuration has the field `context_broadcast` need no second call.
+    Models of this package whose configuration has the field `context_broadcast` need no second call.
 
     Args:
         model (`nn.Module`):
             A ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP, Swin, PVT or PVTv2 of Transformers, a VisionTransformer, EVA,
             DINOv3, Swin, SwinV2 or PVTv2 of timm, or a model of this package.
         kind, scale_init, blend: Arguments of `ContextBroadcast`.
-        position (`str` or several, *optional*, defaults to `"mlp_end"`):
+        position (`str` or list of `str`, *optional*, defaults to `"mlp_end"`):
             `"mlp_front"`, before the MLP; `"mlp_mid"`, between its activation and its second linear layer;
             `"mlp_end"` and `"attention_end"`, before the residual sums.
 
@@ -59,7 +59,7 @@ def insert_context_broadcast(
         raise ValueError(
             f"This {type(model).__name__} already has Context Broadcasting; call `remove_context_broadcast` first."
         )
-    # The constructor checks the arguments before the model is changed.
+    # This module is built only to check the arguments before the model is changed.
     ContextBroadcast(kind, 1, scale_init=scale_init, blend=blend)
     positions = [position] if isinstance(position, str) else list(position)
     known = get_args(ContextBroadcastPosition)
@@ -96,7 +96,7 @@ def insert_context_broadcast(
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model's lists that have an attention and an MLP, whatever its library."""
+    """Return the members of a model's module lists that have an attention and an MLP, for models of any library."""
     return [
         block
         for name, block in model.named_modules()
@@ -107,8 +107,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: dict | None = None):
-    """Insert Context Broadcasting into a model of `from_pretrained`, with the arguments in `config.context_broadcast`
-    and the weights in its folder. A model without `config.context_broadcast` is not changed.
+    """Insert Context Broadcasting into a model that `from_pretrained` loaded, with the arguments in
+    `config.context_broadcast` and the weights in `folder`. A model without `config.context_broadcast` is unchanged.
 
     Args:
         model (`PreTrainedModel`): The model, changed in place.
@@ -149,8 +149,8 @@ def remove_context_broadcast(model: nn.Module):
 
 
 def _set_config(model: nn.Module, arguments: dict | None):
-    """Write the arguments of `insert_context_broadcast` into a configuration, or remove them if they are None.
-    Families of this package have fields for them; other configurations get a dict."""
+    """Write the arguments of `insert_context_broadcast` into a configuration, or remove them if `arguments` is None.
+    Configurations of this package have a field for each argument; other configurations get a dict."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     own = next((config for config in configs if hasattr(type(config), "context_broadcast")), None)
     if own is not None and arguments is None:

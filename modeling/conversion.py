@@ -1,7 +1,7 @@
 """Conversion of checkpoints of the SparseFormer authors' implementation (github.com/showlab/sparseformer).
 
-Names and shapes of a checkpoint determine most of the configuration. The other fields come from a variant of the
-papers: the iterations of v1, epsilons, heads, activations and the normalization of images.
+Names and shapes of a checkpoint determine most of the configuration. A variant of the papers gives the other fields:
+the iterations of v1, epsilons, heads, activations and the normalization of images.
 """
 
 import re
@@ -15,15 +15,15 @@ from ..configuration.configuration_sparseformer import SparseFormerConfig, Spars
 from .modeling_sparseformer import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection
 
 
-# The papers' variants for each kind of checkpoint; the variant of equal width is used, or the first.
+# The papers' variants for each kind of checkpoint. The variant with the checkpoint's width is used, else the first.
 TEMPLATES = {
     "v1": ("v1-tiny", "v1-small", "v1-base"),
     "bootstrapped": ("augreg-base-49-224", "augreg-large-49-224"),
     "bootstrapped-clip": ("clip-base-49-224", "clip-large-64-224"),
 }
 EXPECTED = "Expected one of the files ..._converted.pth of github.com/showlab/sparseformer, release v2.0.0-refactor."
-# Patterns in the authors' names and our replacements, applied in this order. Among the authors' layers, 0 and 2 are
-# focusing layers, 1 changes the width, and the others are blocks. Their queries, keys and values are one tensor.
+# Patterns in the authors' names and their replacements, applied in this order. Among the authors' layers, 0 and 2 are
+# focusing layers, 1 changes the width, and the others are blocks. The authors fuse queries, keys and values.
 RENAMINGS = {
     r"^proj\.": "classifier.",
     r"^feat_extractor\.conv1\.": "sparseformer.stem.convolution.",
@@ -47,7 +47,7 @@ RENAMINGS = {
     r"\.pe_transition\.0\.": ".position_encoding.layernorm.",
     r"\.pe_transition\.1\.": ".position_encoding.proj.",
     r"\.roi_adjust_module\.0\.": ".roi_deltas.layernorm.",
-    # The second of two linear layers in bootstrapped models; v1 has one, without a bias.
+    # Bootstrapped models have two linear layers here, of which this is the second; v1 has one, without a bias.
     r"\.roi_adjust_module\.3\.": ".roi_deltas.out_proj.",
     r"\.norm1\.": ".layernorm_before.",
     r"\.norm2\.": ".layernorm_after.",
@@ -69,8 +69,8 @@ def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
     """Load the state dict of a checkpoint of the reference implementation. No code in the file is executed.
 
     Args:
-        path (`str` or `Path`): A `.safetensors` file, or a file of `torch.save` that holds a state dict, bare or under
-            "model" or "state_dict".
+        path (`str` or `Path`): A `.safetensors` file, or a file of `torch.save` that holds a state dict, or a dict
+            with a state dict under "model" or "state_dict".
 
     Raises:
         ValueError: if the file cannot be read, or holds no state dict.
@@ -83,7 +83,7 @@ def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
             state_dict = load_file(path)
         else:
             state_dict = torch.load(path, map_location="cpu", weights_only=True)
-    # Damaged files raise many kinds of errors, IndexError and struct.error among them.
+    # Damaged files raise many kinds of errors, for example IndexError and struct.error.
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"Cannot read tensors of a .pth or .safetensors file from {str(path)!r}: {reason}") from error
@@ -120,12 +120,12 @@ def infer_sizes(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
         "num_channels": num_channels,
         "num_sampling_points": shapes["layers.0.roi_offset_bias"][0] // 2,
         "num_mixed_points": shapes["layers.0.adaptive_mixing.out_proj.weight"][1] // stem_channels,
-        # One width for both focusing layers; None for a quarter of each layer's width.
+        # None stands for a quarter of each layer's width, as in checkpoints whose focusing layers differ.
         "mixing_hidden_size": bottlenecks.pop() if len(bottlenecks) == 1 else None,
         "stem_channels": stem_channels,
         "focusing_hidden_size": shapes["initial_embedding.weight"][1],
         "hidden_size": hidden_size,
-        # In v1, the second focusing layer is the first block.
+        # In v1, the second focusing layer also counts as the first block.
         "num_hidden_layers": max(last - (1 if variant == "v1" else 2), 1),
         "intermediate_size": intermediate_size,
         "projection_dim" if variant == "bootstrapped-clip" else "num_labels": shapes["proj.weight"][0],
@@ -146,8 +146,8 @@ def config_from_showlab(
             "v1", "bootstrapped" or "bootstrapped-clip" (with a projection and QuickGELU). It is inferred from the
             checkpoint's names by default.
         iterations (`int`, *optional*):
-            Number of executions of the focusing layer. By default, a bootstrapped model has one for each stage
-            embedding, or one without stage embeddings; v1 has the variant's number.
+            Number of executions of the focusing layer. The default is the number of stage embeddings for a
+            bootstrapped model, or 1 if it has none, and the variant's number for v1.
         image_size (`int` or pair of `int`, *optional*):
             Height and width of preprocessed images in pixels; 224 by default. For a square size, images are resized to
             8/7 of it and cropped; for a rectangular size, they are resized without a crop.
@@ -212,7 +212,7 @@ def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerCon
 
 
 def our_name(theirs: str, config: SparseFormerConfig) -> str:
-    """Return our name of one of the authors' tensors. `qkv_proj` stands for queries, keys and values in one tensor."""
+    """Return this package's name of one of the authors' tensors; `qkv_proj` holds queries, keys and values."""
     renamings = RENAMINGS | (V1_RENAMINGS if config.is_v1 else BOOTSTRAPPED_RENAMINGS)
     if isinstance(config, SparseFormerProjectionConfig):
         renamings[r"^proj\."] = "visual_projection."

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 # sinusoidal encoding has singular values over 5 orders of magnitude. Inverting all of them multiplies the norms of the
 # weights by up to 50, and attention to real tokens loses its peaks. Values from 3e-3 to 3e-2 give similar results.
 RELATIVE_TOLERANCE = 1e-2
-# The tolerance for maps as sharp as those of Algorithm 1. Larger values do not reach the error (eq. 8) of Algorithm 1.
+# Replaces `RELATIVE_TOLERANCE` for maps as sharp as those of Algorithm 1. With larger values, the error (eq. 8) stays
+# above that of Algorithm 1.
 SHARP_TOLERANCE = 1e-3
-# Attention at the target after Algorithm 1, which is 0.97 to 0.997 on grids of 8 to 16 positions a side.
+# Attention at the target in maps as sharp as those of Algorithm 1: 0.97 to 0.997 on grids of 8 to 16 positions a side.
 SHARP_MASS = 0.985
 
 
@@ -133,8 +134,8 @@ def solve_closed_form(
 
 
 def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float:
-    """Return the smallest factor on the logits with which the attention at the target is `mass` or, where no factor
-    reaches it, 95 % of the largest attention that a factor reaches."""
+    """Return the smallest factor on the logits with which the attention at the target is `mass` or, if no factor
+    reaches `mass`, 95 % of the largest attention that any factor gives."""
     low = -2.0
     high = 3.0
     wanted = None
@@ -155,10 +156,11 @@ def solve_pinv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve for Q and K by pseudo-inverse and SVD, as in the code of the paper's NeurIPS 2025 version.
 
-    The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere. A = X+ W X+', where X+ is
-    restricted to `head_dim` eigenvectors of X'X. The SVD of A is split evenly, and each factor is scaled to a
-    Frobenius norm of 7. That code has random positions, whose eigenvalues are similar. On the sinusoidal encoding, the
-    inverses of the smallest eigenvalues dominate, and hardly any peaks remain after scaling.
+    The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere. A = X+ W X+', where the
+    pseudo-inverse X+ of X is restricted to `head_dim` eigenvectors of X'X. The SVD of A is split evenly
+    between Q and K, and each factor is scaled to a Frobenius norm of 7. The paper's code has random positions, whose
+    eigenvalues are similar. On the sinusoidal encoding, the inverses of the smallest eigenvalues dominate, and hardly
+    any peaks remain after scaling.
 
     Arguments and returns are those of `solve_closed_form`; `generator` draws the noise.
     """
@@ -220,7 +222,7 @@ def solve_adam(
                         part.mul_(length / part.norm(dim=axis, keepdim=True))
             optimizer.zero_grad()
             losses = ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1))
-            # In a sum, heads are independent. The mean in the authors' code differs from it because of Adam's epsilon.
+            # With a sum, heads are independent. The authors' mean makes steps smaller because of Adam's epsilon.
             (losses.mean() if renormalize_every else losses.sum()).backward()
             optimizer.step()
     return tuple(part.detach() for part in parameters)

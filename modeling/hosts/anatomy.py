@@ -18,7 +18,7 @@ from torch import nn
 from ..layers import rotary_table, rotate_half
 
 
-# Transformers' names of activations by the libraries' class names in lower case, without "pytorch" and "activation".
+# Class names of activations in lower case, without "pytorch" and "activation", and Transformers' names.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelutanh": "gelu_pytorch_tanh",
@@ -36,7 +36,7 @@ class NotAPlainViT(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A linear map without a module; weight and bias are views of a model's weights."""
+    """A linear map that is no module of its own; weight and bias are views of a model's weights."""
 
     weight: torch.Tensor  # (out, in)
     bias: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class GridPositions:
         grid (pair of `int`): Rows and columns of the patches in the table.
         mode (`str`): Mode of `F.interpolate`.
         antialias (`bool`): Argument of `F.interpolate`.
-        crops (`bool`): Whether the positions of a rectangular grid are cut from the corner of a square grid.
+        crops (`bool`): Whether the positions of a rectangular grid are the top left part of a square grid's.
     """
 
     table: torch.Tensor
@@ -110,7 +110,7 @@ class Block:
     """A pre-norm transformer block: `x + attention(attention_norm(x))`, then `x + mlp(mlp_norm(x))`.
 
     Raises:
-        NotAPlainViT: if `module` has parameters outside of these parts, norms of another kind, quantized weights, or
+        NotAPlainViT: if `module` has parameters that belong to no field, norms of another kind, quantized weights, or
             attention that is not as wide as its tokens.
     """
 
@@ -133,7 +133,7 @@ class Block:
             elif isinstance(part, Projection):
                 tensors += [part.weight, part.bias]
         known = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
-        # Context Broadcasting, which may be inserted, has parameters of its own.
+        # Parameters of inserted Context Broadcasting belong to no part, but are allowed.
         unknown = [
             name
             for name, parameter in self.module.named_parameters()
@@ -174,13 +174,13 @@ class Rotary:
 
     @property
     def config_fields(self) -> dict:
-        """The rotation as fields of a SparseFormer's configuration."""
+        """Fields of a SparseFormer's configuration that describe this rotation."""
         ends = [scale + shift for scale, shift in zip(self.scale, self.shift, strict=True)]
         return {"rope_theta": self.theta, "rope_coordinates": [*self.shift, *ends]}
 
     def rotate(self, states: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        """Rotate the patches of a grid among queries or keys, `(batch, heads, prefix + patches, head_dim)`. Channels
-        are returned in the order of `channels`."""
+        """Rotate the patches among the tokens of queries or keys, `(batch, heads, prefix + patches, head_dim)`, and
+        return the channels in the order of `channels`. The patches form `grid`."""
         axes = [(torch.arange(count, device=states.device) + 0.5) / count for count in grid]
         centers = torch.cartesian_prod(*axes)
         cos, sin = rotary_table(centers, self.theta, self.scale, self.shift, states.shape[-1])
@@ -211,7 +211,7 @@ class AttentionPooling:
 class Pooling:
     """How tokens become the embedding."""
 
-    mode: str = "cls"  # `pooling` of a SparseFormer's configuration
+    mode: str = "cls"  # a value of `pooling` in a SparseFormer's configuration
     class_tokens: list[int] | None = None  # indices of the pooled class tokens; None for all
     before_norm: bool = False
     head: AttentionPooling | None = None
@@ -229,8 +229,8 @@ class Anatomy:
         blocks (list of `Block`): Its transformer blocks.
         image_size (pair of `int`): Height and width of its images in pixels.
         grid (pair of `int`): Rows and columns of patches.
-        num_class_tokens (`int`): Class tokens before the patches.
-        num_register_tokens (`int`): Register tokens between class tokens and patches.
+        num_class_tokens (`int`): Number of class tokens before the patches.
+        num_register_tokens (`int`): Number of register tokens between class tokens and patches.
         prefix_tokens (list of `torch.Tensor`): Class tokens and registers, each `(…, hidden_size)`.
         patches (`PatchEmbedding`, *optional*): Its patch embedding.
         patch_positions (`Callable`, *optional*): `GridPositions`, or another function from a grid to the positions of
@@ -247,7 +247,7 @@ class Anatomy:
         unsupported_reason (`str`, *optional*): Reason why it is no plain vision transformer.
         unsupported_patches_reason (`str`, *optional*): Reason why `patches` were not read.
         unsupported_embedding_reason (`str`, *optional*): Reason why `pooling` or `projection` was not read.
-        source (`nn.Module`, *optional*): The argument of `read_anatomy`.
+        source (`nn.Module`, *optional*): The model that was given to `read_anatomy`.
     """
 
     model: nn.Module
@@ -278,7 +278,7 @@ class Anatomy:
 
         Args:
             purpose (`str`): A verb for the message, for example "bootstrap from".
-            embeds, patches (`bool`): Whether its embedding and its patch embedding must have been read, too.
+            embeds, patches (`bool`): Whether its embedding, and its patch embedding, must be supported, too.
         """
         reasons = [self.unsupported_reason]
         if embeds:
@@ -290,7 +290,7 @@ class Anatomy:
                 raise self.unsupported_error(purpose, reason)
 
     def unsupported_error(self, purpose: str, reason: str) -> ValueError:
-        """Return the error of a model that cannot be used, see `require_plain`."""
+        """Return the error for a model that cannot be used; `purpose` is that of `require_plain`."""
         return ValueError(
             f"Cannot {purpose} {self.name}: {reason}. Expected a plain pre-norm vision transformer of Transformers, "
             "timm or open_clip; docs/models.md lists them."
@@ -343,19 +343,19 @@ class Anatomy:
 
     @property
     def position_table(self) -> torch.Tensor | None:
-        """View of the model's table of positions, `(tokens, hidden_size)`, including prefix tokens if they have
-        positions; None for a model that computes or interpolates its positions."""
+        """View of the model's table of positions, `(tokens, hidden_size)`, including those of prefix tokens, if any.
+        None for a model that computes or interpolates its positions."""
         if not isinstance(self.patch_positions, GridPositions) or self.patch_positions.grid != self.grid:
             return None
         return self.patch_positions.table.flatten(0, -2)
 
 
-# Readers of further model classes.
+# Readers that `register_reader` added, by model class.
 _READERS: dict[type, Callable] = {}
 
 
 def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, int] | None], Anatomy]):
-    """Register a function that reads models of a class. `read_anatomy`, and so every method, calls it.
+    """Register a function that reads models of a class. `read_anatomy`, which every method calls, uses it.
 
     Args:
         model_class (`type`): A class of models.
@@ -368,7 +368,7 @@ def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, i
 def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None = None) -> Anatomy:
     """Read a vision transformer of Transformers, timm, open_clip or this package into an `Anatomy`.
 
-    The vision tower of a wrapper or of a model with a text side is read. `register_reader` adds further classes. A
+    If the model is a wrapper or has a text side, its vision tower is read. `register_reader` adds further classes. A
     model that is no plain pre-norm vision transformer gets an `unsupported_reason`, see `Anatomy.require_plain`.
 
     Args:
@@ -386,7 +386,7 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
     if not isinstance(model, nn.Module):
         raise ValueError(f"Expected a model, got {type(model).__name__}; load it first.")
     image_size = None if image_size is None else tuple(image_size)
-    # The visual tower of an open_clip model, or the timm model inside Transformers' wrapper.
+    # Read the visual tower of an open_clip model, the timm model in Transformers' wrapper, or else the model itself.
     part = model.visual if hasattr(model, "encode_image") else getattr(model, "timm_model", model)
     if type(part) in _READERS:
         read = _READERS[type(part)]
@@ -411,7 +411,7 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
 
 
 def read_part(read: Callable[..., T], *arguments) -> tuple[T | None, str | None]:
-    """Return a part and None or, if the part is unsupported, None and the reason."""
+    """Return a pair, the part and None or, if the part is unsupported, None and the reason."""
     try:
         return read(*arguments), None
     except NotAPlainViT as error:

@@ -1,4 +1,4 @@
-"""Reader of open_clip's VisionTransformer, and of its towers with a trunk of timm. open_clip is not imported."""
+"""Reader of open_clip's VisionTransformer, and of its towers with a timm model. open_clip is not imported."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ def _read_plain(model: nn.Module) -> Anatomy:
         num_class_tokens=1,
         prefix_tokens=[model.class_embedding],
         patches=None if convolution is None else PatchEmbedding(convolution),
-        # open_clip interpolates them with antialiasing when it loads weights.
+        # open_clip interpolates positions with antialiasing when it loads weights.
         patch_positions=GridPositions(model.positional_embedding, grid, antialias=True),
         pre_norm=find(model, ["ln_pre"]),
         norm=model.ln_post,

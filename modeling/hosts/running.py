@@ -13,7 +13,7 @@ from .anatomy import Anatomy, Block
 @contextmanager
 def record_hidden_states(anatomy: Anatomy) -> Iterator[list[torch.Tensor]]:
     """Yield a list that holds the hidden states of the last forward pass within the context: the tokens before the
-    first block and after each, `(batch, prefix + patches, hidden_size)`."""
+    first block and after each block, `(batch, prefix + patches, hidden_size)`."""
     hidden_states: list[torch.Tensor] = []
 
     def record_input(module, arguments, keywords):
@@ -32,7 +32,7 @@ def record_hidden_states(anatomy: Anatomy) -> Iterator[list[torch.Tensor]]:
 
 
 def compute_hidden_states(anatomy: Anatomy, pixel_values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tokens before the first block and after each, `(batch, prefix + patches, hidden_size)`."""
+    """Return the tokens before the first block and after each block, `(batch, prefix + patches, hidden_size)`."""
     with record_hidden_states(anatomy) as hidden_states:
         anatomy.embed(pixel_values)
     return hidden_states
@@ -45,14 +45,14 @@ def compute_feature_maps(
 
     Args:
         pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
-        layers (list of `int`): Indices of hidden states; 0 are the tokens before the first block.
+        layers (list of `int`): Indices of hidden states; index 0 is the input of the first block.
     """
     hidden_states = compute_hidden_states(anatomy, pixel_values)
     return [as_map(anatomy, hidden_states[layer]) for layer in layers]
 
 
 def as_map(anatomy: Anatomy, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the patches among tokens, `(batch, prefix + patches, hidden_size)`, after the final norm as a map,
+    """Apply the final norm to tokens, `(batch, prefix + patches, hidden_size)`, and return the patches as a map,
     `(batch, hidden_size, rows, columns)`."""
     patches = normalize(anatomy, tokens)[:, anatomy.num_prefix_tokens :]
     return patches.mT.unflatten(-1, anatomy.grid)
@@ -64,8 +64,8 @@ def normalize(anatomy: Anatomy, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def compute_queries_and_keys(anatomy: Anatomy, block: Block, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Return a block's queries and keys, `(batch, heads, tokens, head_dim)` each, normalized and rotated as the model
-    does it.
+    """Return a block's queries and keys, `(batch, heads, tokens, head_dim)` each, normalized and rotated as in the
+    model.
 
     Args:
         block (`Block`): A block of the model.

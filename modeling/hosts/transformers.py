@@ -1,7 +1,7 @@
 """Reader of vision transformers of Transformers and of this package.
 
 Models are read by structure; no model file is imported. Families differ in how they pool and interpolate (`_FAMILIES`)
-and in the names of their modules (the tables below it).
+and in the names of their modules (the tuples below it).
 """
 
 import functools
@@ -41,9 +41,9 @@ class Family:
     """How a family pools its tokens and interpolates its positions.
 
     Args:
-        pooling (`str`, *optional*): `Pooling.mode` of the base model; None if its configuration has it.
+        pooling (`str`, *optional*): `Pooling.mode` of the base model; None to read it from the configuration.
         classifier_pooling (`str`, *optional*): `Pooling.mode` of the classifier, if it differs.
-        output (`str`, *optional*): Output that holds the pooled tokens; None to pool `last_hidden_state`.
+        output (`str`, *optional*): Name of the output that holds the pooled tokens; None to pool `last_hidden_state`.
         any_size (`bool`): Whether a call takes images of any size without further arguments.
         interpolation (`dict`): Arguments of `GridPositions`.
     """
@@ -81,7 +81,7 @@ _FAMILIES = {
     "vit_impulse_init": Family(None, output="pooler_output"),
 }
 
-# Names of a block's parts, of which each family uses one.
+# Names of a block's parts; each family uses one name of each tuple.
 _ATTENTION_NORMS = ("layernorm_before", "layer_norm1", "norm1", "rms_norm1")
 _MLP_NORMS = ("layernorm_after", "layer_norm2", "norm2", "rms_norm2")
 _ATTENTIONS = ("attention", "self_attn")
@@ -95,14 +95,14 @@ _FINAL_NORMS = ("layernorm", "post_layernorm", "norm", "rms_norm")
 _PRE_NORMS = ("pre_layrnorm", "pre_layernorm")
 _PATCHES = ("patch_embeddings", "patch_embedding", "patch_embed", "patch_projection")
 _POSITIONS = ("position_embeddings", "position_embedding")
-# Class tokens and registers, in their order in the sequence.
+# Names of class tokens and registers, in the order of the sequence.
 _PREFIX_TOKENS = ("cls_token", "class_embedding", "cls_register_token", "distillation_token", "register_tokens")
-# Vision towers of models with several modalities.
+# Names of vision towers in models with several modalities.
 _TOWERS = ("vision_model", "vision_tower", "visual")
 
 
 def find_tower(model: nn.Module) -> nn.Module:
-    """Return a model's vision tower, whose child is the list of blocks, or the base model if it has no towers."""
+    """Return the module that has a model's embeddings: its vision tower, or the base model if it has no towers."""
     if hasattr(model, "embeddings"):
         return model
     for name in ("model", *_TOWERS):
@@ -117,7 +117,7 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
     """Read a model, or its vision tower, into an `Anatomy`. Raise a ValueError if the model takes no images."""
     tower = find_tower(model)
     config = tower.config
-    # Idefics3's vision tower inherits `main_input_name = "input_ids"`; its `input_modalities` are right.
+    # Idefics3's vision tower inherits a wrong `main_input_name`, "input_ids"; its `input_modalities` are right.
     modalities = getattr(tower, "input_modalities", ())
     if getattr(tower, "main_input_name", None) == "input_ids" and "image" not in modalities:
         raise ValueError(f"{type(model).__name__} takes texts alone, expected a model that takes images.")
@@ -155,7 +155,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
     if hasattr(config, "image_size"):
         own_size = pair(config.image_size)
     else:
-        # SigLIP 2 NaFlex takes images of any shape; its table of positions is square.
+        # SigLIP 2 NaFlex has no image size; here it is that of the square grid in its table of positions.
         own_size = pair(int(config.num_patches**0.5) * patch_size[0])
     can_interpolate = "interpolate_pos_encoding" in inspect.signature(tower.embeddings.forward).parameters
     takes_any_size = family.any_size or can_interpolate or getattr(config, "is_native", False)
@@ -224,7 +224,7 @@ def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, mode: str)
     if mode != "attention":
         return Pooling(mode, class_tokens)
     head = getattr(tower, "head", None)
-    # A SigLIP or an AIMv2 can be built without its head.
+    # SigLIP and AIMv2 can be built without a head; their tokens are then averaged.
     return Pooling("mean") if head is None else Pooling("attention", head=read_head(head))
 
 
@@ -248,7 +248,7 @@ def _read_positions(
 def read_block(module: nn.Module) -> Block:
     """Read a block of any family. Raise a NotAPlainViT if it is no plain pre-norm block."""
     if hasattr(module, "mlp_scale"):
-        # A SparseFormer's block.
+        # Only the blocks of SparseFormers have these names for layer scale.
         attention_scale = module.attention_scale
         mlp_scale = module.mlp_scale
     else:
@@ -342,7 +342,7 @@ def read_head(head: nn.Module) -> AttentionPooling:
 
 
 def _caller(tower: nn.Module, interpolates: bool) -> Callable:
-    """Return a function of a model and images that calls the model as its family expects."""
+    """Return a function that takes a model and images, and calls the model in the way its family needs."""
     options = {"interpolate_pos_encoding": True} if interpolates else {}
     if tower.config.model_type == "vit_mae":
         return functools.partial(_call_unmasked, **options)
@@ -354,8 +354,8 @@ def _caller(tower: nn.Module, interpolates: bool) -> Callable:
 def _call_unmasked(model: nn.Module, pixel_values: torch.Tensor, **options):
     """Call a ViTMAE without a mask.
 
-    A ViTMAE sorts its patches by noise and masks most of them. With ascending noise and a ratio of 0, it keeps all
-    patches in their order.
+    A ViTMAE sorts its patches by noise and masks most of them. With ascending noise and a mask ratio of 0, it keeps
+    all patches in their order.
     """
     config = model.config
     mask_ratio = config.mask_ratio
