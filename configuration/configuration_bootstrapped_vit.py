@@ -37,7 +37,7 @@ VIT_BASE = {
     "attention_probs_dropout_prob": 0.0,
     "layer_norm_eps": 1e-6,
 }
-# Names have the kind of training, the size, and "res" for agents with a ResNet stem.
+# Names contain the kind of training, the size, and "res" for agents with a ResNet stem.
 VARIANTS = {
     f"{name}-{size}{'-res' if res else ''}": {
         "vit_config": vit,
@@ -74,7 +74,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
             Loss weights. By default the reference implementation's: 1, 1 and 10 for `"none"`, 0.5, 0.5 and 5 for
             `"weights"`.
         temperature (`float`, *optional*, defaults to 4.0): Temperature of the distributions in the divergences.
-        hint_layers (sequence of `int`, *optional*): Indices of the blocks whose tokens get hints; all by default.
+        hint_layers (sequence of `int`, *optional*): Indices of the blocks that hints compare; all by default.
         embedding_dropout (`float`, *optional*):
             Dropout of the transformer's embeddings; its `hidden_dropout_prob` by default. It is 0 in the variants and
             in the reference implementation.

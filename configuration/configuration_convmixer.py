@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import Size, VisionConfig, at_least, positive
 
 
-# Names have width and kernel size.
+# Names contain width and kernel size.
 VARIANTS = {
     f"convmixer-{width}-k{kernel_size}": {"hidden_size": width, "kernel_size": kernel_size, "num_labels": 10}
     for width in (256, 512)

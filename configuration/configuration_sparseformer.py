@@ -66,8 +66,8 @@ def _clip(size: str, tokens: int, image_size: int = 224) -> dict:
     )
 
 
-# Names have family, size, tokens as the papers count them (latent + [CLS]) and image size; `-untruncated` models keep
-# all blocks of the teacher.
+# Names contain family, size, tokens as the papers count them (latent + [CLS]) and image size; `-untruncated` models
+# keep all blocks of the teacher.
 VARIANTS = {
     "v1-tiny": _v1(512, 8, 49, 0.2),
     "v1-small": _v1(640, 8, 64, 0.3),

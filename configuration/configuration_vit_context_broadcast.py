@@ -10,7 +10,7 @@ from .configuration_vit import PlainViTConfig
 ContextBroadcastKind = Literal["cb", "cb_s", "cb_gate", "cb_hybrid"]
 ContextBroadcastPosition = Literal["mlp_front", "mlp_mid", "mlp_end", "attention_end"]
 
-# Names have size, "distilled" for distilled models, kind of Context Broadcasting ("plain" for none), and image size.
+# Names contain size, "distilled" if distilled, kind of Context Broadcasting ("plain" for none), and image size.
 VARIANTS = {
     f"vit-{size}{'-distilled' if distilled else ''}-{'plain' if kind is None else kind}-224": {
         "hidden_size": width,

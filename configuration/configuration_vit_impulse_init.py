@@ -8,7 +8,7 @@ from .configuration_base import Size, at_least
 from .configuration_vit import Initialization, PlainViTConfig
 
 
-# Names have size, heads and image size, or, for tables 5 and 7, depth, width and heads.
+# Names contain size, heads and image size, or, for tables 5 and 7, depth, width and heads.
 VARIANTS = {
     f"vit-{size}-h{heads}-{image_size}": {
         "image_size": image_size,

@@ -13,7 +13,7 @@ def swap_backbone(model: PreTrainedModel, backbone: BackboneMixin) -> PreTrained
         model (`PreTrainedModel`):
             Model with a backbone of Transformers, for example `UperNetForSemanticSegmentation` or
             `DPTForDepthEstimation`. The head keeps its weights: a head that was trained on a teacher's feature maps
-            reads those of the student.
+            fits those of its student.
         backbone (`SparseFormerBackbone`):
             The new backbone. It is moved to the model's device and dtype, not copied.
 

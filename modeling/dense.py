@@ -52,7 +52,7 @@ def scatter_to_grid(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 
 def place_in_token(rois: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the position of each cell relative to the RoI of its token, or the mean RoI of its tokens.
+    """Return each cell's position relative to its token's RoI, or to the mean RoI if several tokens cover the cell.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): RoIs of the tokens.

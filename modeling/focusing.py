@@ -96,7 +96,7 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
     Args:
         features (`torch.Tensor` of shape `(batch, channels, height, width)`): The map.
         points (`torch.Tensor` of shape `(batch, tokens, points, 2)`):
-            x and y, 0 to 1 across the image; a batch of 1 is sampled from all images.
+            x and y, 0 to 1 across the image; points with a batch of 1 are sampled from all images.
         padding_mode (`str`): `"border"` or `"zeros"`, for points outside the image.
 
     Returns:
@@ -127,7 +127,7 @@ class ClipGradient(torch.autograd.Function):
 
 
 def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
-    """Return the sinusoidal encoding of RoIs `(batch, tokens, 4)`, `(batch, tokens, hidden_size)` float32.
+    """Return the sinusoidal encoding, `(batch, tokens, hidden_size)` float32, of RoIs `(batch, tokens, 4)`.
 
     `kind="paper"` is supplement A.2 of the bootstrapping paper: d/8 frequencies from 1 to 128, each with a sine and a
     cosine, interleaved. `kind="reference"` is the reference implementation: d/4 frequencies from 1 to 128, sines of

@@ -56,8 +56,8 @@ def rotary_table(
 
     Each axis has n = head_dim / 4 frequencies. A token centered at (y, x) is rotated by the angles
     (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1. With scale = 4 pi and shift = -2 pi the angles are
-    DINOv3's, 2 pi (2 c - 1) f (Siméoni et al. 2025, arXiv 2508.10104); EVA-02 (Fang et al. 2023, arXiv 2303.11331)
-    counts patches instead. The formula needs no grid and holds at any center.
+    DINOv3's, 2 pi (2 c - 1) f (Siméoni et al. 2025, arXiv 2508.10104); EVA-02's coordinates (Fang et al. 2023, arXiv
+    2303.11331) count patches instead. The formula needs no grid and holds at any center.
 
     Args:
         centers (`torch.Tensor` of shape `(..., 2)`): Centers of tokens as y and x, 0 to 1 across the image.
@@ -74,7 +74,7 @@ def rotary_table(
 
 
 def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotate queries or keys, except those of the tokens before index `first`.
+    """Rotate queries or keys of tokens from index `first` on.
 
     Args:
         states (`torch.Tensor` of shape `(batch, heads, tokens, head_dim)`): Queries or keys.
@@ -277,7 +277,7 @@ class EncoderLayer(GradientCheckpointingLayer):
 
 
 class AttentionPooling(nn.Module):
-    """Attention of one learned query to all tokens, followed by an MLP (SigLIP) or none (AIMv2)."""
+    """Attention of one learned query to all tokens, followed by an MLP (SigLIP) or no MLP (AIMv2)."""
 
     def __init__(self, config):
         super().__init__()

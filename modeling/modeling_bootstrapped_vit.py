@@ -62,7 +62,7 @@ def head_products(attention: nn.Module, num_heads: int) -> torch.Tensor:
 
 
 class SharedConvolution(nn.Module):
-    """Generalized convolution with the weights of an attention layer, whose heads are its positions."""
+    """Generalized convolution with the weights of an attention layer. Position i has the weights of head i."""
 
     def __init__(self, attention: nn.Module, num_heads: int):
         super().__init__()

@@ -261,8 +261,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         return inherit_patches(cls, teacher, num_latent_tokens, truncate, image_processor, **fields)
 
     def to_plain_vit(self, num_tokens: int | None = None, like=None) -> nn.Module:
-        """Return this model as a model of its teacher's class with the same outputs, for smaller images, in which each
-        token is a patch: for example a `Dinov2ForImageClassification` for 84 pixels.
+        """Return this model converted to its teacher's class, for example a `Dinov2ForImageClassification` for 84
+        pixels. The outputs are equal. The images are smaller, so that each token is a patch.
 
         Args:
             num_tokens (`int`, *optional*): Number of latent tokens; `config.num_tokens`, or all, by default.
@@ -316,9 +316,10 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size.
             num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
-                Number of latent tokens, at most `config.num_latent_tokens`, or one number for each image: then tokens
-                are padded to the largest number, and no token attends to padding. By default `config.num_tokens`, or
-                all tokens. Numbers that the model was not trained with (`config.elastic_token_counts`) warn once.
+                Number of latent tokens, at most `config.num_latent_tokens`, or one number for each image. In this
+                case, tokens are padded to the largest number, and no token attends to padding. By default
+                `config.num_tokens`, or all tokens. Untrained numbers (see `config.elastic_token_counts`) cause one
+                warning.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):

@@ -150,14 +150,14 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         **fields,
     ):
         """Return a student, in evaluation mode, that is initialized as in section 3.2 of the bootstrapping paper. It
-        inherits the last blocks, the final norm and the classifier or projection of its teacher. Its focusing stage
-        has fresh weights, which have to be bootstrapped.
+        inherits the last blocks, the final norm and the classifier or projection of its teacher. The student's
+        focusing stage has new weights, which have to be bootstrapped.
 
         Args:
             teacher (`nn.Module`, `Anatomy` or `str`):
                 A plain pre-norm vision transformer of Transformers, timm or open_clip (docs/models.md lists them), or
-                its anatomy; or a folder or hub id of Transformers, which is loaded with its image processor. The
-                student takes over the teacher's pooling, registers, gates, norms, layer scale and rotary positions.
+                its anatomy; or a folder or hub id, from which Transformers loads the teacher and its image processor.
+                The student has the teacher's pooling, registers, gates, norms, layer scale and rotary positions.
             num_latent_tokens (`int`, *optional*):
                 Number of latent tokens, without [CLS]. By default, latent tokens and [CLS] together are a quarter of
                 the teacher's image tokens at 224 pixels.
@@ -196,7 +196,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         super().__init__(config)
         iterations = config.num_focusing_iterations
         blocks = config.num_hidden_layers
-        # Each execution of a layer has its own rate; v1's last focusing layer is the encoder's first block.
+        # Each execution of a layer has its own drop path rate; v1's last focusing layer is the first block.
         executions = iterations + blocks + (not config.is_v1)
         rates = [config.drop_path_rate * number / max(executions - 1, 1) for number in range(executions)]
         focusing_layer = SparseFormerV1FocusingLayer if config.is_v1 else SparseFormerFocusingLayer
@@ -240,7 +240,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 Normalized images of any size from 4 x 4 pixels.
             num_tokens (`int`, *optional*):
                 Number of latent tokens to compute with, the first ones. By default `config.num_tokens`, or all
-                tokens. Numbers that the model was not trained with (`config.elastic_token_counts`) warn once.
+                tokens. Untrained numbers (see `config.elastic_token_counts`) cause one warning.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.

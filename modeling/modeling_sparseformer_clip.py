@@ -110,8 +110,8 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPOutput:
         """Compute the similarity of texts and images. `output_rois` and `num_tokens` are arguments of
-        `SparseFormerModel.forward`, the others of `CLIPModel.forward`. With `return_loss`, image i belongs to text
-        i."""
+        `SparseFormerModel.forward`, the others of `CLIPModel.forward`. `return_loss` assumes that image i belongs to
+        text i."""
         images = self.get_image_features(pixel_values, num_tokens, output_rois=output_rois, return_dict=True, **kwargs)
         texts = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
         image_embeds = F.normalize(images.pooler_output, dim=-1)

@@ -102,8 +102,8 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
         Returns:
             `SparseFormerBackboneOutput` with a map for each layer of `out_features`, `(batch, hidden_size, height /
             stride, width / stride)`, rounded down, where stride is `feature_stride` divided by the layer's
-            `feature_scales`. Without `reshape_hidden_states`, maps are `(batch, 1 + cells, hidden_size)`. Tokens of
-            all layers are assigned by the last RoIs.
+            `feature_scales`. Without `reshape_hidden_states`, maps are `(batch, 1 + cells, hidden_size)`. The last
+            RoIs assign the tokens of all layers to cells.
         """
         kwargs |= {"num_tokens": num_tokens, "output_rois": True, "return_dict": True}
         outputs = self.base_model(pixel_values, **kwargs)

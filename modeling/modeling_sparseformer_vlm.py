@@ -132,7 +132,7 @@ class SparseFormerVLMMixin(HubModel):
 
 
 class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
-    """`LlavaModel` with a SparseFormer as its vision tower, in which images may have different numbers of tokens."""
+    """`LlavaModel` with a SparseFormer as its vision tower. Images may have different numbers of tokens."""
 
     config: SparseFormerLlavaConfig
 

@@ -54,7 +54,7 @@ def reference_init_(vit: ViTForImageClassification):
 
 
 def init_patches_(projection: nn.Conv2d):
-    """Initialize a patch projection standard normal, its bias zero."""
+    """Initialize the weights of a patch projection standard normal, and its bias zero."""
     init.normal_(projection.weight)
     init.zeros_(projection.bias)
 

@@ -126,7 +126,7 @@ class LinearDecoder(nn.Module):
 
 
 def semantic_segmentation_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy over pixels with a label, binary for a single class, and 0 without such pixels.
+    """Return the mean cross entropy over labeled pixels, binary for a single class, or 0 if no pixel is labeled.
 
     Args:
         logits (`torch.Tensor` of shape `(batch, num_labels, height, width)`):
