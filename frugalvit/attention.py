@@ -47,7 +47,7 @@ def stable_rank(matrices: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -> list[LayerStatistics]:
-    """Measure the attention of a model's layers to images, and the stable rank of their outputs.
+    """Measure the attention in a model's layers and the stable rank of the layers' outputs, averaged over images.
 
     Args:
         model (`PreTrainedModel`): A vision transformer whose tokens attend to all others.

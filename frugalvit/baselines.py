@@ -91,7 +91,7 @@ class WithTokens(nn.Module):
 
 
 def as_teacher(anatomy: Anatomy, **others) -> Baseline:
-    """Describe an unchanged vision transformer; `others` are further fields of the `Baseline`."""
+    """Describe an unchanged vision transformer as a `Baseline`; `others` are further fields of it."""
     parameters = {*anatomy.model.parameters()}
     for layer in (anatomy.classifier, anatomy.projection):
         parameters |= set() if layer is None else {layer.weight, layer.bias} - {None}

@@ -278,7 +278,8 @@ def neighbors_found(embeddings: torch.Tensor, teacher: torch.Tensor) -> torch.Te
     """Measure a model's embeddings as queries to an index of the teacher's embeddings; no image finds itself.
 
     Args:
-        embeddings (`torch.Tensor` of shape `(images, embedding_size)`): The model's; `teacher` has the same shape.
+        embeddings (`torch.Tensor` of shape `(images, embedding_size)`): The model's embeddings; `teacher`, the
+            teacher's, has the same shape.
 
     Returns:
         For each image, the share of the `NEIGHBORS` images found by the teacher's embedding that the model's embedding

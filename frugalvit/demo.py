@@ -42,11 +42,11 @@ def main(argv: list[str] | None = None) -> None:
     folders = {Path(model).name: model for model in models}
     if len(folders) < len(models):
         raise ValueError("Two of the models have the same name; rename a folder.")
-    # Refuse a model that cannot be loaded before the page is served.
+    # Before the page is served, refuse models that cannot be loaded.
     for model in options.models:
         load_classifier(model, options.device, options.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
-        # gradio reads the variable when it is imported.
+        # gradio reads this variable once, when it is imported.
         os.environ["GRADIO_TEMP_DIR"] = folder
         try:
             import gradio

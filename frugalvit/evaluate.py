@@ -90,7 +90,8 @@ class ZeroShotOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class RetrievalOptions(EvaluateOptions, ReadingOptions):
-    """Recall of images by text and of text by images. In percent at 1, 5 and 10, among all images and captions."""
+    """Recall of images by text and of text by images. It is measured in percent at 1, 5 and 10, among all images and
+    captions."""
 
     model: str = argument(help=CLIP)
     vision_model: str | None = argument(None, VISION_MODEL)

@@ -233,8 +233,8 @@ def compare_outputs(
     """Run the original and the program on the same inputs.
 
     Returns:
-        `compared` (number of inputs), `min_cosine` and `mean_cosine` of both first outputs (the last map, if these are
-        feature maps), and `agreement`, the share of images, or of a segmenter's pixels, with equal labels.
+        `compared` (number of inputs), `min_cosine` and `mean_cosine` between both models' first outputs (for feature
+        maps, the last map), and `agreement`, the share of images, or of a segmenter's pixels, with equal labels.
     """
     cosines = []
     agreements = []

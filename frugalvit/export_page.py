@@ -1,4 +1,4 @@
-"""The page of an exported model: a static folder that labels images in the browser, without other hosts."""
+"""The page of an exported model: a static folder that labels images in the browser and needs no other host."""
 
 import html
 import shutil

@@ -100,7 +100,7 @@ class Part(nn.Module):
 
 
 def num_tokens_of(model: PreTrainedModel) -> int | None:
-    """Return the number of latent tokens of a SparseFormer or of a CLIP with one; `None` for other models."""
+    """Return the number of latent tokens of a SparseFormer, alone or in a CLIP; `None` for other models."""
     config = vision_config_of(model.config)
     return config.default_num_tokens if is_sparseformer(config) else None
 

@@ -57,7 +57,7 @@ class _Application:
     """A model that is called with any number of images and yields an array for each, in order. Threads may share it,
     and it can be pickled."""
 
-    # What the arrays are, for messages.
+    # The arrays' contents, for messages.
     what: str
 
     def __init__(

@@ -27,7 +27,7 @@ PROG = "frugalvit info"
 @dataclass(kw_only=True)
 class InfoOptions(Options):
     """List tokens (latent and [CLS]), image size, parameters, and multiply-accumulates for one image, without and with
-    attention's two products. For a CLIP or a LLaVA, all but the parameters are those of its image side."""
+    attention's two products. For a CLIP or a LLaVA, all but the parameters describe its image side."""
 
     models: list[str] = argument(
         [],

@@ -272,7 +272,7 @@ def find_images(names: Sequence[str]) -> list[Path]:
         else:
             # At `**`, `Path.glob` does not follow links, because they may lead in circles.
             matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            # Pipes are left out, as reading waits for a writer, and hidden files, unless their names are given.
+            # Leave out pipes, as reading one waits for its writer, and hidden files whose names are not given.
             files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")

@@ -119,13 +119,13 @@ def save_compact(model: PreTrainedModel, folder: Path):
     }
     if wrong := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise ValueError(f"The weights {wrong[0]} have values that are not finite in half precision.")
-    # The sub-configurations name the folders on this machine that they were loaded from.
+    # The sub-configurations name the private folders that they were loaded from.
     for name in getattr(model.config, "sub_configs", ()):
         getattr(model.config, name)._name_or_path = ""
     # The model itself stays float32, and so does the dtype in its configuration.
     model.save_pretrained(folder, state_dict=weights)
     if not isinstance(model, HubModel):
-        # The `auto_map` of a model from elsewhere may name code from elsewhere, which `check_outputs` would run.
+        # The `auto_map` of another library's model may name code of a third party, which `check_outputs` would run.
         strip_auto_map(folder)
 
 

@@ -11,7 +11,7 @@ import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Largest number of decoding threads; a model keeps up with no more.
+# Largest number of decoding threads; more would decode faster than a model computes.
 MOST_THREADS = 8
 
 

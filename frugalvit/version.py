@@ -1,3 +1,3 @@
-"""The version, read by setuptools and by the command without importing anything else."""
+"""The version, in a module of its own, which setuptools reads without importing anything else."""
 
 __version__ = "0.1.0"

@@ -20,9 +20,8 @@ from ..training.text import shortened
 
 def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -> tuple[datasets.Dataset, str]:
     """Load the images that the arguments name, and return them with their split: `split`, or the first split for
-    evaluation that has labels, or "train" if no split is for evaluation. With `held_back`, "train" is replaced by the
-    part that trainings hold back, see `hold_back`, so that a model trained on this data set has not learned from
-    it."""
+    evaluation that has labels, or "train" if no split is for evaluation. `held_back` restricts this "train" to the
+    images that trainings hold back, see `hold_back`: a model trained on the data set has not learned from them."""
     splits = [arguments.split]
     is_held_back = False
     if not arguments.split:

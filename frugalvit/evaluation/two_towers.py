@@ -69,8 +69,8 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
     """Load a CLIP's tokenizer.
 
     Raises:
-        ValueError: If the tokenizer's files are missing. Transformers may make a tokenizer without a vocabulary from
-            the other files, which maps all texts to the same tokens.
+        ValueError: If the tokenizer's files are missing. From other files, Transformers may make a tokenizer that has
+            no vocabulary and maps all texts to the same tokens.
     """
     tokenizer = load_processor(name, "a CLIP with a tokenizer", trust_remote_code, AutoTokenizer)
     # The counts may differ a little: an embedding matrix may have more rows than the tokenizer has tokens.
