@@ -5,19 +5,19 @@
     python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
     python benchmarks/agent_tables.py longer  # ViT alone, the control, joint with and without hints, 40 epochs
     python benchmarks/agent_tables.py directions  # weaker hints and weaker SAM, since both cost accuracy here
-    python benchmarks/agent_tables.py gradients   # lengths of each term's gradient for the joint ViT, and their angles
+    python benchmarks/agent_tables.py gradients   # lengths of the loss terms' gradients in the joint ViT, a cosine
 
 All rows share these settings, unless their name gives another one:
 
-- architectures: 64 tokens and [CLS], width 72, 4 blocks, 9 heads or positions;
+- architectures: 64 tokens and [CLS], width 72, 4 blocks, 9 heads (ViT) or 9 positions (agent);
 - budget: 4,000 images, 6 epochs, batches of 32;
-- optimizer, start and loss weights of the reference implementation; from impulses, all other weights start as in
-  Transformers, because standard normal patch projections would hide the positions;
-- images padded by reflection; the accuracy of the last epoch.
+- optimizer, initialization and loss weights of the reference implementation; rows with impulses initialize all other
+  weights as in Transformers, because standard normal patch projections would hide the positions;
+- images padded by reflection, and accuracy measured after the last epoch.
 
 "joint, no hint, no divergence" is the control: two models train side by side, with the dropouts of the joint rows, and
-neither learns from the other. A ViT alone has the dropouts of Transformers. Finished runs under --runs-dir are reused,
-so an interrupted command resumes, and seeds can run side by side. Writes agent_TABLE.json. `frugalvit joint --config
+neither learns from the other. A ViT alone has dropout where Transformers' ViT has it. Finished runs under
+--runs-dir are reused, so an interrupted command resumes, and seeds can run side by side. Writes agent_TABLE.json. `frugalvit joint --config
 joint-small` and similar recipes have the paper's sizes and budgets.
 """
 
@@ -39,11 +39,11 @@ from shared import budget_settings, last_accuracies, parse_table, run_row, sprea
 BLOCKS = 4
 SIZES = f"patch_size=4,hidden_size=72,num_hidden_layers={BLOCKS},intermediate_size=288"
 VIT = f"image_size=32,{SIZES},num_attention_heads=9"
-# The results were measured before agents that share weights had the reference's dropout of branches.
+# `branch_dropout=0`, because results were measured before shared agents supported the reference's branch dropout.
 AGENT = f"{SIZES},num_positions=9,branch_dropout=0"
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
 TRANSFORMERS = {"initialization": "default"}
-# A model alone is trained with the augmentation of joint rows: no mixing, no label smoothing.
+# Models that train alone have the augmentation of joint rows: no mixing, no label smoothing.
 ALONE = {
     "weight_decay": 0.05,
     "randaugment_layers": 0,
@@ -58,13 +58,13 @@ VIT_ALONE = ALONE | {
     "config_overrides": f"{VIT},hidden_dropout_prob=0.1,attention_probs_dropout_prob=0.1,layer_norm_eps=1e-5",
 }
 AGENT_ALONE = ALONE | {"model_type": "agent_cnn", "config_overrides": f"image_size=32,{AGENT}"}
-# Gradients are not clipped: the reference's configuration has 1, but its SAM code does not read it.
+# Gradients are not clipped: the reference's configuration sets 1, but its SAM code does not use this value.
 SAM = {"sam_rho": 0.1}
 PAIR = {"vit": VIT, "agent": AGENT, "padding_mode": "reflect"}
 JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))
 NO_HINT = {"config_overrides": "hint_weight=0"}
 CONTROL = {"config_overrides": "hint_weight=0,divergence_weight=0"}
-# Training and arguments of each row by its name. Tables share the runs of rows with the same name.
+# Training module and its arguments for each row, by row name. Tables share the runs of rows with the same name.
 TABLES = {
     "joint": {
         "ViT alone": (train, VIT_ALONE),
@@ -91,13 +91,13 @@ TABLES = {
     },
     "agents": {
         "joint": (joint, JOINT),
-        # The stem makes maps of 4 x 4, the first block of 2 x 2.
+        # The stem outputs maps of 4 x 4 positions, the first block maps of 2 x 2.
         "joint, res-like agent": (joint, JOINT | {"agent": f"{AGENT},stem=res,downsample_after=[0]"}),
         "joint, Agent-B": (joint, JOINT | {"agent": f"{SIZES},num_positions=6,norm_position=after"}),
         "ViT alone": (train, VIT_ALONE),
         "ViT alone, SAM": (train, VIT_ALONE | SAM),
     },
-    # Hints and SAM cost accuracy in few epochs; these rows have less of both.
+    # Hints and SAM lower the accuracy after few epochs; these rows weaken one of them each.
     "directions": {
         "joint, no hint": (joint, JOINT | NO_HINT),
         **{f"joint, hints of weight {w}": (joint, JOINT | {"config_overrides": f"hint_weight={w}"}) for w in (0.1, 1)},
@@ -110,7 +110,7 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
-# Rows of the table "gradients": the start of `--initialization` by name; "trained" is the joint run.
+# Rows of the table "gradients": untrained models by `--initialization`; "trained" is the run of the row "joint".
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
 
@@ -166,8 +166,8 @@ def gradients(arguments, names: list[str]) -> list[dict]:
 def gradient_lengths(
     model: BootstrappedViTForImageClassification, inputs: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Return the length of each term's gradient, the cosine between the gradients of hints and of the other terms, and
-    the rms of tokens before the first block."""
+    """Return the length of each loss term's gradient, the cosine between the hints' gradient and the sum of the other
+    gradients, and the root mean square of tokens before the first block."""
     outputs = model.eval()(**inputs, output_hidden_states=True)
     losses = outputs.losses
     parameters = list(model.vit.parameters())

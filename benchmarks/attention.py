@@ -8,9 +8,9 @@
     python benchmarks/attention.py ranks cifar10-convmixer
 
 - `maps` draws attention averaged over images, and prints entropy, stable rank and the neighbor that heads attend to
-  most (figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.). --initialization adds the first model's
-  architecture with fresh attention, --start each run's model before training.
-- `entropy` draws a dot for each head (section 3 of Hyeon-Woo et al.).
+  most (figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.). --initialization adds copies of the first
+  model with untrained attention, --start adds each run's model before training.
+- `entropy` draws the entropy of each head's attention (section 3 of Hyeon-Woo et al.).
 - `features` draws lengths of feature vectors (tables 5 and 6 of Zhang et al.).
 - `ranks` measures the stable rank of each layer's input and of the last layer's output (remark 1 of Zheng et al.).
 """
@@ -98,7 +98,7 @@ def stable_ranks(model: PreTrainedModel, image_processor, images: Sequence[Image
 
 
 def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, object]]:
-    """Yield names, models and image processors. A pair of ViT and agent yields both for features, else the ViT."""
+    """Yield names, models and image processors. A pair of ViT and agent yields the ViT; for `features`, both."""
     loaded = [load_model(model, "image-classification", "cpu") for model in arguments.models]
     for initialization in arguments.initialization:
         torch.manual_seed(0)
@@ -148,8 +148,8 @@ def draw_maps(
     measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int], head: int | None = None
 ) -> Figure:
     """Draw a row of attention maps for each layer: for each model the map of a head, or the average of all heads, and
-    its upper left corner. Rows of a map are queries, columns are keys. The color scale ends at the largest values, but
-    not below ten times uniform attention."""
+    its upper left corner. Rows of a map are queries, columns are keys. The color scale ends at the 99.8th percentile,
+    at least at ten times uniform attention."""
     figure = Figure(figsize=(3.3 * len(measured), 1.6 * len(layers) + 0.3), **STYLE)
     axes = figure.subplots(len(layers), 2 * len(measured), squeeze=False)
     for panels, layer in zip(axes, layers, strict=True):
@@ -201,7 +201,7 @@ def feature_maps(model: PreTrainedModel, batches: Sequence[torch.Tensor]) -> lis
 def draw_features(
     images: Sequence[Image.Image], maps: Mapping[str, Sequence[torch.Tensor]], layers: Sequence[int]
 ) -> Figure:
-    """Draw images and the maps of their layers. Each panel has its own color scale."""
+    """Draw images and their feature maps after each layer. Each panel has its own color scale."""
     pairs = [(index, name) for index in range(len(images)) for name in maps]
     figure = Figure(figsize=(1.4 * (len(layers) + 1), 1.5 * len(pairs)), **STYLE)
     axes = figure.subplots(len(pairs), len(layers) + 1, squeeze=False)

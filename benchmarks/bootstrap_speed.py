@@ -4,8 +4,8 @@
 
 CHECKOUT is a clone of github.com/showlab/sparseformer. A SparseFormer-B with 49 tokens learns from a ViT-B/16, both
 with random weights. The plain loop reads, crops, flips and normalizes with torchvision, runs timm's ViT without
-gradients, and trains the reference's student. Every row is a process of its own. Rows take turns, and the median of
-their rounds counts. Writes bootstrap_speed.json.
+gradients, and trains the reference's student. Rows take turns for --rounds, each time in a new process, and the median
+of a row counts. Writes bootstrap_speed.json.
 """
 
 import json
@@ -31,7 +31,7 @@ from sparseformer_speed import load_reference
 
 
 TEACHER = ViTConfig(num_labels=1000)
-# Frozen blocks of the eight that are inherited, as many as the command freezes.
+# Number of the eight inherited blocks that the plain loop freezes, as `frugalvit bootstrap` does.
 FROZEN = 4
 
 
@@ -49,7 +49,6 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         save_teacher(folder / "teacher")
-        # Bootstrapping needs no labels.
         images = load_images(arguments.dataset, arguments.split).select_columns(["image"])
         if len(images) < 2 * arguments.steps * arguments.batch_size:
             parser.error(f"--dataset has {len(images)} images, too few for {2 * arguments.steps} steps")
@@ -108,7 +107,7 @@ def bootstrap_command(arguments, folder: Path) -> float:
 
 
 def plain_loop(arguments, folder: Path) -> float:
-    """Measure a loop of the libraries' own parts, in images per second."""
+    """Return the images per second of the plain loop, in the second half of its steps."""
     import timm
 
     device = choose_device()

@@ -3,12 +3,12 @@
     python benchmarks/bootstrap_tables.py tokens    # table 2: fewer and more tokens, continued, more pixels
     python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
     python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
-    python benchmarks/bootstrap_tables.py choices   # where paper, code and ours differ
+    python benchmarks/bootstrap_tables.py choices   # where the paper, its code and frugalvit differ
     python benchmarks/bootstrap_tables.py elastic --dataset TRAIN --eval-dataset TEST
     python benchmarks/bootstrap_tables.py compare --dataset TRAIN --eval-dataset TEST --tome CHECKOUT
 
-`elastic` continues the shipped student on the same views: students cut to one number of tokens, and one for all
-numbers. `compare` adds smaller images, fewer patches and ToMe without tuning. Finished runs under --runs-dir are
+`elastic` trains the shipped student further on the same views: for each number of tokens alone, and for all numbers.
+`compare` also measures smaller images, fewer patches and ToMe without tuning. Finished runs under --runs-dir are
 reused, so an interrupted command resumes, and seeds can run side by side. Writes bootstrap_TABLE.json,
 elastic_cifar10.json, and compare_cifar10.json and .png.
 """
@@ -28,7 +28,7 @@ from frugalvit.training.data import load_images
 from token_merging import merging, with_random_patches
 
 
-# Arguments of each row besides the shared ones, by its name. "{16 tokens}" is the folder of that row's run.
+# Arguments of each row besides the common ones, by row name. "{16 tokens}" is replaced by that row's folder.
 TABLES = {
     "tokens": {
         "8 tokens": ["--num_tokens", "7"],
@@ -42,7 +42,7 @@ TABLES = {
         "bootstrapping": [],
         "with classification loss": ["--label_loss_weight", "1"],
         "with classification loss, weight 10": ["--label_loss_weight", "10"],
-        "with tokens aligned": ["--token_loss_weight", "2"],  # ours
+        "with tokens aligned": ["--token_loss_weight", "2"],  # not in the paper
         "without reusing weights": ["--no_inherit_blocks"],
         "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
         "KL distillation, temperature 5": ["--loss", "kl", "--temperature", "5"],
@@ -118,7 +118,7 @@ def main():
 
 
 def folder_of(arguments, name: str, seed: int) -> Path:
-    """Return the folder of a run. Tables share the folder of equal runs."""
+    """Return the folder of a run. Equal runs in different tables share a folder."""
     if name in ("bootstrapping", "default: truncate 2, tune 2 of 4", "ours"):
         name = "16 tokens"
     return arguments.runs_dir / shared.folder_name(name, seed)
@@ -135,7 +135,7 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     continued = "--student" in extra
     extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
     epochs = arguments.continued_epochs if continued else arguments.epochs
-    # The paper continues with a quarter of the first learning rate.
+    # In the paper, continued trainings have a quarter of the first training's learning rate.
     rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
     warmup = 0 if continued else 1 / epochs
     argv = [
@@ -175,7 +175,7 @@ def train_elastic(arguments):
 
 
 def run_elastic(arguments, name: str, seed: int) -> dict:
-    """Continue the shipped student, or reuse the finished run; return its results."""
+    """Train the shipped student further, or reuse the finished run; return its results."""
     argv = [
         *("--teacher", arguments.teacher, "--student", "checkpoints/cifar10-sparseformer"),
         *shared.data_arguments(arguments),

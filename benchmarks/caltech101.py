@@ -1,4 +1,4 @@
-"""Measure students of a ViT-S/14 on Caltech-101 at 224 pixels, with the inherited start.
+"""Measure students that are bootstrapped from a ViT-S/14, on Caltech-101 at 224 pixels.
 
     python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
@@ -11,17 +11,17 @@
     python benchmarks/caltech101.py photographs --train TRAIN --test TEST       # the images of `frugalvit quickstart`
 
 - `teacher` fine-tunes a pretrained ViT, first on small images.
-- `students` bootstraps the VARIANTS from it, without labels. The elastic variant is also measured with adaptive
-  numbers of tokens. The model of the last step is measured, so test images choose nothing.
+- `students` bootstraps the VARIANTS from this teacher, without labels. The elastic variant is also measured with
+  adaptive numbers of tokens. The model of the last step is measured, so no choice depends on test images.
 - `table` writes the means of all runs to caltech101_students.json, caltech101_adaptive.json and
   caltech101_elastic.png.
-- `compare` is `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe), not tuned, and the model of `diffrate`
-  (compare_caltech101.json and .png; --title names other data).
-- `picture` draws that table again with the ToMe of `tome`.
-- `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune the peers on the students' views with the students' loss,
-  DiffRate after a search with labels.
-- `features` bootstraps from the pretrained ViT without the images of 20 classes, and tests embeddings on those classes
-  (caltech101_features.json). For other data, it bootstraps without labels and tests on all classes.
+- `compare` runs `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe), not tuned, and the DiffRate that
+  `diffrate` tuned (compare_caltech101.json and .png; --title names other data).
+- `picture` draws the table of `compare` again, with the accuracies of the ToMe that `tome` tuned.
+- `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune both methods on the students' views with the students'
+  loss. Before that, `diffrate` searches rates with labels.
+- `features` bootstraps from the pretrained ViT without the images of 20 classes, and tests embeddings on these classes
+  (caltech101_features.json). With other data, it bootstraps and tests on all classes.
 
 Finished runs under --runs-dir are reused.
 """
@@ -63,18 +63,18 @@ from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, t
 VARIANTS = {
     "fixed": [],
     "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
-    # With --tokens 256, as at 224 pixels, it has the products of 64 tokens in twelve blocks.
+    # With --tokens 256, one for each patch, its linear layers cost as much as twelve blocks with 64 tokens.
     "3 blocks": ["--truncate", "9"],
     "paper": ["--focusing", "paper", "--preset", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
-# Confidences at which an image needs no more tokens, and sequences of numbers of tokens.
+# Confidences at which an image needs no further pass, and the numbers of tokens of successive passes.
 CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 LOOKS = [(9, 36), (9, 64), (9, 16, 25, 36, 49, 64)]
-# Test images unchanged, as small objects on a plain canvas, and on other photographs; the canvas is CANVAS times as
-# wide.
+# Test images unchanged, as small objects on a plain canvas, and as small objects on other photographs. Canvas and
+# photograph are CANVAS times as wide and as high as the image.
 VIEWS = ("photographs", "small", "small, on photographs")
 CANVAS = 2.5
-# Views of the tables of students, by the names of the columns.
+# Views in the tables of students, by the prefix of their columns' names.
 SEEN = {"test": VIEWS[0], "canvas": VIEWS[1]}
 BATCH_SIZE = 64
 # Names of variants in the picture, and sizes of the teacher's images.
@@ -169,7 +169,7 @@ def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: i
 @torch.no_grad()
 def measure_student(arguments, folder: Path) -> list[dict]:
     """Measure accuracy and cosine with the teacher for each number of tokens, on test images and on the same images as
-    small objects. Students for several numbers are also measured with adaptive numbers."""
+    small objects. Students for several numbers are also measured as in `classify_adaptively`."""
     model, processor = load_model(folder, "image-classification", "cpu")
     teacher, _ = load_teacher(str(arguments.runs_dir / "teacher"), str(choose_device()))
     counts, image_format = model.config.trained_token_counts, ImageFormat.from_processor(processor)
@@ -202,8 +202,8 @@ def pooled(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
-    """Compute accuracy, mean tokens and mean cost of `classify_adaptively` from logits and cost by number of tokens.
-    An image is done at the first pass whose likeliest class has at least the probability `confidence`."""
+    """Compute accuracy, mean tokens and mean cost of `classify_adaptively` from the logits and cost of each number of
+    tokens. An image's last pass is the first whose likeliest class has at least the probability `confidence`."""
     scores, classes = torch.stack([logits.softmax(1) for logits, _ in found.values()]).max(-1)
     sure = scores >= confidence
     sure[-1] = True
@@ -230,7 +230,6 @@ def test_images(
 def views_of(
     records: datasets.Dataset, image_format: ImageFormat, view: str, backgrounds: str | None = None
 ) -> Iterator[Image.Image]:
-    """Yield images in one of `VIEWS`."""
     others = load_images([backgrounds], "train") if view == VIEWS[2] else None
     for index in range(len(records)):
         image = decode_image(records[index]["image"], index)
@@ -246,7 +245,7 @@ def views_of(
 def outputs_for(
     arguments, call: Callable, image_format: ImageFormat, view: str = VIEWS[0]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply a function of normalized images to all test images; return outputs, float32 on the CPU, and labels."""
+    """Call a function with batches of normalized test images; return its outputs, float32 on the CPU, and labels."""
     backgrounds = getattr(arguments, "backgrounds", None)
     limit = getattr(arguments, "test_images", None)
     pixels, labels = test_images(arguments.test, image_format, view, backgrounds, limit)
@@ -262,14 +261,14 @@ def accuracy_of(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def put_on_canvas(image: Image.Image, index: int, image_format: ImageFormat) -> Image.Image:
-    """Put a test image on a plain canvas, at a place that depends on its index."""
+    """Put a test image on a plain canvas, at a random place that `index` seeds."""
     with seeded(index):
         return v2.RandomZoomOut(image_format.fill, (CANVAS, CANVAS), p=1.0)(image)
 
 
 def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Image:
-    """Put a test image on another photograph, resized to `CANVAS` times its sides, at a place that depends on its
-    index."""
+    """Put a test image at a random place, which `index` seeds, on another photograph that is resized to `CANVAS` times
+    the image's sides."""
     size = [round(CANVAS * side) for side in image.size]
     with seeded(index):
         left, top = (int(torch.randint(large - small + 1, ())) for large, small in zip(size, image.size, strict=True))
@@ -279,7 +278,7 @@ def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Ima
 
 
 def compare_all(arguments):
-    """Compare the finished students of the first seed with the teacher and its peers."""
+    """Compare the finished students of the first seed with the teacher, ToMe and DiffRate."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
     baselines = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS)
     original, image_processor = load_teacher(str(teacher))
@@ -308,8 +307,8 @@ def file_name(arguments) -> str:
 
 
 def measure_peers(arguments):
-    """Measure ToMe without training, or DiffRate after the search for rates; both also after one epoch with the views,
-    the loss and the learning rate of students."""
+    """Measure ToMe without training, or DiffRate with searched rates, and each again after an epoch of tuning with the
+    students' views, loss and learning rate of inherited weights."""
     teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
     rows, settings = [], {"seeds": arguments.seeds}
     if arguments.what == "diffrate":
@@ -342,7 +341,7 @@ def tuned_diffrate(arguments, teacher, processor, seed: int) -> MergedViT:
 
 
 def tune_peer(arguments, name: str, model: MergedViT, teacher, processor, seed: int, **options) -> MergedViT:
-    """Tune a peer for an epoch, or reuse the run, by default with the students' loss and rate of inherited weights."""
+    """Tune ToMe or DiffRate for an epoch, or reuse the run; loss and learning rate are by default the students'."""
     return tune(
         arguments.runs_dir / f"{name}-seed{seed}",
         model,
@@ -368,8 +367,7 @@ def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
 
 
 def compare_features(arguments):
-    """Measure embeddings on classes that bootstrapping never saw. For other data than Caltech-101, it saw no
-    labels."""
+    """Measure embeddings, on Caltech-101 for classes left out of bootstrapping, on other data for all classes."""
     runs, seed = arguments.runs_dir, arguments.seeds[0]
     train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
     kept, epochs, left_out, classes = arguments.train, 2, [], f"all {len(class_names(train))} classes"
@@ -392,7 +390,7 @@ def compare_features(arguments):
     labels = torch.from_numpy(label_numbers(test))[indices]
     known_labels = torch.from_numpy(label_numbers(train))[known_indices]
     for row, embeddings, known_embeddings in zip(rows, asked, known, strict=True):
-        # The table of `compare` has speeds.
+        # Speeds come from `compare` with more rounds.
         del row["images_per_second"]
         right = classified_rightly(embeddings, labels, known_embeddings, known_labels)
         for name, values in right.items():
@@ -413,8 +411,8 @@ def of_classes(images: datasets.Dataset, classes: Container[int]) -> datasets.Da
 def classified_rightly(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Fit a linear probe and 20 nearest neighbors on known embeddings; return their hits on test images, `(images,)`,
-    averaged over draws."""
+    """Classify test images by a linear probe and by 20 nearest neighbors of known embeddings; return the hits of each,
+    `(images,)`, averaged over the draws of random patches."""
     classes, numbers = known_labels.unique(return_inverse=True)
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):
@@ -445,7 +443,7 @@ def draw_picture(arguments):
 
 def make_table(arguments):
     """Write means over seeds of all finished runs, for each number of tokens and for `classify_adaptively`, and draw
-    one student for all numbers beside students for one."""
+    the student for all numbers of tokens beside the students for one number."""
     groups = {}
     for file in sorted(arguments.runs_dir.glob("*/measured.json")):
         for run in json.loads(file.read_text(encoding="utf-8")):

@@ -64,7 +64,7 @@ from small_clip import SENTENCES, train_and_save, word_tokenizer
 
 
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-# Penalty of the regression of patches, relative to the variance of a channel.
+# Ridge penalty of `explained_variance`, relative to the mean sum of squares of a token channel.
 RIDGE = 0.1
 # Number of images to match channels on, the default of `frugalvit swap --dataset`.
 MATCHED_IMAGES = 1000
@@ -80,7 +80,7 @@ STUDENTS = {
     "SparseFormer, 16 tokens": (15, []),
     "SparseFormer, 16 readable tokens": (15, READABLE),
     "SparseFormer, 32 readable tokens": (31, READABLE),
-    # These rows change one part of READABLE each.
+    # Each of these rows changes one part of READABLE.
     "SparseFormer, 16 tokens, normalized": (15, ["--token_loss_weight", "1", "--token_layers", "-2"]),
     "SparseFormer, 16 tokens, all layers": (15, ["--token_loss_weight", "1", "--token_distance", "raw"]),
 }
@@ -88,7 +88,7 @@ STUDENTS_INHERITED = {
     "SparseFormer, 16 readable tokens of a grid": (16, READABLE),
     "SparseFormer, 16 readable tokens placed by content": (16, [*READABLE, "--placement", "content"]),
 }
-# Students that `align-llava` is run for.
+# Students that `align-llava` also trains inside the LLaVA.
 ALIGNED = list(STUDENTS)[:3]
 
 
@@ -167,7 +167,6 @@ def bootstrap_student(arguments, clip: Path, name: str, seed: int) -> Path:
 
 
 def measure_clips(arguments, seed: int) -> dict[str, dict[str, float | int]]:
-    """Measure zero-shot accuracy and retrieval of the CLIP, and of the CLIP with each SparseFormer."""
     clip = train_clip(arguments, seed)
     images = test_images(arguments)
     rows = {"CLIP, 64 tokens": measure_clip(arguments, clip, None, images)}
@@ -180,7 +179,7 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
     towers = load_two_towers(str(clip), student and str(student), "cpu")
     names = class_names(images)
     classifier = zero_shot_classifier(towers, names, SENTENCES)
-    # Captions of one class are equal, so retrieval is among ten images of ten classes and their captions.
+    # Images of a class share a caption, so each retrieval is among ten images, one a class, and their captions.
     embeddings = embed_all_images(towers, images, 256, 0)
     captions = embed_all_texts(towers, [f"a photo of a {name} ." for name in names], 64)
     of_class = [[i for i, label in enumerate(images["label"]) if label == wanted] for wanted in range(len(names))]
@@ -228,7 +227,7 @@ def explained_variance(arguments, clip: Path, student: Path | None) -> float:
 
 
 def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[str, float | int]]:
-    """Measure the share of right answers of a LLaVA with CLIP's image encoder, and with each SparseFormer instead."""
+    """Measure right answers of a LLaVA with CLIP's image encoder, and with each SparseFormer in its place."""
     clip = train_clip(arguments, seed)
     folder = train_llava(arguments, clip, seed)
     llava = LlavaForConditionalGeneration.from_pretrained(folder)
@@ -249,7 +248,7 @@ def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[st
 
 
 def with_means(llava: LlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
-    """Return a LLaVA that reads means of two by two patches, which readable tokens of a grid learn to equal."""
+    """Return a LLaVA whose projector gets means of 2 x 2 patches, the targets of readable tokens of a grid."""
 
     def average(projector, arguments):
         (patches,) = arguments
@@ -290,7 +289,7 @@ def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
         image_seq_length=(vision.image_size // vision.patch_size) ** 2,
     )
     llava = LlavaForConditionalGeneration(config)
-    # The state of a classifier has no pooler, and a LLaVA does not read one.
+    # A classifier's state dict has no pooler, and a LLaVA needs none.
     llava.model.vision_tower.load_state_dict(tower.state_dict(), strict=False)
     llava.model.vision_tower.requires_grad_(False)
     processor = LlavaProcessor(
@@ -306,7 +305,7 @@ def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
 def train_answers(
     llava: LlavaForConditionalGeneration, processor, images: datasets.Dataset, folder: Path, steps: int, seed: int
 ):
-    """Train a LLaVA's weights that are not frozen to answer `QUESTIONS` about images; save it with its processor."""
+    """Train a LLaVA's weights, except frozen ones, to answer `QUESTIONS` about images; save it with its processor."""
     tokenizer, names = processor.tokenizer, class_names(images)
     pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(processor.image_processor, images, 256)])
     examples = [
@@ -327,8 +326,6 @@ def train_answers(
     labels = images["label"]
 
     class Questions(torch.utils.data.Dataset):
-        """Pairs of an image and a question."""
-
         def __len__(self) -> int:
             return len(QUESTIONS) * len(pixels)
 
@@ -371,7 +368,7 @@ def swapped_accuracy(
 
 @torch.inference_mode()
 def answer_accuracy(llava, processor, images: datasets.Dataset) -> dict[str, float | int]:
-    """Generate the answer to each question about each image; return the shares of right ones."""
+    """Answer each question about each image; return the share of right answers to each, and the image tokens."""
     llava.eval()
     names, tokenizer = class_names(images), processor.tokenizer
     tokens = llava.config.image_seq_length

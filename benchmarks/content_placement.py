@@ -1,4 +1,4 @@
-"""Placement of tokens by content: students whose cells are chosen for each image beside students with grids.
+"""Compare students whose cells are chosen for each image by content with students whose cells form a grid.
 
     python benchmarks/content_placement.py teacher --name clothing --model VIT --train TRAIN --test TEST
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
@@ -10,14 +10,14 @@
     python benchmarks/content_placement.py picture --student STUDENT --test TEST
 
 `teacher` fits a linear classifier to the embedding of a pretrained vision transformer. `students` bootstraps students
-for six counts of tokens on the same views, half of them zoomed out, and measures them and the teacher on test
-photographs, on the same as small objects (on a canvas whose sides are 2.5 times theirs), and on the same on other
-photographs; `table` averages all seeds under --runs-dir. `glances` measures students placed by content with a margin
-for exchanges of cells, and in a second pass for images of which a pass with a grid is not sure. `larger` shows images
-of twice the size. `rivals` gives a student's weights, which learned on a grid, to Adaptive Patch Transformer with one
-threshold of entropy for the same mean number of tokens (its CHECKOUT, github.com/rccchoudhury/apt, needs ipdb, einops
-and cv2), and to timm's NaFlexViT, which sees images whole. `speed` times both placements, and `picture` draws their
-tokens.
+for six counts of tokens on the same views, half of them zoomed out. It measures students and teacher on test
+photographs, and on these photographs as small objects: on a plain canvas with 2.5 times their sides, and on another
+photograph of this size. `table` averages all seeds under --runs-dir. `glances` measures placement by content with a
+margin (a cell is split instead of a block if its score is this many times the block's), and as a second pass for
+images whose first pass, on a grid, is not sure. `larger` measures images of twice the size. `rivals` copies the weights
+of a student trained on a grid into Adaptive Patch Transformer (CHECKOUT of github.com/rccchoudhury/apt, needs ipdb,
+einops and cv2), with the entropy threshold that gives the same mean number of tokens, and into timm's NaFlexViT, which
+keeps the aspect ratio. `speed` times both placements, and `picture` draws their tokens.
 """
 
 import argparse
@@ -68,16 +68,15 @@ from token_merging import as_timm, peer
 
 PLACEMENTS = ("grid", "content")
 TOKENS = [9, 16, 25, 36, 49, 64]
-# What students are trained on besides photographs.
+# Value of `frugalvit bootstrap --zoom_out` for all students.
 ZOOM_OUT = 3.0
-# Factors of the scores of blocks in `choose_cells`; tokens of a pass with a grid and of one by content, and the
-# probabilities of a class with which an image needs no second pass.
+# `glances`: factors of blocks' scores in `choose_cells`; numbers of tokens of the first pass (grid) and of the second
+# (by content); probabilities of the likeliest class at which an image needs no second pass.
 MARGINS = (1.0, 1.5)
 GLANCES = ((9, 36), (16, 36), (16, 49), (16, 64))
 CONFIDENCES = (0.3, 0.4, 0.5, 0.6, 0.7)
-# Of the picture.
 PICTURE_TOKENS, PICTURES = 25, 6
-# Sizes of patches in the pictures of Adaptive Patch Transformer's authors, who train with two.
+# Number of patch sizes of Adaptive Patch Transformer, as in its authors' pictures; they train with two.
 SCALES = 3
 
 
@@ -117,7 +116,7 @@ def make_teacher(arguments):
     seen = argparse.Namespace(**vars(arguments) | {"test": arguments.train, "test_images": None})
     probe = fit_probe(*caltech101.outputs_for(seen, anatomy.embed, image_format))
     with torch.no_grad():
-        # Of features that are not standardized.
+        # The probe standardizes features first; the classifier gets the features themselves.
         model.classifier.weight.copy_(probe.linear.weight / probe.std)
         model.classifier.bias.copy_(probe.linear.bias - model.classifier.weight.cpu() @ probe.mean)
     model.save_pretrained(folder)
@@ -126,7 +125,7 @@ def make_teacher(arguments):
 
 
 def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict[str, float]:
-    """Accuracy of a function that returns logits, on each of `VIEWS`."""
+    """Return the accuracy of a function from images to logits, on each of `VIEWS`."""
     return {
         view: caltech101.accuracy_of(*caltech101.outputs_for(arguments, classify, image_format, view))
         for view in caltech101.VIEWS
@@ -134,7 +133,7 @@ def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict
 
 
 def measure(arguments, folder: Path, placement: str, scale: int = 1) -> list[dict]:
-    """Accuracy of a student on each of `VIEWS`, in images so many times as large, for each count of tokens."""
+    """Return a row for each count of tokens: accuracy on each of `VIEWS`, in images `scale` times as large."""
     model, processor = load_model(folder, "image-classification", str(choose_device()))
     image_format = ImageFormat.from_processor(processor)
     size = tuple(scale * side for side in image_format.size)
@@ -158,7 +157,7 @@ def train_students(arguments):
 
 
 def train_student(arguments, placement: str, seed: int) -> list[dict]:
-    """Train and measure a student, now or before; return a row for each count of tokens."""
+    """Train and measure a student, or reuse its run; return a row for each count of tokens."""
     rate = arguments.learning_rate * arguments.inherited_learning_rate
     budget = f"{arguments.steps}x{arguments.batch_size}-{rate:g}"
     folder = arguments.runs_dir / f"{arguments.name}-{placement}-{budget}-seed{seed}"
@@ -203,7 +202,7 @@ def measure_glances(arguments):
 
 
 def outputs_by_margin(arguments, folder: Path, view: str, count: int, margin: float) -> tuple:
-    """Compute a student's logits of test images, its multiply-accumulates, and the images' labels."""
+    """Return a student's logits for test images, its multiply-accumulates, and the images' labels."""
     model, processor = load_model(folder, "image-classification", str(choose_device()))
     student, image_format = WithTokens(model, count), ImageFormat.from_processor(processor)
     if view != caltech101.VIEWS[0]:
@@ -264,7 +263,7 @@ def compare_rivals(arguments):
 
 
 def classify_placed(placement, arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Return logits and, as all `RIVALS` do, how many tokens an image has on average."""
+    """Return logits and the mean number of tokens of an image, like every function in `RIVALS`."""
     model.set_placement(placement)
     logits = torch.cat([model(batch, num_tokens=count).logits for batch in images.split(32)])
     model.set_placement("grid")
@@ -272,8 +271,8 @@ def classify_placed(placement, arguments, model, image_format, images, count, vi
 
 
 def classify_apt(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Embed the patches that Adaptive Patch Transformer chooses, without what it adds from a patch's parts: that
-    starts at zero."""
+    """Return logits for the patches that Adaptive Patch Transformer chooses. A large patch is embedded from resized
+    pixels alone: the embedding of its parts, which the method adds, is zero before training."""
     with peer(arguments.apt, "src"):
         theirs = importlib.import_module("src.models.patch_tokenizer")
     base = model.base_model
@@ -301,7 +300,7 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
 
 
 def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> PatchSparseFormerEmbeddingsOutput:
-    """Embed the patches that the tokenizer has chosen, in the place of `PatchSparseFormerModel.embed_each`."""
+    """Embed the patches that the tokenizer has chosen; replaces `PatchSparseFormerModel.embed_each`."""
     tokens, areas = [], []
     for level in range(SCALES):
         side = embeddings.patch_size[0] * 2**level
@@ -320,7 +319,7 @@ def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> Patc
 
 
 def classify_naflex(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Give timm's NaFlexViT, with the student's weights, each image in its own aspect ratio, one at a time."""
+    """Classify images by timm's NaFlexViT with the student's weights, one at a time and in their aspect ratio."""
     vit, model = as_naflex(model)
     resize, logits, lengths = ResizeToSequence(vit.embeds.patch_size[0], count), [], []
     records = sample(load_images([arguments.test], "train"), arguments.test_images, seed=0)
@@ -334,7 +333,7 @@ def classify_naflex(arguments, model, image_format, images, count, view) -> tupl
 
 @functools.cache
 def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module, nn.Module]:
-    """A NaFlexViT with a student's weights, and a ViT of timm that pools and classifies its tokens."""
+    """Return a NaFlexViT with a student's weights, and a timm ViT whose head classifies the NaFlexViT's tokens."""
     vit = as_timm(model.to_plain_vit(model.config.num_latent_tokens))
     side, block = vit.patch_embed.grid_size[0], vit.blocks[0]
     config = NaFlexVitCfg(
@@ -347,7 +346,7 @@ def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module
         global_pool="token",
     )
     flexible = NaFlexVit(config, num_classes=0).eval()
-    # The classifier is the other's.
+    # `vit` has the classifier, so the weights of its head are left over here.
     assert not flexible.load_state_dict(checkpoint_filter_fn(vit.state_dict(), flexible), strict=False).missing_keys
     return flexible, vit
 
@@ -375,7 +374,7 @@ def measure_speed(arguments):
 
 
 def draw_picture(arguments):
-    """Draw photographs as small objects, as tokens of a grid see them and those that a student places, with labels."""
+    """Draw images, every second one as a small object, in the resolution of each placement, with predicted labels."""
     records = load_images([arguments.test], "train")
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
     models = {}
@@ -407,7 +406,7 @@ def draw_picture(arguments):
 
 
 def seen_by(image: torch.Tensor, rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """An image `(channels, height, width)` of uint8 with each RoI at the resolution of a patch."""
+    """Return an image, `(channels, height, width)` uint8, with each RoI at the resolution of a patch."""
     _, height, width = image.shape
     seen = image.clone()
     for left, top, right, bottom in (rois * torch.tensor([width, height, width, height])).round().int().tolist():
