@@ -5,7 +5,7 @@
     python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
     python benchmarks/agent_tables.py longer  # ViT alone, the control, joint with and without hints, 40 epochs
     python benchmarks/agent_tables.py directions  # weaker hints and weaker SAM, since both cost accuracy here
-    python benchmarks/agent_tables.py gradients   # lengths of the loss terms' gradients in the joint ViT, a cosine
+    python benchmarks/agent_tables.py gradients   # lengths and a cosine of the loss terms' gradients, joint ViT
 
 All rows share these settings, unless their name gives another one:
 
@@ -16,9 +16,9 @@ All rows share these settings, unless their name gives another one:
 - images padded by reflection, and accuracy measured after the last epoch.
 
 "joint, no hint, no divergence" is the control: two models train side by side, with the dropouts of the joint rows, and
-neither learns from the other. A ViT alone has dropout where Transformers' ViT has it. Finished runs under
---runs-dir are reused, so an interrupted command resumes, and seeds can run side by side. Writes agent_TABLE.json. `frugalvit joint --config
-joint-small` and similar recipes have the paper's sizes and budgets.
+neither learns from the other. A ViT alone has dropout where Transformers' ViT has it. Finished runs under --runs-dir
+are reused, so an interrupted command resumes, and seeds can run side by side. Writes agent_TABLE.json. `frugalvit
+joint --config joint-small` and similar recipes have the paper's sizes and budgets.
 """
 
 import itertools
@@ -97,7 +97,7 @@ TABLES = {
         "ViT alone": (train, VIT_ALONE),
         "ViT alone, SAM": (train, VIT_ALONE | SAM),
     },
-    # Hints and SAM lower the accuracy after few epochs; these rows weaken one of them each.
+    # Hints and SAM lower the accuracy after few epochs; each of these rows weakens one of the two.
     "directions": {
         "joint, no hint": (joint, JOINT | NO_HINT),
         **{f"joint, hints of weight {w}": (joint, JOINT | {"config_overrides": f"hint_weight={w}"}) for w in (0.1, 1)},

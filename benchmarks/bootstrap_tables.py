@@ -175,7 +175,6 @@ def train_elastic(arguments):
 
 
 def run_elastic(arguments, name: str, seed: int) -> dict:
-    """Train the shipped student further, or reuse the finished run; return its results."""
     argv = [
         *("--teacher", arguments.teacher, "--student", "checkpoints/cifar10-sparseformer"),
         *shared.data_arguments(arguments),

@@ -390,7 +390,7 @@ def compare_features(arguments):
     labels = torch.from_numpy(label_numbers(test))[indices]
     known_labels = torch.from_numpy(label_numbers(train))[known_indices]
     for row, embeddings, known_embeddings in zip(rows, asked, known, strict=True):
-        # Speeds come from `compare` with more rounds.
+        # `compare` measures speeds, in more rounds.
         del row["images_per_second"]
         right = classified_rightly(embeddings, labels, known_embeddings, known_labels)
         for name, values in right.items():

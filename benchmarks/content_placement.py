@@ -14,10 +14,10 @@ for six counts of tokens on the same views, half of them zoomed out. It measures
 photographs, and on these photographs as small objects: on a plain canvas with 2.5 times their sides, and on another
 photograph of this size. `table` averages all seeds under --runs-dir. `glances` measures placement by content with a
 margin (a cell is split instead of a block if its score is this many times the block's), and as a second pass for
-images whose first pass, on a grid, is not sure. `larger` measures images of twice the size. `rivals` copies the weights
-of a student trained on a grid into Adaptive Patch Transformer (CHECKOUT of github.com/rccchoudhury/apt, needs ipdb,
-einops and cv2), with the entropy threshold that gives the same mean number of tokens, and into timm's NaFlexViT, which
-keeps the aspect ratio. `speed` times both placements, and `picture` draws their tokens.
+images whose first pass, on a grid, is not sure. `larger` measures images of twice the size. `rivals` copies the
+weights of a student trained on a grid into Adaptive Patch Transformer (CHECKOUT of github.com/rccchoudhury/apt, needs
+ipdb, einops and cv2), with the entropy threshold that gives the same mean number of tokens, and into timm's NaFlexViT,
+which keeps the aspect ratio. `speed` times both placements, and `picture` draws their tokens.
 """
 
 import argparse

@@ -4,17 +4,17 @@
     python benchmarks/context_broadcast_tables.py positions      # elsewhere in the MLP and after attention
     python benchmarks/context_broadcast_tables.py impulse        # on top of impulse initialization
     python benchmarks/context_broadcast_tables.py hierarchical   # Swin, PVT and PVTv2
-    python benchmarks/context_broadcast_tables.py local_vit      # convolutions among the patches in the MLP
+    python benchmarks/context_broadcast_tables.py local_vit      # LocalViT: convolutions in the place of MLPs
     python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
     python benchmarks/context_broadcast_tables.py inserted       # into the shipped ViT, without training
     python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, trained further
-    python benchmarks/context_broadcast_tables.py sparseformer   # in the encoder of the shipped one, trained further
-    python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's recipe, 40 epochs
-    python benchmarks/context_broadcast_tables.py speed          # its cost in a ViT-S at 224 pixels
+    python benchmarks/context_broadcast_tables.py sparseformer   # in the shipped SparseFormer, trained further
+    python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's training, 40 epochs
+    python benchmarks/context_broadcast_tables.py speed          # cost of each kind in a ViT-S at 224 pixels
 
 Rows have the architecture and budget of the initialization tables: 64 tokens and [CLS], width 96, 4 blocks, 4 heads,
-6,000 images, 6 epochs. "longer" has DeiT's training; "inserted" and "speed" train nothing. Accuracy is that of the
-last epoch, also with a quarter of every image hidden and under an attack. Entropy of attention is averaged over
+6,000 images, 6 epochs. "longer" has DeiT's training; "inserted" and "speed" train nothing. Accuracy is measured after
+the last epoch, also with a quarter of every image hidden and under an attack. Entropy of attention is averaged over
 layers, heads and images. Finished runs under --runs-dir are reused, so an interrupted command resumes, and seeds can
 run side by side. Writes context_broadcast_TABLE.json. `frugalvit train --config context-broadcast-small` and similar
 recipes have the paper's sizes and budgets.
@@ -60,7 +60,7 @@ PVT_V2 = (
 
 
 def vit(kind: str | None, *positions: str, **options) -> dict:
-    """Return arguments of `frugalvit train` for a ViT of the family."""
+    """Return arguments of `frugalvit train` for a ViT of the Context Broadcasting family."""
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
@@ -68,7 +68,7 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
-    """Return arguments of `frugalvit train` for a model of Transformers."""
+    """Return arguments of `frugalvit train` for a model of Transformers, with Context Broadcasting or without."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
@@ -80,23 +80,22 @@ def shipped(name: str, kind: str | None, **options) -> dict:
 
 
 def distilled(kind: str | None) -> dict:
-    """Return arguments of `frugalvit train` for a ViT with a distillation token that learns the shipped ViT's
-    classes."""
+    """Return arguments of `frugalvit train` for a ViT with a distillation token that learns from
+    the classes that the shipped ViT predicts."""
     row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
     return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
 
 
 def scaled(start: float) -> dict:
-    """Return arguments of `frugalvit train` for a ViT with CB_S whose scale starts at `start`."""
     row = vit("cb_s")
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
 # The recipe `context-broadcast-small` with two changes: the learning rate is 1e-3, eight times that of DeiT's rule for
-# batches of 128, and images are padded and cropped, as DeiT's code does at 32 pixels, where it pads in black.
+# batches of 128, and images are padded and cropped, as in DeiT's code at 32 pixels, which pads in black.
 DEIT = {
     "randaugment_layers": 2,
-    # This equals timm's 9 of 10.
+    # 27 of torchvision's 30 equals 9 of timm's 10.
     "randaugment_magnitude": 27,
     "erasing": 0.25,
     "mixup": 0.8,
@@ -107,7 +106,7 @@ DEIT = {
     "max_grad_norm": 0,
     "per_device_train_batch_size": 128,
 }
-# Arguments that all rows share, unless they have their own.
+# Arguments of all rows, unless a row sets its own.
 REDUCED = {
     "learning_rate": 1e-3,
     "per_device_train_batch_size": 64,
@@ -122,7 +121,7 @@ TABLES = {
     "kinds": {
         "none": vit(None),
         "cb at mlp_end": vit("cb"),
-        # The paper does not print where the scale starts.
+        # The paper does not state the initial scale.
         "cb_s at mlp_end": vit("cb_s"),
         "cb_s at mlp_end, scale from 0.1": scaled(0.1),
         "cb_s at mlp_end, scale from 0.5": scaled(0.5),
@@ -179,7 +178,6 @@ TABLES = {
     },
     "longer": {"none": vit(None, **DEIT), "cb at mlp_end": vit("cb", **DEIT), "cb_s at mlp_end": vit("cb_s", **DEIT)},
 }
-# Rows of the table "inserted".
 INSERTED = ("none", *CONTEXT_BROADCASTS)
 # Batch size and number of timed passes of the table "speed".
 BATCH_SIZE = 8
@@ -221,7 +219,6 @@ def main():
 
 
 def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
-    """Measure the shipped ViT with each kind inserted, without training."""
     rows = []
     for kind in kinds:
         model, image_processor = load_model("checkpoints/cifar10-vit", "image-classification", "cpu")
@@ -232,7 +229,6 @@ def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
 
 
 def measure_speed() -> list[dict]:
-    """Measure the speed of a ViT-S with and without each kind, in turns."""
     config = ViTContextBroadcastConfig.from_variant("vit-small-plain-224")
     models = {"none": ViTContextBroadcastForImageClassification(config).eval()}
     for kind in CONTEXT_BROADCASTS:

@@ -3,16 +3,16 @@
     python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST --bootstrap content grid \\
         --tome CHECKOUT
 
-A linear layer learns the shares of classes in each cell of a frozen map, from all training images. Its scores of a
+A linear layer learns the shares of classes in each cell of a frozen map, from all training images. Its scores for a
 test image are interpolated to the mask's size.
 
-- The teacher sees 336 x 448 pixels, and fewer; and 336 x 448 pixels with some of its patches, chosen at random or
-  merged by ToMe (github.com/facebookresearch/ToMe, not tuned). Cells without a token take the nearest patch, or the
-  token that their patch was merged into.
-- Students see 336 x 448 pixels with fewer tokens, before training and, for those of --bootstrap, after bootstrapping
-  on the training images without masks, for embeddings and maps. "alone" trains an upsampler and freezes everything
-  else.
-- Cosines compare with the teacher's map on the test images. Milliseconds are for one image on the CPU in float32, all
+- The teacher sees images of 336 x 448 pixels, and smaller ones. It also sees 336 x 448 pixels with fewer tokens: some
+  patches, chosen at random, or patches merged by ToMe (github.com/facebookresearch/ToMe, not tuned). A cell whose
+  patch was left out takes the nearest kept patch; merged patches' cells take the merged token.
+- Students see 336 x 448 pixels with fewer tokens. All are measured before training; students named by --bootstrap are
+  also measured after learning the teacher's embeddings and maps on training images without masks. "alone" trains an
+  upsampler and freezes everything else.
+- Cosines compare maps with the teacher's on the test images. Milliseconds are for one image on the CPU in float32, all
   backbones in turns.
 
 The grid with an upsampler is trained with every seed of --seeds, other students with the first. Finished runs under
@@ -60,7 +60,7 @@ SIZES = [SIZE, (252, 336), (224, 294), (210, 266), (168, 224)]
 TOKENS = [432, 285, 192]
 # Tokens that ToMe merges in each block.
 MERGED = [40, 56, 80]
-# Thin things, which low resolution loses first.
+# Classes of thin things, which low resolution loses first.
 THIN = ("pole", "sign", "pedestrian", "cyclist")
 STUDENTS = {"content": {"placement": "content"}, "grid": {}}
 UPSAMPLER = {"upsampler_hidden_size": 128}
@@ -94,7 +94,6 @@ class Backbone:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of an image, with attention."""
         return count_macs(Vision(self.model, self.maps), self.size).macs_with_attention
 
 
@@ -158,7 +157,7 @@ def draw(rows: list[dict]) -> Figure:
 
 
 def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: torch.device) -> Iterator[Backbone]:
-    """Yield the backbones of all rows: the teacher, its peers and its students."""
+    """Yield the backbones of all rows: the teacher, the teacher with fewer tokens, and the students."""
     model.to(device)
     for size in SIZES:
         anatomy = read_anatomy(model, size)
@@ -178,7 +177,7 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         for _ in whole.blocks:
             tokens -= min(merged, tokens // 2)
         yield Backbone(f"ToMe, {merged} a block, unmerged", tokens, SIZE, vit, maps)
-    # Before training, upsamplers add zero, so kinds with and without them are equal.
+    # Before training, upsamplers add zero, so a kind is measured once, without its upsampler.
     for kind in dict.fromkeys(kind.partition("-")[0] for kind in arguments.bootstrap or ["content"]):
         student = new_student(whole, kind, image_format).to(device).eval()
         yield from students(f"{kind}, before training", [student], TOKENS)
@@ -228,7 +227,7 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
 
 
 def students(name: str, found: Sequence[SparseFormerBackbone], counts: Sequence[int]) -> Iterator[Backbone]:
-    """Yield a student, trained with one seed or several, with each number of tokens."""
+    """Yield a row's backbone for each number of tokens; `found` has one model for each seed."""
     for count in counts:
         maps, *others = (functools.partial(map_of_student, each, count) for each in found)
         yield Backbone(name, count, SIZE, found[0], maps, others)
@@ -265,13 +264,12 @@ def map_of_random_patches(some: RandomPatches, pixel_values: torch.Tensor) -> to
 def map_of_merged(vit: PooledViT, grid: tuple[int, int], pixel_values: torch.Tensor) -> torch.Tensor:
     """Return a map whose cells have the state of the token that their patch was merged into."""
     tokens = vit(pixel_values)
-    # `(batch, tokens, [CLS] and patches)` is 1 where a token contains a patch; [CLS] is never merged.
+    # `source`, `(batch, tokens, [CLS] + patches)`, is 1 where a token contains a patch; [CLS] is never merged.
     source = vit._tome_info["source"][..., 1:].to(tokens.dtype)
     return spread_over_cells(tokens, source.unflatten(-1, grid))
 
 
 def mean_cosine(maps: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the mean cosine of maps with the teacher's, over cells and images."""
     found = []
     for one, other in zip(maps.split(10), target.split(10), strict=True):
         one = F.interpolate(one.float(), other.shape[-2:], mode="bilinear")
@@ -291,7 +289,7 @@ def embed(arguments, image_format: ImageFormat, backbone: Backbone, images) -> t
     return torch.cat(found)
 
 
-# All rows read the same images.
+# Images are kept, because all rows read the same images.
 @functools.lru_cache(None)
 def read_image(images, index: int, size: tuple[int, int]) -> torch.Tensor:
     """Read and resize an image, `(3, height, width)` uint8."""
@@ -310,7 +308,7 @@ def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, te
     grid, device = train.shape[-2:], train.device
     shares = torch.cat([shares_of_classes(part, grid) for part in train_masks.split(20)]).flatten(0, 2)
     cells = train.permute(0, 2, 3, 1).flatten(0, 2).float()
-    # Void pixels are in no share, so their cells weigh less.
+    # Void pixels belong to no class; a cell with void pixels has shares whose sum is below 1, and weighs less.
     probe = LinearProbe(cells, shares, len(CLASSES), penalty=0.0, max_iter=100)
     counts, numbers = [], torch.arange(len(CLASSES), device=device).view(-1, 1, 1, 1)
     with torch.inference_mode():
@@ -329,8 +327,8 @@ def mean_iou(counts: torch.Tensor, classes: Sequence[str] = CLASSES) -> torch.Te
 
 
 def behind(scores: list[torch.Tensor], teacher: torch.Tensor) -> dict[str, float]:
-    """Return the distance of students' mean IoU from the teacher's, averaged over seeds, and its standard error by a
-    bootstrap of the test images."""
+    """Return how far the students' mean IoU is below the teacher's, averaged over seeds, and its standard error from
+    resampled test images."""
     chosen = torch.randint(len(teacher), (2_000, len(teacher)), generator=torch.Generator().manual_seed(0))
     weights = F.one_hot(chosen, len(teacher)).sum(1).double()
 

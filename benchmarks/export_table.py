@@ -3,9 +3,9 @@
     python benchmarks/export_table.py --caltech TRAIN TEST
 
 `frugalvit export` writes each model for each runtime. All programs of a group take turns. Models of the papers have
-random weights, so only their speed and size are reported. Shipped models are compared with the original on 300 test
-images that calibration has not seen. Exported folders under --runs-dir are reused. Writes export.json. TRAIN and TEST
-are parquet files of Caltech-101.
+random weights, so only their speed and size are reported. Programs of shipped models are compared with the original on
+300 test images that calibration has not seen. Exported folders under --runs-dir are reused. Writes export.json. TRAIN
+and TEST are parquet files of Caltech-101.
 """
 
 from pathlib import Path
@@ -63,7 +63,7 @@ def main():
         dtypes = [torch.float32, torch.bfloat16]
         for row in measure_speeds(models, size, arguments.batch_size, dtypes, arguments.rounds, programs):
             program, measured = programs.get(row["row"]), {}
-            # Agreement of random weights means nothing.
+            # With random weights, agreement and accuracy mean nothing.
             if program and row["row"].partition(",")[0] in shipped_checkpoints():
                 measured = program.report["parts"]["model"]
                 measured |= accuracies(row["row"].partition(",")[0], program, arguments)
@@ -74,7 +74,7 @@ def main():
 
 
 def accuracies(name: str, program: ExportedModule, arguments) -> dict[str, float]:
-    """Measure the accuracy of a shipped model and of its program on the images of their comparison."""
+    """Measure the accuracy of a shipped model and of its program on the images on which `exported` compares them."""
     dataset = SUBSET if name.startswith("cifar10") else arguments.caltech[1]
     images = sample(load_images(dataset, "test" if dataset == SUBSET else "train"), 300, seed=0)
     model, image_processor = load_classifier(checkpoint_path(name), "cpu")
@@ -99,7 +99,7 @@ def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:
     elif name.startswith("caltech101"):
         train, test = arguments.caltech
         data = ["--calibration-data", train, "--dataset", test, "--limit", "300"]
-    # With --force, programs below the limits of agreement are in the table, too.
+    # --force also writes programs whose agreement is below the limits, so the table has them.
     program = ["--format", runtime, "--precision", precision, "--output", str(folder)]
     export.main(["--model", str(source), *program, "--force", *data])
     return folder

@@ -5,7 +5,7 @@
 
 One student is bootstrapped from photographs of Caltech-101 without its last `NEW_CLASSES` classes. Both models then
 get a new classifier, for the ten classes of clothing and for the classes that bootstrapping never saw. `METHODS` train
-all weights, all weights with a larger rate of the classifier, LoRA matrices of rank 8 (`peft`) on queries and values,
+all weights, all weights with a larger rate for the classifier, LoRA matrices of rank 8 (`peft`) on queries and values,
 or the classifier alone. Each row is written when it is measured; rows in the file are not measured again.
 """
 
@@ -121,7 +121,7 @@ def student_folder(arguments: argparse.Namespace) -> str:
 
 
 def read(arguments: argparse.Namespace, data: str, part: int) -> datasets.Dataset:
-    """Load photographs to train on (part 0) or to test on (part 1). Caltech-101 has only its last `NEW_CLASSES`."""
+    """Load photographs to train on (part 0) or test on (1), from Caltech-101 only the last `NEW_CLASSES` classes."""
     if data == "clothing":
         return load_images(arguments.clothing[part])
     images = load_images(arguments.caltech[part])

@@ -2,9 +2,9 @@
 
     python benchmarks/generalized_convolution_speed.py
 
-9 positions, 64 channels. The constant matrices of the matrix form are made beforehand. Their memory counts, since a
-model would keep them; the time to make them does not. Memory is the peak that a forward pass adds to a new process
-(Linux). Writes generalized_convolution_speed.json.
+Layers have 9 positions and 64 channels. The constant matrices of the matrix form are made beforehand. Their memory
+counts, since a model would keep them; the time to make them does not. Memory is the peak that a forward pass adds to a
+new process (Linux). Writes generalized_convolution_speed.json.
 """
 
 from collections.abc import Callable
@@ -97,9 +97,9 @@ def main():
 
 
 def make_pass(name: str, side: int, batch_size: int) -> Callable[[], torch.Tensor]:
-    """Return a function that builds the layer with its constants, and runs it."""
+    """Return a function that builds the layer, with its constants in matrix form, and runs it."""
     feature_map = torch.randn(batch_size, CHANNELS, side, side)
-    # Memory that libraries allocate once does not count.
+    # First calls make libraries allocate memory of their own, which would count as the layer's.
     with torch.inference_mode():
         nn.Conv2d(CHANNELS, CHANNELS, 3)(torch.randn(1, CHANNELS, 8, 8))
         torch.randn(64, 64) @ torch.randn(64, 64)

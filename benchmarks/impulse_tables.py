@@ -1,13 +1,13 @@
 """Measure initializations of attention on CIFAR-10, one table a command.
 
-    python benchmarks/impulse_tables.py initializations   # table 2: one start a row
+    python benchmarks/impulse_tables.py initializations   # table 2: one initialization a row
     python benchmarks/impulse_tables.py solvers           # solver, sharpness and values, one by one
-    python benchmarks/impulse_tables.py longer            # the same after 40 epochs
+    python benchmarks/impulse_tables.py longer            # selected rows of both after 40 epochs
     python benchmarks/impulse_tables.py settings          # table 1: positions and pooling
     python benchmarks/impulse_tables.py sizes             # table 3: widths of ViT-T and ViT-S with few and many heads
-    python benchmarks/impulse_tables.py directions        # explains another order than the paper's
+    python benchmarks/impulse_tables.py directions        # why the order of rows differs from the paper's
     python benchmarks/impulse_tables.py convmixer         # table 4: trained and frozen filters
-    python benchmarks/impulse_tables.py heads             # tables 5 and 7: widths and heads, of depth 8
+    python benchmarks/impulse_tables.py heads             # tables 5 and 7: widths and numbers of heads, 8 blocks
     python benchmarks/impulse_tables.py pseudo_inputs     # table 6, all nine pairs
     python benchmarks/impulse_tables.py speed             # time of the closed form and of Algorithm 1, no training
 
@@ -48,7 +48,7 @@ BASELINES = {
 }
 # Kaiming uniform has this standard deviation at width 96.
 LARGER = "truncated normal, weights of std 0.059"
-# Controls with queries and keys of one start, and values of another.
+# Controls: queries and keys have one initialization, values another.
 CONTROLS = {
     "truncated normal, mimetic values": {
         "initialization": "trunc_normal",
@@ -73,11 +73,11 @@ IMPULSES = {
     for method, options in METHODS.items()
     for values in VALUE_INITS
 }
-# The paper's method, as printed, and bounded as in its authors' code. Values keep their default start.
+# The paper's method, as printed, and bounded as in its authors' code. Values have their default initialization.
 IMPULSES_OF_PAPER = {
     name: row for name, row in IMPULSES.items() if "Algorithm 1 " in name and name.endswith("default values")
 }
-# Rows of tables 2, 3, 5 and 7.
+# Rows for the paper's tables 2, 3, 5 and 7.
 ROWS = BASELINES | IMPULSES_OF_PAPER | {name: row for name, row in IMPULSES.items() if "3x3" in name and "0.2" in name}
 VIT_TABLES = {
     "initializations": ROWS | CONTROLS,
@@ -118,8 +118,8 @@ VIT_TABLES = {
         for heads in (3, 8)
         for side in (3, 5)
     },
-    # Algorithm 1 gains nothing here, and Kaiming uniform leads. One change a row looks for the reason: weights as
-    # large as Kaiming uniform's at width 96 (0.02 is made for a width of 768), and fewer steps.
+    # Algorithm 1 gains nothing here, and Kaiming uniform leads. Each row tests one possible
+    # reason: small weights (0.02 suits a width of 768; Kaiming uniform has 0.059 at width 96), or too many steps.
     "directions": {
         name: row
         for base in ("truncated normal", "impulse 3x3, Algorithm 1 bounded, default values")
@@ -134,7 +134,6 @@ VIT_TABLES = {
         )
         for steps in (300, 1000, 3000)
     },
-    # These rows compare positions and pooling, with the same start of attention.
     "settings": {
         f"{'learned' if positions == 'learned' else 'sinusoidal'} positions, "
         f"{'classification token' if pooling == 'cls' else 'average pooling'}": {
@@ -171,7 +170,7 @@ CONVMIXER = {
     for filters in ("trained", "random", "impulse", "signed_impulse", "box")
 }
 
-# Variants of each row of the table "speed": 12 layers, patches of 2 pixels at 32 and of 16 at 224.
+# Variant for each row of the table "speed": 12 layers, patches of 2 pixels at 32 and of 16 at 224.
 SPEEDS = {
     f"{variant}, {grid} x {grid}": f"{variant}-{pixels}"
     for variant in ("vit-tiny-h3", "vit-tiny-h8", "vit-small-h6", "vit-small-h16")
@@ -215,8 +214,8 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
 
 
 def measure_speed(name: str) -> dict:
-    """Measure the time of the closed form, for the default and for the maps of Algorithm 1, and of Algorithm 1 for one
-    layer."""
+    """Measure the time of the closed form, with its default mass and with the maps of Algorithm 1, and of Algorithm 1,
+    twelve times the time for one layer."""
     config = ViTImpulseInitConfig.from_variant(SPEEDS[name], initialization="trunc_normal")
     measured = {"same_maps": timed(config, REPEATS, mass=None), "default": timed(config, REPEATS)}
     config.num_hidden_layers = 1

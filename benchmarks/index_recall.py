@@ -1,15 +1,15 @@
-"""How well a student searches an index that its teacher filled, and how well its teacher searches the student's.
+"""Measure how well a student finds images in its teacher's index, and its teacher in the student's index.
 
     python benchmarks/index_recall.py --data Caltech-101 caltech101-train.parquet caltech101-test.parquet
 
 `--data` gives a title, the photographs of the index and the photographs of the queries, and can be repeated. Without
-photographs for queries, each photograph of the index is a query, and the index is searched without it.
+photographs for queries, each photograph of the index is a query, and is left out of its own results.
 
 The truth is the teacher's own search: its queries in its index, by cosine. A row is a model in one of `ROLES`:
 
-- "queries": the model embeds the queries, and the teacher filled the index.
-- "index": the teacher embeds the queries, and the model filled the index.
-- "grown": the model embeds the queries and every other photograph of the index, and the teacher the other half.
+- "queries": the model embeds the queries, and the teacher embeds the index.
+- "index": the teacher embeds the queries, and the model embeds the index.
+- "grown": the model embeds the queries and every other photograph of the index, and the teacher embeds the rest.
 - "both": the model embeds queries and index, as for a new index.
 
 Scores are means over queries:
@@ -17,10 +17,11 @@ Scores are means over queries:
 - `neighbors@1`: share of queries whose nearest photograph is the teacher's nearest.
 - `neighbors@10`: of the teacher's ten nearest photographs, the share that is among the ten found.
 - `neighbors_in_50`: of the teacher's ten nearest photographs, the share that is among the fifty found.
-- `labels@1`, `labels@10`: share of the photographs found, the first or the first ten, that have the query's label.
+- `labels@1`, `labels@10`: share of the first or the first ten photographs found that have the query's label.
 
-`…_error` is the standard error over queries. `…_difference` compares a student with the teacher at the smaller image
-that has as many patches, query by query, and `labels…_to_teacher` any model with the teacher.
+`…_error` is the standard error over queries. `…_difference` is a student's score minus the score of the teacher on
+smaller images with as many patches, and `labels…_to_teacher` a model's minus the teacher's at full size. Both are
+taken query by query.
 """
 
 import argparse
@@ -126,10 +127,10 @@ def measure(
 def embed(
     arguments: argparse.Namespace, baselines: list[Baseline], file: str, limit: int | None
 ) -> tuple[datasets.Dataset, list[torch.Tensor]]:
-    """Load images and embed them by each model, or find the embeddings of an earlier run."""
+    """Load images and embed them by each model, or load the embeddings of an earlier run."""
     images = sample(load_images([file], "train"), limit, seed=0)
     embeddings = []
-    # Images are decoded once for the models of an image processor.
+    # Models with the same image processor run together, so that images are decoded once for all of them.
     groups = itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor))
     for number, (_, group) in enumerate(groups):
         kept = arguments.runs_dir / f"{Path(file).stem}-{limit or 'all'}-{number}.pt"
@@ -142,7 +143,7 @@ def embed(
 
 
 def labels(images: datasets.Dataset) -> torch.Tensor | None:
-    """Return labels, or None where no two images share one."""
+    """Return labels, or None if no two images share a label."""
     if "label" not in images.features:
         return None
     numbers = torch.from_numpy(label_numbers(images))
@@ -151,7 +152,7 @@ def labels(images: datasets.Dataset) -> torch.Tensor | None:
 
 def nearest(queries: torch.Tensor, index: torch.Tensor, leave_out: bool) -> torch.Tensor:
     """Return the most similar images of an index by cosine, nearest first, `(queries, 50)`. `leave_out` keeps an image
-    from finding itself where the queries are the index."""
+    from finding itself if the queries are the images of the index."""
     similarity = F.normalize(queries, dim=-1) @ F.normalize(index, dim=-1).T
     if leave_out:
         similarity.fill_diagonal_(-torch.inf)

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 # Candidate weights of the penalty, the strongest first.
 PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
-# One of this many images of each class is held back to choose the penalty.
+# One in this many images of each class is held back to choose the penalty.
 HELD_BACK = 5
 
 
@@ -31,7 +31,7 @@ class LinearProbe(nn.Module):
         super().__init__()
         self.penalty = penalty
         self.mean = features.mean(0)
-        # Constant channels have no deviation.
+        # Constant channels have a standard deviation of zero.
         self.std = features.std(0, correction=0).clamp(min=1e-6)
         self.linear = nn.Linear(features.shape[1], classes, device=features.device)
         if start is None:
@@ -61,8 +61,8 @@ class LinearProbe(nn.Module):
 
 
 def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> LinearProbe:
-    """Fit a linear probe to all images. The penalty is the one of `PENALTIES` with the highest accuracy on images that
-    `seed` holds back, the strongest if several are equal."""
+    """Fit a linear probe to all images. The penalty is chosen from `PENALTIES` by accuracy on held-back images, which
+    `seed` draws; among equally accurate penalties, the strongest is chosen."""
     if len(labels.unique()) < 2:
         raise ValueError(f"All {len(labels)} labeled images are of one class; expected at least two.")
     classes, held_back = int(labels.max()) + 1, choose_held_back(labels, seed)
@@ -75,8 +75,8 @@ def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> Li
 
 
 def choose_held_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
-    """Choose one of `HELD_BACK` images of each class, at least one, but never the only one; return `(images,)`
-    bool."""
+    """Choose one in `HELD_BACK` images of each class at random, at least one, but none if the class has one image;
+    return `(images,)` bool."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     held_back = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():

@@ -1,9 +1,9 @@
-"""LocalViT of its authors' code (Li et al. 2021, arXiv 2104.05707; ofsoundof/LocalViT, "hs+se"), for the tables.
+"""LocalViT as in its authors' code (Li et al. 2021, arXiv 2104.05707; ofsoundof/LocalViT, "hs+se").
 
 It is the ViT of the Context Broadcasting family with convolutions among the patches instead of MLPs. The convolutions
 have batch normalization and no LayerNorm before them, and [CLS] bypasses them. Squeeze-and-excitation has four
-channels, because the authors' `reduction` is the width. No library can stand in: the only one with a LocalViT,
-vit-pytorch 1.26.11, fails in its forward pass.
+channels, because the authors divide the MLP's width by the model's. No library can replace this module: the only one
+with a LocalViT, vit-pytorch 1.26.11, fails in its forward pass.
 """
 
 import torch
@@ -17,7 +17,7 @@ from frugalvit.modeling.modeling_vit_context_broadcast import ViTContextBroadcas
 
 
 class LocalViTConfig(ViTContextBroadcastConfig):
-    """Configuration of a LocalViT. `context_broadcast` is None or "cb", at the end of the convolutions."""
+    """Configuration of a LocalViT. `context_broadcast` is None or "cb", which follows the convolutions."""
 
     model_type = "local_vit"
 
@@ -32,7 +32,7 @@ class LocalFeedForward(nn.Module):
         self.grid = config.grid
         excitation = SqueezeExcitation(inner, inner // width, scale_activation=nn.Hardsigmoid)
         for layer in (excitation.fc1, excitation.fc2):
-            # The authors have linear layers here, drawn as in timm. Their convolutions start as in PyTorch.
+            # The authors have linear layers here, initialized as in timm; convolutions keep PyTorch's initialization.
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
         self.convolutions = nn.Sequential(

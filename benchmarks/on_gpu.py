@@ -3,7 +3,7 @@
     python benchmarks/on_gpu.py --reference CHECKOUT --tome CHECKOUT --results-dir results
 
 CHECKOUTs are clones of github.com/showlab/sparseformer and github.com/facebookresearch/ToMe; without a clone, its rows
-are left out. Each row is written to on_gpu.json when it is measured. A section starts no row after its seconds. The
+are left out. Each row is written to on_gpu.json when it is measured. A section starts no row after its SECONDS. The
 same command resumes, and repeats rows that failed. Models are in bfloat16.
 """
 
@@ -59,14 +59,14 @@ class Rows:
         self.rows = [row for row in shared.read_rows(file) if "error" not in row]
 
     def measure(self, section: str, name: str, function: Callable[..., dict], *arguments, **key):
-        """Measure the row of a section, a name and a key, unless the file has it or the section has ended."""
+        """Measure the row with this section, name and key, unless the file has it or the section's time is over."""
         key = {"section": section, "row": name, **key}
         end = self.end.setdefault(section, time.monotonic() + SECONDS[section])
         if time.monotonic() > end or any(key.items() <= row.items() for row in self.rows):
             return
         try:
             values = function(*arguments)
-        # A row may lack memory or a package; the other rows are still measured.
+        # One row may fail for lack of memory or of a package; the other rows are still measured.
         except (Exception, SystemExit) as error:
             values = {"error": first_line(error)}
         self.rows.append(key | values)
@@ -111,7 +111,7 @@ def with_memory(function: Callable[..., float], *arguments) -> dict:
 
 
 def measure_papers(rows: Rows, arguments):
-    """Measure SparseFormers, the reference implementation with the same weights, and ViTs with each attention."""
+    """Measure SparseFormers, the reference with the same weights, and ViTs with each attention implementation."""
     for variant, theirs, vit in SIZES.values():
         rows.measure_speeds("papers", variant, shared.build_model, variant)
         if arguments.reference:
@@ -133,7 +133,7 @@ def vit_with(name: str, attention: str) -> nn.Module:
 
 
 def measure_student(rows: Rows, arguments):
-    """Measure a teacher, ToMe on it, and untrained students of it."""
+    """Measure a teacher, the teacher with ToMe, and its untrained students."""
     teacher, _ = load_model(TEACHER, "image-classification", "cpu")
     rows.measure_speeds("student", "teacher", copy.deepcopy, teacher)
     for merged in (8, 16) if arguments.tome else ():

@@ -6,8 +6,8 @@ Three models get the same images, crops, steps and schedule:
 
 - a SparseFormer from the shipped bootstrapped classifier, with more tokens;
 - the ViT that it was bootstrapped from, with a linear head on its patches;
-- Transformers' SegFormer with about the SparseFormer's multiply-accumulates, from random weights, because it has no
-  weights from the same images.
+- Transformers' SegFormer with about the SparseFormer's multiply-accumulates, from random weights, because none
+  is pretrained on the same images.
 
 Scores are measured at the resolution of the masks, after the last epoch. Speed and memory of inference are measured in
 the same run. Finished runs under --runs-dir are reused, so an interrupted command resumes, and seeds can run side by

@@ -42,7 +42,7 @@ VITS = {
     "vit-base": {},
     "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# Small batches are timed in more passes than the largest, at most by this factor.
+# Small batches are timed in more passes than the largest batch, up to this many times as many.
 MOST_ROUNDS = 10
 
 
@@ -69,7 +69,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):
 
 
 def add_results_argument(parser: argparse.ArgumentParser):
-    """Add the option for the folder of results. Its default is not the repository's `results/`."""
+    """Add the option for the folder of results. By default, the repository's `results/` stays unchanged."""
     parser.add_argument(
         "--results-dir",
         type=new_folder,
@@ -95,14 +95,14 @@ def add_precision_argument(parser: argparse.ArgumentParser, default: str):
 
 
 def precision_arguments(arguments, precision: str | None = None) -> list[str]:
-    """Return the options of a training for a precision, by default that of the arguments. With bf16 on a CPU,
+    """Return a training's options for `precision`, by default `arguments.mixed_precision`. With bf16 on a CPU,
     Transformers needs `--use_cpu`."""
     on_cpu = choose_device().type == "cpu"
     return ["--bf16", "--use_cpu", str(on_cpu)] if (precision or arguments.mixed_precision) == "bf16" else []
 
 
 def parse_table(description: str, tables: Iterable[str], images: int, runs_dir: str) -> argparse.Namespace:
-    """Parse the options of a command whose rows are trainings."""
+    """Parse the options of a command that writes tables with a training in each row."""
     parser = make_parser(description)
     parser.add_argument("table", choices=[*tables])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
@@ -121,7 +121,7 @@ def budget_settings(arguments) -> dict:
 
 
 def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
-    """Return the names of the rows to run: those of `--rows`, or all."""
+    """Return the names of the rows to run: the names after `--rows`, or all names."""
     known = list(known)
     if unknown := sorted(set(arguments.rows or ()) - set(known)):
         raise SystemExit(f"There is no row {unknown[0]!r}; the rows are: {'; '.join(known)}.")
@@ -129,7 +129,7 @@ def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
 
 
 def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]]) -> dict | list[dict]:
-    """Measure a run's folder, or read the results of an earlier measurement from it."""
+    """Measure the run in a folder, or read the results of an earlier measurement from the folder."""
     file = folder / "measured.json"
     if not file.is_file():
         write_json(file, measure(folder))
@@ -168,14 +168,14 @@ def row_arguments(row: dict, epochs: int) -> list[str]:
 
 
 def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
-    """Return the folder of a row's run with a seed. A digest of `argv` separates runs of other budgets, data and
-    architectures."""
+    """Return the folder of a row's run with a seed. A digest of `argv` separates runs with different budgets, data
+    or architectures."""
     name = f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
     return f"{name}-{hashlib.sha256(shlex.join(argv).encode()).hexdigest()[:8]}" if argv else name
 
 
 def run_row(arguments, training, name: str, seed: int, options: dict) -> tuple[Path, dict]:
-    """Train a row with a seed, or reuse its run; return folder and results. `arguments` are those of `parse_table`."""
+    """Train a row with a seed, or reuse its run; return folder and results. `arguments` come from `parse_table`."""
     argv = ["--seed", str(seed), *data_arguments(arguments)]
     argv += ["--train_split", f"train[:{arguments.images}]", *row_arguments(options, arguments.epochs)]
     argv += precision_arguments(arguments)
@@ -185,7 +185,7 @@ def run_row(arguments, training, name: str, seed: int, options: dict) -> tuple[P
 
 def run_training(training, folder: Path, argv: list[str]) -> dict:
     """Run a training module in a folder, or reuse the run of the same command; return the last value of each name in
-    its log. The model of the last epoch is kept: the best epoch would be chosen on test images."""
+    its log. The model of the last epoch is kept, because the best epoch would be chosen on test images."""
     argv = ["--output_dir", str(folder), *argv, "--load_best_model_at_end", "False", "--logging_strategy", "epoch"]
     command = shlex.join([*training.PROG.split(), *argv])
     note = folder.with_name(f"{folder.name}.txt")
@@ -204,7 +204,7 @@ def run_training(training, folder: Path, argv: list[str]) -> dict:
 
 
 def last_accuracies(results: list[dict]) -> dict:
-    """Return mean, standard deviation and values of accuracy over seeds."""
+    """Return the accuracies of all seeds with their mean and standard deviation."""
     accuracies = [result["eval_accuracy"] for result in results]
     return {"accuracy": statistics.mean(accuracies), "spread": spread(accuracies), "accuracies": accuracies}
 
@@ -226,8 +226,6 @@ def cropped(image_format: ImageFormat, scale: Sequence[float]) -> v2.Compose:
 
 
 class Views(torch.utils.data.Dataset):
-    """Transformed images and their labels."""
-
     def __init__(self, images: datasets.Dataset, transform: Callable):
         self.images = images
         self.transform = transform
@@ -244,7 +242,7 @@ class Views(torch.utils.data.Dataset):
 
 
 def build_model(name: str) -> nn.Module:
-    """Load a shipped classifier, or build one of the papers' or of `VITS` with random weights."""
+    """Load a shipped classifier, or build a variant of SparseFormer or one of `VITS` with random weights."""
     if name in shipped_checkpoints():
         return load_model(checkpoint_path(name), "image-classification", "cpu")[0]
     if name in VITS:
@@ -286,8 +284,8 @@ def measure_speeds(
 
 
 def peak_memory(make: Callable[..., Callable[[], object]], *arguments) -> float:
-    """Measure the megabytes that a call adds to a new process at its peak, on Linux. `make(*arguments)` returns the
-    function to call, in that process; its own memory does not count."""
+    """Measure the megabytes that a call adds to a new process at its peak, on Linux. `make(*arguments)`, run
+    in that process, returns the function to call; memory that `make` allocates does not count."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_peak_memory, make, *arguments).result()
 

@@ -1,7 +1,7 @@
 """Train a small CLIP on labeled images, with sentences about the class of an image as its captions.
 
-All images and sentences of one class in a batch are positives (Yang et al. 2022, UniCL). The vocabulary of the
-tokenizer is that of the sentences.
+All images and sentences of one class in a batch are positives (Yang et al. 2022, UniCL). The tokenizer's
+vocabulary is the words of the sentences.
 """
 
 import functools
@@ -47,7 +47,6 @@ TEXT = WIDTH | {"num_hidden_layers": 2}
 
 
 def with_crops(processor: CLIPImageProcessor) -> v2.Compose:
-    """Return the augmentation for training on few images."""
     size = [processor.size["height"], processor.size["width"]]
     return v2.Compose(
         [
@@ -122,7 +121,7 @@ def train_and_save(trainer: Callable[..., Trainer], model, processor, data, fold
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the words in the texts that adds start and end tokens as CLIP's does."""
+    """Return a tokenizer of the words in the texts. Like CLIP's tokenizer, it adds start and end tokens."""
     words = sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text.lower())})
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", "<start>", "<end>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -1,18 +1,18 @@
-"""Compare a student with the inherited start with its teacher, fine-tuned on smaller images.
+"""Compare a student that starts from its teacher's weights with the teacher, fine-tuned on smaller images.
 
     python benchmarks/small_images.py train --teacher checkpoints/caltech101-vit --train TRAIN --test TEST
     python benchmarks/small_images.py processing --test TEST
 
-`train` compares four METHODS of one teacher on the same views:
+`train` compares four METHODS for one teacher on the same views:
 
 - the teacher without training, on images of --sizes pixels;
 - the teacher, fine-tuned at each size with labels;
 - the teacher, fine-tuned at each size to its own embedding at full size, without labels;
-- one SparseFormer for all sizes, trained to that embedding, too.
+- one SparseFormer for all sizes, trained to the teacher's embedding at full size, without labels.
 
-Learning rates are that of bootstrapping with the inherited start, and --label-rates. Rows are written one by one to
-small_images_DATA.json; an interrupted command resumes. `processing` compares the shipped student with itself as a
-plain ViT, whose image processor resizes photographs once (plain_vit.json).
+Trainings with labels have each of --label-rates, others the learning rate of inherited weights in bootstrapping. Rows
+are written one by one to small_images_DATA.json; an interrupted command resumes. `processing` compares the shipped
+student with its exports as plain ViTs, whose processors resize photographs directly to a small size (plain_vit.json).
 """
 
 import copy
@@ -88,7 +88,7 @@ def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) 
         ).to(choose_device())
 
     def embedder(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that resizes images to `size` and embeds them."""
+        """Return a function that embeds images at `size`, or with as many of the student's tokens."""
         if method == STUDENT:
             return functools.partial(pooled, model.base_model, counts[size])
         small = read_anatomy(model, (size, size))

@@ -2,8 +2,8 @@
 
     python benchmarks/sparseformer_speed.py --sparseformer CHECKOUT
 
-CHECKOUT is an unchanged clone of github.com/showlab/sparseformer. Models take turns on random images. Ours gets the
-reference's weights, and both have to give the same logits. Writes sparseformer_speed.json.
+CHECKOUT is an unchanged clone of github.com/showlab/sparseformer. Models take turns on random images. Our model gets
+the reference's weights, and both must give the same logits. Writes sparseformer_speed.json.
 """
 
 import importlib
@@ -52,7 +52,6 @@ def main():
 
 
 def load_reference(checkout: Path, name: str) -> nn.Module:
-    """Build a model of the reference implementation from its checkout."""
     package = checkout / "sparseformer"
     if not (package / "sparseformer" / "modeling.py").is_file():
         raise SystemExit(f"--sparseformer {checkout}: no clone of github.com/showlab/sparseformer.")
@@ -68,8 +67,8 @@ def load_reference(checkout: Path, name: str) -> nn.Module:
 
 @torch.no_grad()
 def check_same_logits(ours: nn.Module, reference: nn.Module) -> float:
-    """Add noise to the reference's weights, so that none is neutral, copy them into ours, and return the largest
-    difference of logits."""
+    """Add noise to the reference's weights, so that no zeros or ones hide an error, copy them into our model, and
+    return the largest difference of logits."""
     for parameter in reference.parameters():
         parameter.add_(0.02 * torch.randn_like(parameter))
     ours.load_state_dict(convert_showlab(reference.state_dict(), ours.config))

@@ -1,7 +1,7 @@
 """Make a tiny LLaVA of shipped models, to try `frugalvit swap` and `align-llava` on.
 
-Its vision tower is `cifar10-vit`, its language model that of `cifar10-sparseformer-llava`. Projector and language
-model learn to read the tower's 64 patches from questions about the images that come with frugalvit.
+Its vision tower is `cifar10-vit`, its language model comes from `cifar10-sparseformer-llava`. Projector and
+language model learn to read the tower's 64 patches from questions about the images that come with frugalvit.
 
     python benchmarks/tiny_llava.py --output LLAVA
 """
@@ -19,7 +19,7 @@ from frugalvit.training.loading import load_processor
 from shared import make_parser
 
 
-# Number of test images for the accuracy that is printed.
+# Number of test images for the printed accuracy.
 TEST_IMAGES = 500
 
 
@@ -40,7 +40,6 @@ def main(argv: list[str] | None = None):
 
 
 def untrained_llava() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """Return the LLaVA before training, and its processor."""
     vit, speaker = checkpoint_path("cifar10-vit"), checkpoint_path("cifar10-sparseformer-llava")
     shipped = SparseFormerLlavaForConditionalGeneration.from_pretrained(speaker)
     llava, processor = make_llava(

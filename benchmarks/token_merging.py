@@ -4,9 +4,9 @@
 
 The peers (github.com/facebookresearch/ToMe, github.com/OpenGVLab/DiffRate) run from their own checkouts, which patch a
 timm copy of the teacher. They are measured without training, and after distillation from the teacher without labels on
-the images of the student. Before that, DiffRate searches the number of tokens that each block keeps, with frozen
-weights and with labels, as its authors do, on the same number of images. Finished runs under --runs-dir are reused, so
-a second command measures speed only. Writes token_merging.json.
+the images of the student. Before distillation, DiffRate searches the number of tokens that each block keeps, with
+frozen weights and with labels, as its authors do, on the same number of images. Finished runs under --runs-dir are
+reused, so a second command measures speed only. Writes token_merging.json.
 """
 
 import functools
@@ -60,11 +60,11 @@ PARTS = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-# DiffRate's loss adds 5 times the squared distance from the target in G. Distances are scaled as if the teacher cost
-# DeiT-S's 4.6 G.
+# DiffRate's loss adds 5 times the squared distance from the target in G multiply-accumulates. Distances are scaled as
+# if the teacher had the 4.6 G of DeiT-S.
 DIFFRATE_WEIGHT = 5
 DIFFRATE_SCALE = 4.6
-# Learning rate of DiffRate's search, which trains few numbers.
+# Learning rate of DiffRate's search, which trains few parameters.
 SEARCH_RATE = 0.03
 BATCH_SIZE = 64
 
@@ -161,15 +161,15 @@ def main():
 
 
 class Embedded(NamedTuple):
-    """Embedding that the teacher's classifier reads, and logits, None without a classifier."""
+    """Embedding before the teacher's classifier, and the classifier's logits, None without a classifier."""
 
     embedding: torch.Tensor
     logits: torch.Tensor | None
 
 
 class PooledViT(VisionTransformer):
-    """timm's VisionTransformer with the pooling of its teacher. The mean weights a token by the number of patches in
-    it, as both peers do for MAE."""
+    """timm's VisionTransformer with its teacher's pooling. A mean over tokens weights each token by its number of
+    patches, as ToMe and DiffRate do for MAE."""
 
     pooling = "cls"
 
@@ -185,7 +185,7 @@ class PooledViT(VisionTransformer):
         return Embedded(embedding, None if self.head is None else self.head(embedding))
 
     def token_weights(self) -> torch.Tensor | None:
-        """Return the number of patches in each token, `(batch, tokens, 1)`, as noted by the peer's code."""
+        """Return the number of patches in each token, `(batch, tokens, 1)`, as recorded by ToMe or DiffRate."""
         noted = getattr(self, "_tome_info", None) or getattr(self, "_diffrate_info", {})
         # During the search, DiffRate keeps all tokens and masks them.
         return noted["size"] * noted["mask"][..., None] if self.training else noted.get("size")
@@ -194,8 +194,8 @@ class PooledViT(VisionTransformer):
 class MergedViT(nn.Module):
     """A `PooledViT` whose blocks merge tokens, called like Transformers' classifiers.
 
-    In training mode, DiffRate keeps all tokens behind masks, through which its rates learn, and also returns its
-    multiply-accumulates. So a model enters training mode only if it `searches`; there is no dropout.
+    In training mode, DiffRate masks tokens instead of removing them, so that its rates get gradients, and also returns
+    multiply-accumulates. Therefore a model enters training mode only if it `searches`; it has no dropout.
     """
 
     def __init__(self, vit: PooledViT, searches: bool = False):
@@ -212,32 +212,32 @@ class MergedViT(nn.Module):
         options = {"return_flop": False} if hasattr(self.vit, "_diffrate_info") and not self.training else {}
         if not options or (dtype := next(self.vit.parameters()).dtype) == torch.float32:
             return self.vit(pixel_values, **options)
-        # DiffRate's attention is in float32 even if its values are not.
+        # DiffRate's attention weights are in float32 even if its values have another dtype.
         with torch.autocast(pixel_values.device.type, dtype):
             return self.vit(pixel_values, **options)
 
 
 def tome(teacher: Anatomy, checkout: str | Path, merged: int, trace_source: bool = False) -> MergedViT:
     """Copy a teacher and let ToMe (Bolya et al. 2023) merge `merged` tokens in each block. Attention is proportional
-    to the sizes of tokens, in training, too. With `trace_source`, ToMe notes the patches in each token."""
+    to the sizes of tokens, also in training. With `trace_source`, ToMe records the patches in each token."""
     vit = as_timm(teacher)
     with peer(checkout, "tome"):
-        # ToMe was written for timm 0.4.12, and ignores parts of later blocks; our blocks have none of those parts.
+        # ToMe was written for timm 0.4.12, and ignores parts that timm's blocks have since; `vit` uses none of them.
         importlib.import_module("tome").patch.timm(vit, trace_source=trace_source)
     vit.r = merged
     return MergedViT(vit)
 
 
 def diffrate(teacher: Anatomy, checkout: str | Path, rates: Path | None = None) -> MergedViT:
-    """Copy a teacher and let DiffRate (Chen et al. 2023) prune and merge tokens, at the rates of a search in a folder
-    of `tune`, or at initial rates for a new search."""
+    """Copy a teacher and let DiffRate (Chen et al. 2023) prune and merge tokens, at the rates that `tune` found by a
+    search and saved in the folder `rates`, or at initial rates for a new search."""
     vit = as_timm(teacher)
     with peer(checkout, "DiffRate"):
         # DiffRate was written for timm 0.4.5. Its CAFormer imports a module that has moved since.
         sys.modules.setdefault("timm.models.layers.helpers", timm.layers.helpers)
         importlib.import_module("DiffRate").patch.deit(vit)
     for block in vit.blocks:
-        # Its blocks read a drop path that timm has split in two; our blocks have no drop path.
+        # DiffRate's blocks need a `drop_path`, which timm has split in two; `vit` drops no paths.
         block.drop_path = nn.Identity()
         block.register_forward_pre_hook(keep_sizes_positive)
     if rates:
@@ -261,7 +261,7 @@ def tune(
     """Fine-tune a model or search DiffRate's rates with the `options` of `fit`, or reuse the weights in the folder.
 
     The loss is `"teacher"`, the divergence from the teacher's distribution; `"cosine"`, the distance from its
-    embedding; or `"labels"`, cross-entropy. A search adds the distance from `search_macs`.
+    embedding; or `"labels"`, cross-entropy. A search adds the distance of its multiply-accumulates from `search_macs`.
     """
     file, device = folder / "model.safetensors", choose_device()
     model.to(device).train()
@@ -320,7 +320,6 @@ def fit(
 
 
 def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.Tensor, labels: torch.Tensor):
-    """Compute one of the losses of `tune`."""
     if loss == "labels":
         return F.cross_entropy(outputs.logits.float(), labels)
     with torch.no_grad():
@@ -332,7 +331,7 @@ def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageFormat) -> dict:
-    """Measure the accuracy of a model; return it as in the results of a run."""
+    """Measure the accuracy of a model; return it by the name that it has in the results of a run."""
     view, right, device = EvalView(image_format), [], choose_device()
     model.to(device).eval()
     for batch in DataLoader(shared.Views(images, lambda image: view(image)["pixel_values"]), 256):
@@ -342,7 +341,6 @@ def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageForm
 
 
 def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Baseline:
-    """Return a baseline of ToMe without training."""
     model = tome(teacher, checkout, merged)
     return baseline(f"ToMe, {merged} a block", "ToMe, not tuned", model, teacher, image_processor)
 
@@ -367,8 +365,8 @@ def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_p
 
 
 def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Baseline:
-    """Return a baseline of the teacher with `patches` random patches of each image. Other arguments are those of
-    `load_teacher` and `Baseline`."""
+    """Return the teacher with `patches` random patches of each image as a baseline. `load_teacher` returns the first
+    two arguments; `draws` is an argument of `Baseline`."""
     embed = RandomPatches(anatomy, patches, seed)
     return as_teacher(
         anatomy,
@@ -383,8 +381,8 @@ def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: i
 
 
 class RandomPatches:
-    """Embeddings of random patches of each image by a vision transformer without rotary positions. Calls share one
-    generator, so they choose other patches."""
+    """Embeddings of random patches of each image by a vision transformer without rotary positions. All calls draw
+    from one generator, so each call chooses other patches."""
 
     def __init__(self, anatomy: Anatomy, patches: int, seed: int):
         self.anatomy = anatomy
@@ -403,7 +401,7 @@ class RandomPatches:
 
     @contextmanager
     def choosing(self):
-        """Drop patches before the first block of the model."""
+        """Within this context, keep only random patches of each image before the model's first block."""
 
         def leave_out(module, arguments, keywords):
             tokens = arguments[0] if arguments else keywords["hidden_states"]
@@ -446,7 +444,7 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     ).eval()
     vit.pooling, classifier = anatomy.pooling.mode, anatomy.classifier
     vit.head = None if classifier is None else nn.Linear(classifier.in_features, classifier.out_features)
-    # Tokens of a black image before the first block are the interpolated positions plus the bias.
+    # For pixels of zero, tokens before the first block are the interpolated positions plus the projection's bias.
     with evaluation_mode(anatomy.model):
         tokens = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))[0]
     bias = 0 if projection.bias is None else projection.bias
@@ -490,7 +488,7 @@ def keep_sizes_positive(block: nn.Module, args):
 
 
 def update_rates(vit: PooledViT):
-    """Update the rates of DiffRate's modules from their weights, as they do themselves only in training steps."""
+    """Update DiffRate's numbers of kept tokens from its weights; its modules do this only in training steps."""
     for module in vit.modules():
         if hasattr(module, "update_kept_token_number"):
             module.update_kept_token_number()
@@ -498,7 +496,7 @@ def update_rates(vit: PooledViT):
 
 @contextmanager
 def peer(checkout: str | Path, package: str):
-    """Import from a checkout within this context only: it has modules such as `datasets` that hide installed ones."""
+    """Import from a checkout within this context only: modules in it, such as `datasets`, hide installed ones."""
     if not (Path(checkout) / package).is_dir():
         raise ValueError(f"{str(checkout)!r} is no checkout with a package {package!r}.")
     sys.path.insert(0, str(checkout))

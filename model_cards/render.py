@@ -1,4 +1,4 @@
-"""Write a card for each recipe (`papers/NAME.md`), a card for each template (in `checkpoints/`), and a list of all.
+"""Write a card for each recipe (`papers/NAME.md`), a card for each template (in `checkpoints/`), and a list of cards.
 
 python model_cards/render.py
 """
@@ -17,7 +17,7 @@ from frugalvit.training.arguments import RECIPES
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS, RESULTS = HERE.parent / "checkpoints", HERE.parent / "results"
-# Auto class, and lines that use its outputs, by the kind of model.
+# Auto class, and code that runs the model and reads its outputs, by the kind of model.
 KINDS = {
     "classifier": ("AutoModelForImageClassification", "logits = model(**inputs).logits  # (1, classes)"),
     "vision tower": ("AutoModel", "embedding = model(**inputs).image_embeds  # (1, channels), beside a CLIP's texts"),
@@ -36,7 +36,7 @@ COUNTED = re.compile(r"Counted: ([\d,]+) parameters(?: of both)?(?:, ([\d.]+) G 
 
 
 def describe_recipe(file: Path) -> dict:
-    """Read the arguments of a recipe, and the description, commands and notes in its comment."""
+    """Read the arguments of a recipe, and the description, commands and notes in its comments."""
     text = file.read_text(encoding="utf-8")
     lines = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
     # Commands are indented.
@@ -52,7 +52,7 @@ def describe_recipe(file: Path) -> dict:
 
 
 def kind_of(recipe: dict) -> str:
-    """Return the one of `KINDS` that a recipe makes."""
+    """Return the kind of model that a recipe trains, a key of `KINDS`."""
     command, arguments = recipe["commands"][0].split()[1], recipe["arguments"]
     if command == "segment":
         return "segmenter"

@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "i
 
 
 def tiny_dinov2(model_class=Dinov2ForImageClassification):
-    """Build a DINOv2 with random layer scale and positions for larger images than the tests have."""
+    """Build a DINOv2 with random layer scale and positions for 56 x 56 pixels."""
     torch.manual_seed(0)
     model = model_class(Dinov2Config(**SIZES, image_size=56, patch_size=14, num_labels=5)).eval()
     for name, parameter in model.named_parameters():
@@ -65,7 +65,7 @@ def test_baselines_of_placement_embed_a_whole_grid_equally():
 
 
 def test_random_patches():
-    """All patches in random order give the teacher's embedding, and each call with few patches gives another."""
+    """All patches in random order give the teacher's embedding, each call with few patches a different one."""
     anatomy = read_anatomy(KINDS["vit"].make())
     images = make_example(anatomy)
     with torch.no_grad():
