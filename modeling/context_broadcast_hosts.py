@@ -96,7 +96,7 @@ def insert_context_broadcast(
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the members of a model's module lists that have an attention and an MLP, for models of any library."""
+    """Return a model's blocks: members of module lists that have an attention and an MLP, in any library."""
     return [
         block
         for name, block in model.named_modules()

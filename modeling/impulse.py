@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 
-# Singular values of the pseudo input below this share of the largest count as zero in `solve_closed_form`. The
+# `solve_closed_form` treats singular values of the pseudo input below this share of the largest value as zero. The
 # sinusoidal encoding has singular values over 5 orders of magnitude. Inverting all of them multiplies the norms of the
 # weights by up to 50, and attention to real tokens loses its peaks. Values from 3e-3 to 3e-2 give similar results.
 RELATIVE_TOLERANCE = 1e-2
@@ -37,8 +37,8 @@ def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch
 
 
 def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
-    """Return the positions of a kernel relative to its center as (dy, dx), row by row. The center of an even kernel is
-    right of and below the middle."""
+    """Return the positions of a kernel relative to its center as (dy, dx), row by row. If the size is even, the center
+    is the position right of and below the middle."""
     reach = range(-(kernel_size // 2), kernel_size - kernel_size // 2)
     return [(dy, dx) for dy in reach for dx in reach]
 
@@ -108,14 +108,14 @@ def solve_closed_form(
         target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.
         head_dim (`int`): Width of the head.
         mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the positions
-            whose target lies on the grid. Where no sharpness reaches it, 95 % of the largest share is used.
+            whose target lies on the grid. If out of reach, 95 % of the largest possible share is used.
 
     Returns:
         Two tensors `(hidden_size, head_dim)`.
     """
     inside = target.sum(1) > 0
     if not inside.any() or len(target) == 1:
-        # No target lies on the grid, as for a vertical offset on a single row, or the grid has one position.
+        # The grid has one position, or no target lies on it, as for a vertical offset on a single row.
         zeros = inputs.new_zeros(inputs.shape[1], head_dim)
         return zeros, zeros.clone()
     solved = slice(None) if mass is None else inside

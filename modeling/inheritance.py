@@ -30,7 +30,7 @@ from .placement import cut_patches, grid_rois
 
 # Largest accepted `relative_difference` of a student's outputs from its teacher's.
 TOLERANCE = 1e-4
-# The norms of focusing layers keep the reference implementation's epsilon, whatever the teacher's is.
+# Norms of focusing layers have the reference implementation's epsilon, not the teacher's.
 FOCUSING_EPS = 1e-5
 
 
@@ -68,7 +68,7 @@ def inherit_patches(
     load_weights(embeddings.norm, anatomy.pre_norm)
     positions = patch_positions(anatomy, student.config.token_grid)
     if positions is None:
-        # On a grid they are not trained, because `to_plain_vit` cannot store positions in a teacher without them.
+        # On a grid, positions stay zero, because `to_plain_vit` cannot store them in a model of the teacher's class.
         embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:
         embeddings.position_embeddings.copy_(positions)
@@ -94,7 +94,7 @@ def inherit_blocks(
     **fields,
 ) -> nn.Module:
     """Return a student with its teacher's blocks and head and a fresh focusing stage. It implements
-    `SparseFormerModel.from_teacher`, which documents the arguments (`inherits` is its `inherit_blocks`)."""
+    `SparseFormerModel.from_teacher`, which documents the arguments; `inherits` is its argument `inherit_blocks`."""
     anatomy, truncated, image_fields = read_teacher(model_class, teacher, truncate, image_processor)
     if num_latent_tokens is None:
         num_latent_tokens = default_num_latent_tokens(anatomy)
@@ -130,8 +130,8 @@ def read_teacher(
     """Read a teacher; a folder or hub id is loaded with its image processor.
 
     Returns:
-        The teacher, the number of its leading blocks to leave out, and the preprocessing fields of the student's
-        configuration.
+        The teacher's anatomy, the number of leading blocks that the student leaves out, and the preprocessing fields
+        of the student's configuration.
 
     Raises:
         ValueError: if it is no plain vision transformer with an embedding, or `truncate` leaves no block.
@@ -164,7 +164,7 @@ def read_teacher(
 
 def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: int, inherits: bool = True) -> nn.Module:
     """Return a student with its teacher's classifier, projection and pooling head. With `inherits`, it also has the
-    final norm and all but the first `truncated` blocks. Other weights are initial."""
+    final norm and all but the first `truncated` blocks. Other weights keep their initial values."""
     needs_classifier = model_class.__name__.endswith("ForImageClassification")
     needs_projection = model_class.__name__.endswith("WithProjection")
     if needs_classifier and anatomy.classifier is None:
@@ -204,10 +204,10 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: in
 def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
     """Return the default number of a student's latent tokens: a quarter of the teacher's image tokens.
 
-    The quarter includes [CLS], as in table 2 of the paper, unless tokens fill a grid. For a teacher of 384 or more
-    pixels, the patches of 224 pixels are counted: the paper's default for ViT-L/16-384 is 49 tokens, too, and 144 or
-    196 come from continued bootstrapping. For 336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144 tokens in
-    table 6.
+    The quarter includes [CLS], as in table 2 of the paper, unless tokens fill a grid. For images of 384 or more
+    pixels, patches are counted as if images had 224 pixels: in the paper, ViT-L/16-384 has 49 tokens by default, and
+    144 or 196 only after continued bootstrapping. For 336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144
+    tokens in table 6.
     """
     patches = anatomy.num_patches
     if min(anatomy.image_size) >= 384:
@@ -326,7 +326,8 @@ def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
 
 def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
     """Return a teacher's class tokens and registers before a block, `(prefix tokens, hidden_size)`, for an image of
-    zeros. Those of a teacher depend on the image; a student's are parameters, which training starts from."""
+    zeros. A student's class tokens and registers are parameters, which start from these values, although a teacher's
+    depend on the image."""
     with evaluation_mode(anatomy.model):
         hidden_states = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))
     return hidden_states[index][0, : anatomy.num_prefix_tokens]
@@ -380,7 +381,7 @@ def load_weights(
     target: Linear | nn.Module | None, source: Linear | nn.Module | None, channels: torch.Tensor | None = None
 ):
     """Copy weight and bias of a linear layer or a norm, with the output channels of the source in the order of
-    `channels`. If only the target has a weight or bias, it becomes 1 or 0. Nothing happens if a layer is None."""
+    `channels`. A weight that only the target has becomes 1, a bias 0. Nothing is copied if one layer is None."""
     if target is None or source is None:
         return
     for name, default in (("weight", 1.0), ("bias", 0.0)):
@@ -395,7 +396,7 @@ def load_weights(
 
 
 def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
-    """Raise a ValueError unless a student's inherited part returns its teacher's embeddings of two images of noise.
+    """Raise a ValueError unless a student's inherited part and its teacher return equal embeddings of noise images.
 
     The input of the inherited part is all patches of the images or, if leading blocks were truncated, the teacher's
     tokens after these blocks.
@@ -431,8 +432,8 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
 
 
 def embed_all_patches(embeddings: nn.Module, anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return the tokens before the first block, `(batch, prefix + patches, hidden_size)`, if a student's
-    `PatchSparseFormerEmbeddings` embed all patches of the teacher."""
+    """Embed all patches of the teacher with a student's `PatchSparseFormerEmbeddings`. Return the tokens before the
+    first block, `(batch, prefix + patches, hidden_size)`."""
     patches = cut_patches(pixel_values, embeddings.patch_size).flatten(1, 2)
     tokens = embeddings.patch_norm(embeddings.projection(patches))
     positions = patch_positions(anatomy, anatomy.grid)

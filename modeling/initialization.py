@@ -173,7 +173,7 @@ def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts
 
 def is_drawn(model: nn.Module) -> bool:
     """Return whether the attention weights of a base model of this package, or of Transformers' ViT, are initial.
-    Transformers marks loaded weights; weights on the meta device will be loaded."""
+    Weights that Transformers marked were loaded, and weights on the meta device will be loaded."""
     weights = [layer.attention.q_proj.weight for layer in model.layers]
     return not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights)
 
@@ -198,8 +198,8 @@ def impulse_init_(
     The defaults differ from the paper's method, which is `solver="adam", value_init="default"` as printed, and
     `solver="adam_bounded", value_init="default"` in its authors' code; see docs/impulse_initialization.md.
 
-    Biases of queries and keys become zero. The layer's own LayerNorm is applied to the pseudo input. Attention maps
-    have patches alone, without [CLS] and registers.
+    Biases of queries and keys become zero. The layer's own LayerNorm is applied to the pseudo input. Attention is
+    solved for patches alone, without [CLS] and registers.
 
     Args:
         model (`nn.Module`):
@@ -212,7 +212,7 @@ def impulse_init_(
             `"pinv"`, the code of the NeurIPS 2025 version, which fixes the offsets. Algorithm 1 takes seconds to
             minutes a layer.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
-            Inputs in the place of tokens, for the first and for the following layers (table 6): `"pe"`, the positions;
+            Pseudo input of all layers, or of the first and of the following layers (table 6): `"pe"`, the positions;
             `"uniform"` in -1..1; `"gaussian"`; or `"pe+uniform"`.
         per_layer (`bool`, *optional*, defaults to `True`): Whether layers differ in offsets and weights.
         value_init (`str`, *optional*, defaults to `"mimetic"`):
@@ -221,8 +221,8 @@ def impulse_init_(
             For `solver="closed_form"`: attention at the target, above 0 and below 1; `None` for maps as sharp as
             those of Algorithm 1. Smaller values trained better than larger ones (`results/impulse_solvers.json`).
         positions (`str`, *optional*, defaults to `"sincos"`):
-            `"sincos"` sets learned positions of patches to the sinusoidal encoding, and of [CLS] to zero; `"keep"`
-            solves for the model's positions.
+            `"sincos"` sets learned positions of patches to the sinusoidal encoding and those of other tokens to zero;
+            `"keep"` solves for the positions that the model has.
         steps (`int`, *optional*, defaults to 10,000): Steps of Algorithm 1.
         generator (`torch.Generator`, *optional*): Random number generator on the CPU.
         offsets (`torch.Tensor` or `Callable`, *optional*):
@@ -279,7 +279,7 @@ def impulse_init_(
         first_of_kind = index < 2 and (index == 0 or first_and_later[0] != first_and_later[1])
         if per_layer or first_of_kind:
             targets = [impulse_matrix(*vit.grid, offset).to(normalized) for offset in offsets]
-            # Solutions are reused by layers with equal inputs.
+            # Layers with equal inputs reuse solutions.
             if solved_inputs is None or not torch.equal(solved_inputs, normalized):
                 solved_inputs = normalized
                 solved = {}
@@ -318,8 +318,8 @@ def mimetic_init_(
     """Initialize attention so that it mimics trained transformers (Trockman & Kolter 2023), in place.
 
     Query-key products become 0.7 Z + 0.7 I for every head, and value-output products 0.4 Z - 0.4 I for every layer,
-    with Z of random numbers. Learned positions become the sinusoidal encoding, on which the identity in the query-key
-    product acts as locality. Biases of queries and keys become zero. Arguments, returns and errors are those of
+    where Z is random. Learned positions become the sinusoidal encoding, on which the identity in the query-key product
+    acts as locality. Biases of queries and keys become zero. Arguments, returns and errors are those of
     `impulse_init_`.
     """
     _check("value_init", value_init, VALUE_INITS)
@@ -392,8 +392,8 @@ INITIALIZATIONS = {
 
 
 def initialize_attention_(model: nn.Module, initialization: str = "impulse", **options) -> InitializationReport:
-    """Apply one of `INITIALIZATIONS` by name, for example `initialize_attention_(vit, "mimetic")`. `options` are the
-    arguments of its function."""
+    """Apply one of `INITIALIZATIONS` by name, for example `initialize_attention_(vit, "mimetic")`. `options` are
+    further arguments of this initialization."""
     _check("initialization", initialization, INITIALIZATIONS)
     return INITIALIZATIONS[initialization](model, **options)
 
@@ -434,7 +434,7 @@ def _set_positions(vit: TransformerParts, positions: str):
 
 
 def _pseudo_input(kind: str, vit: TransformerParts, generator: torch.Generator | None) -> torch.Tensor:
-    """Return inputs of the first block in the place of tokens, `(patches, hidden_size)` in float32."""
+    """Return the pseudo input of the first block, `(patches, hidden_size)` in float32."""
     positions = vit.patch_positions.float()
     if vit.pre_norm is not None:
         positions = _normalize(vit.pre_norm, positions)
@@ -468,7 +468,7 @@ def _set_values(layer: BlockParts, value_init: str, generator: torch.Generator |
 
 
 def _report(vit: TransformerParts) -> InitializationReport:
-    """Report on attention to positions, where each position is its own target."""
+    """Report on a model's attention, with each position as its own target."""
     report = InitializationReport()
     for index, layer in enumerate(vit.layers):
         inputs = _normalize(layer.norm, _pseudo_input("pe", vit, None))

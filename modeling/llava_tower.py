@@ -38,7 +38,7 @@ class SparseFormerVisionTower(nn.Module):
         if self.is_loaded:
             return
         self.image_processor = AutoImageProcessor.from_pretrained(self.vision_tower_name)
-        # LLaVA reads `crop_size`, even of processors that do not crop.
+        # LLaVA reads `crop_size` of every processor, even if it does not crop.
         height, width = pair(self.cfg_only.image_size)
         self.image_processor.crop_size = {"height": height, "width": width}
         self.vision_tower = AutoModel.from_pretrained(self.vision_tower_name, device_map=device_map).base_model
@@ -50,8 +50,8 @@ class SparseFormerVisionTower(nn.Module):
         """Return the tokens of the selected layer, `(batch, tokens, hidden_size)`, with or without [CLS].
 
         Args:
-            images (`torch.Tensor` or list of `torch.Tensor`): `(batch, 3, height, width)`, or images `(3, height,
-                width)`, for which a list is returned.
+            images (`torch.Tensor` or list of `torch.Tensor`): `(batch, 3, height, width)`, or a list of images, `(3,
+                height, width)`, for which a list of tokens is returned.
         """
         if isinstance(images, list):
             return [self(image.unsqueeze(0)) for image in images]

@@ -1,7 +1,7 @@
 """SparseFormers in open_clip: a visual tower for open_clip's models, and conversion of models from and to
 Transformers.
 
-Only `to_open_clip`, which builds a model of open_clip, imports the library.
+Only `to_open_clip`, which builds a model of open_clip, imports open_clip.
 """
 
 import copy
@@ -24,7 +24,7 @@ from .modeling_sparseformer_clip import (
 )
 
 
-# PIL's resampling filters by open_clip's names.
+# PIL's resampling filters, by their names in open_clip.
 RESAMPLE = {"bilinear": 2, "bicubic": 3, "random": 3}
 # Parts of the names of text weights in open_clip, and the names that replace them in Transformers' text models.
 # Queries, keys and values are one tensor in open_clip.
@@ -76,8 +76,7 @@ class OpenClipVisual(nn.Module):
         }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return embeddings, `(batch, output_dim)`, which are not normalized, of images `(batch, 3, height,
-        width)`."""
+        """Embed images, `(batch, 3, height, width)`. The embeddings, `(batch, output_dim)`, are not normalized."""
         outputs = self.model(x)
         return outputs.image_embeds if self.projects else outputs.pooler_output
 
@@ -119,8 +118,8 @@ def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImage
 
 @torch.no_grad()
 def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSiglipModel:
-    """Convert a model of open_clip with an `OpenClipVisual` to Transformers, in evaluation mode, with copies of its
-    weights.
+    """Convert an open_clip model with an `OpenClipVisual` to Transformers. The result is in evaluation mode and has
+    copies of the weights.
 
     Args:
         clip (`open_clip.CLIP` or `open_clip.CustomTextCLIP`): The model.
@@ -193,7 +192,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     model.logit_scale.copy_(clip.logit_scale.squeeze())
     model.vision_model.load_state_dict(visual.model.base_model.state_dict())
     model.eval()
-    # Both models have to embed texts of random token ids, padded with 0, alike.
+    # Check that both models return equal embeddings of random token ids, padded with 0.
     config = model.config.text_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (8, config.max_position_embeddings), generator=generator)
@@ -219,8 +218,8 @@ def text_names(text: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.Module:
-    """Convert a model of Transformers with a SparseFormer to open_clip, in evaluation mode, with copies of its
-    weights. open_clip must be installed.
+    """Convert a Transformers model with a SparseFormer to open_clip, which must be installed. The result is in
+    evaluation mode and has copies of the weights.
 
     Args:
         model (`SparseFormerCLIPModel` or `SparseFormerSiglipModel`): The model.
@@ -238,7 +237,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         "width": config.hidden_size,
         "heads": config.num_attention_heads,
         "layers": config.num_hidden_layers,
-        # open_clip truncates the product with the width to an integer.
+        # open_clip truncates the product of this ratio and the width; 0.5 makes up for rounding errors.
         "mlp_ratio": (config.intermediate_size + 0.5) / config.hidden_size,
         "norm_kwargs": {"eps": config.layer_norm_eps},
         "act_kwargs": {"approximate": "tanh"} if config.hidden_act == "gelu_pytorch_tanh" else None,

@@ -1,7 +1,7 @@
 """Linear layers whose weights are packed once for oneDNN's matrix products on CPUs.
 
-TorchInductor's freezing packs them as well, after minutes of compilation. On AMD's CPUs, the products are much faster
-than PyTorch's default (MKL).
+TorchInductor's freezing packs weights, too, but compiles for minutes. On AMD's CPUs, oneDNN's products are much faster
+than those of MKL, PyTorch's default.
 """
 
 import functools
@@ -37,7 +37,7 @@ class PackedLinear(nn.Linear):
         """Return a value that differs once the weight has changed, or None for a weight without a version counter,
         which was made under `torch.inference_mode()`.
 
-        Changes by `.data` or NumPy do not count as versions, hence the sample of every row.
+        Changes by `.data` or NumPy do not increase the version, so the value also has a sample of every row.
         """
         if self.weight.is_inference():
             return None
@@ -72,10 +72,10 @@ def multiply(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | Non
 
 @functools.cache
 def packing_pays(dtype: torch.dtype) -> bool:
-    """Whether packed products are `MIN_SPEEDUP` times as fast on this machine, by a measurement of about 50 ms."""
+    """Whether packed products are `MIN_SPEEDUP` times as fast on this machine, measured in about 50 ms."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
-    # The tokens of one image, and a layer of a small model.
+    # The sizes are those of one image's tokens and of a layer in a small model.
     input = torch.ones(64, 384, dtype=dtype)
     weight = torch.ones(1536, 384, dtype=dtype)
     try:
@@ -83,7 +83,7 @@ def packing_pays(dtype: torch.dtype) -> bool:
         with torch.inference_mode():
             plain_time = min(timeit.repeat(lambda: F.linear(input, weight), number=1, repeat=20))
             packed_time = min(timeit.repeat(lambda: multiply(input, packed, None), number=1, repeat=20))
-    # Some builds of PyTorch lack these operators, and some CPUs such products.
+    # Some builds of PyTorch lack these operators, and some CPUs do not support products with packed weights.
     except (AttributeError, RuntimeError):
         return False
     return plain_time > MIN_SPEEDUP * packed_time

@@ -2,8 +2,8 @@
 `to_plain_vit`.
 
 A student whose tokens are the cells of a grid computes the same as its teacher's architecture on smaller images. A
-model of the teacher's class, the host, is built for images of this size, and the student's weights are copied into the
-modules that `read_anatomy` finds in the host.
+model of the teacher's class, the host, is built for these smaller images, and the student's weights are copied into
+the modules that `read_anatomy` finds in the host.
 """
 
 import copy
@@ -43,9 +43,9 @@ SHARED_FIELDS = (
     "num_channels",
     "num_hidden_layers",
 )
-# Fields of hosts that switch on a bias; a student has all biases.
+# Configuration fields of hosts that switch on a bias. All are set, because a student has all biases.
 BIASES = ("attention_bias", "key_bias", "mlp_bias", "proj_bias", "qkv_bias", "query_bias", "value_bias")
-# Model types of hosts that take images of any shape; the code of all others is for squares.
+# Model types of hosts that take rectangular images; all others take square images alone.
 TAKES_RECTANGLES = ("deit", "dinov3_vit", "ijepa", "vit", "vit_mae", "vit_msn")
 
 
@@ -83,7 +83,7 @@ def to_plain_vit(
         copy_weights(student, anatomy, grid)
         if student.dtype == torch.float32:
             check_host(student, anatomy, count)
-    # The modules or weights of a host with another architecture differ from the student's.
+    # These errors occur if the host's architecture, and so its modules or weights, differ from the student's.
     except (AttributeError, RuntimeError, StrictDataclassError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -113,7 +113,7 @@ def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tu
     has_head = student.base_model.pooling_head is not None
     fields = {name: getattr(config, name) for name in SHARED_FIELDS}
     fields |= dict.fromkeys(BIASES, True)
-    # AIMv2 and SigLIP have a pooling head or none; AIMv2 has fixed positions if `is_native` is true.
+    # The pooling head of AIMv2 and SigLIP is optional; AIMv2 has fixed positions if `is_native` is true.
     fields |= {"use_head": has_head, "vision_use_head": has_head, "is_native": False}
     # SigLIP 2 NaFlex has a number of patches instead of an image size.
     fields["num_patches"] = math.prod(grid)
@@ -150,14 +150,14 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
     for name in ("id2label", "label2id", "problem_type"):
         setattr(config, name, getattr(student.config, name))
     host_class = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
-    # The mapping has several classes for some models; the first has one classifier.
+    # For some models, the mapping has several classes, of which the first has a single classifier.
     if isinstance(host_class, tuple):
         host_class = host_class[0]
     return host_class(config)
 
 
 def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, int]):
-    """Copy a student's weights into the modules of a host for images of this grid."""
+    """Copy a student's weights into the modules of a host whose patches form `grid`."""
     base = student.base_model
     embeddings = base.embeddings
     if anatomy.num_prefix_tokens != student.config.num_prefix_tokens:
@@ -199,7 +199,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
 
 
 def check_host(student: PreTrainedModel, anatomy: Anatomy, num_tokens: int):
-    """Raise a ValueError unless a host's outputs for two images of noise are the student's."""
+    """Raise a ValueError unless a host and its student have equal outputs for two images of noise."""
     images = make_example(anatomy)
     with evaluation_mode(student):
         outputs = student(images, num_tokens=num_tokens)

@@ -70,7 +70,7 @@ def swap_vision_tower(
     tower_fields["model_type"] = tower_fields.get("model_type", "").removesuffix("_projection")
     if tower_fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
-    # A VLM without language-modeling head has the same model type.
+    # The model type does not show whether a VLM has a language-modeling head.
     if not hasattr(vlm, "lm_head") or vlm.config.model_type not in MODELS:
         raise ValueError(
             f"Got a {type(vlm).__name__}, expected a Llava-, PaliGemma-, Gemma3- or "
@@ -118,8 +118,8 @@ def swap_vision_tower(
 def swapped_config(
     config_class: type, old: PreTrainedConfig, tower_fields: dict, image_grid: int | None
 ) -> PreTrainedConfig:
-    """Return the configuration of a VLM whose vision tower has the fields `tower_fields`; other arguments are those of
-    `swap_vision_tower`."""
+    """Return a VLM's configuration, `old`, after the swap. `tower_fields` are the fields of the new vision tower;
+    `image_grid` is that of `swap_vision_tower`."""
     fields = old.to_dict()
     for name in ("model_type", "auto_map", "architectures", "quantization_config"):
         fields.pop(name, None)
@@ -141,7 +141,7 @@ def swapped_config(
     size = pair(old.vision_config.image_size)[0]
     cell = pair(old.vision_config.patch_size)[0]
     if image_grid not in (None, rows):
-        # A Gemma 3 pools squares of cells into one token each.
+        # A Gemma 3 pools each square of `pooled` x `pooled` cells into one token.
         pooled = rows // int(old.mm_tokens_per_image**0.5) if old.model_type == "gemma3" else 1
         cell = size // max(image_grid, 1)
         if not pooled <= image_grid < rows or image_grid % pooled or size // cell != image_grid:
@@ -178,14 +178,14 @@ def with_new_first_layer(projector: nn.Module, width: int) -> nn.Module:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Return the device of a model's inputs, also if Accelerate dispatched the model to several devices."""
+    """Return the device of a model's inputs. Accelerate may have dispatched the model to several devices."""
     hook = getattr(model, "_hf_hook", None)
     return next(model.parameters()).device if hook is None else torch.device(hook.execution_device)
 
 
 def dispatch_to_devices(model: PreTrainedModel, vlm: PreTrainedModel, new_parts: dict[str, nn.Module]):
-    """Add Accelerate's hooks, which move tensors between devices, to a model and its new parts. Parts that come from
-    `vlm` have their hooks already."""
+    """Add Accelerate's hooks, which move tensors between devices, to a model and its new parts. Parts that were in
+    `vlm` already have their hooks."""
     device = input_device(vlm)
     for part in new_parts.values():
         add_hook_to_module(part, AlignDevicesHook(next(part.parameters()).device))
@@ -210,14 +210,14 @@ def match_channels_(
 ) -> None:
     """Match mean and standard deviation of each channel of the projector's input to the original model's, in place.
 
-    The channels of a SparseFormer's tokens, which are averages of patches, have smaller standard deviations than those
-    of patches, on which the projector was trained. Factors and shifts that restore them are folded into a copy of the
-    projector's first layer, without training or additional parameters. This is not part of a paper.
+    A SparseFormer's tokens average patches, so their channels have smaller standard deviations than the patches that
+    the projector was trained on. Factors and shifts that restore the statistics of patches are folded into a copy of
+    the projector's first layer, without training or additional parameters. This is not part of a paper.
 
     Args:
         model (`PreTrainedModel`): The result of `swap_vision_tower` for a LLaVA 1.5 or PaliGemma; changed in place.
         original (`PreTrainedModel`): The model before the swap. It is not changed, and may share its projector.
-        batches (iterable of pairs of `torch.Tensor`): Pixel values of equal images, `(batch, 3, height, width)`,
+        batches (iterable of pairs of `torch.Tensor`): Pixel values of the same images, `(batch, 3, height, width)`,
             prepared for `model` and for `original`.
 
     Raises:
@@ -268,8 +268,8 @@ def record_projector_inputs(vlm: nn.Module, pixel_values: torch.Tensor) -> torch
 def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> ProcessorMixin:
     """Return the processor for a VLM with a SparseFormer as its vision tower.
 
-    It inserts the model's number of tokens for each image, and pads prompts on the left, as `generate` needs. A
-    LLaVA's processor takes other numbers in its call (`num_image_tokens`).
+    It inserts the model's number of tokens for each image, and pads prompts on the left, as `generate` needs. A call
+    of a LLaVA's processor can set other numbers by `num_image_tokens`.
 
     Args:
         processor (`ProcessorMixin`): The processor of the model before the swap. Its resizing, cropping and

@@ -1,8 +1,7 @@
 """Records of the modules and tensors of vision transformers of any library.
 
-The readers in `transformers.py`, `timm.py` and `open_clip.py` return an `Anatomy`. They compute and copy nothing:
-weights can be changed through the record, and the model keeps its own forward pass. `running.py` has functions that
-run a model.
+The readers in `transformers.py`, `timm.py` and `open_clip.py` return an `Anatomy`. Readers copy no weights: changes
+through the record change the model, which keeps its own forward pass. `running.py` has functions that run a model.
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ Linear = nn.Linear | Projection
 
 @dataclass(frozen=True, eq=False)
 class GridPositions:
-    """Positions that are added to tokens, interpolated to other grids as the model's own library interpolates them.
+    """Positions that are added to tokens. For other grids, they are interpolated as in the model's own library.
 
     Args:
         table (`torch.Tensor`): `(prefix tokens + rows * columns, hidden_size)`, or the same with leading axes of 1.

@@ -15,8 +15,8 @@ from kinds import KINDS
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Reset the compiler before each test, because it gives up on a function after eight kinds of arguments, also if
-    several tests passed them."""
+    """Reset the compiler before each test, because it stops compiling a function after eight kinds of arguments, which
+    several tests together can pass."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

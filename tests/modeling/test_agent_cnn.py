@@ -29,7 +29,7 @@ class TestGeneralizedConvolution:
         )
 
     def test_heads_of_attention_are_positions(self):
-        """Position i has the weight W_O,i W_V,i of head i."""
+        """The convolution's weight at position i is the product W_O,i W_V,i of head i."""
         value = SimpleNamespace(weight=FIXTURE["shared_v_weight"])
         output = SimpleNamespace(weight=FIXTURE["shared_o_weight"])
         weight = head_products(SimpleNamespace(v_proj=value, o_proj=output), 9)
@@ -37,7 +37,7 @@ class TestGeneralizedConvolution:
         torch.testing.assert_close(convolved, FIXTURE["shared_output"], atol=1e-5, rtol=1e-4)
 
     def test_matrices_select_at_most_one_token(self):
-        """Each matrix of equations 4 and 6 shifts all tokens; the middle one of 3 x 3 is the identity."""
+        """Each matrix of equations 4 and 6 shifts all tokens; the middle matrix of a 3 x 3 window is the identity."""
         matrices = shift_matrices(3, 4, 9)
         assert matrices.shape == (9, 12, 12) and set(matrices.unique().tolist()) == {0, 1}
         assert torch.equal(matrices[4], torch.eye(12)) and matrices.sum(-1).max() == 1
@@ -74,7 +74,7 @@ class TestAgentCNN:
         ("variant", "maps"), [("agent-small", [14] * 6), ("agent-base-res", [28, 28, 14, 14, *[7] * 8])]
     )
     def test_maps_of_the_tables(self, variant, maps):
-        """Hidden states are the output maps of the blocks, before a map is halved."""
+        """Hidden states are the output maps of the blocks, before downsampling."""
         config = AgentCNNConfig.from_variant(variant)
         with torch.device("meta"):
             model = AgentCNNModel(config).eval()
@@ -111,7 +111,7 @@ class TestAgentCNN:
             return (hidden @ layer.mlp.fc2.weight[:, :, 0, 0].T + layer.mlp.fc2.bias).movedim(-1, 1)
 
         def drop(branch):
-            # Dropout draws its mask in the order of the memory, which has to be that of the convolution's output.
+            # Dropout draws its mask in memory order, so memory is ordered as in the convolution's output.
             return nn.functional.dropout(branch.contiguous(), branch_dropout)
 
         torch.manual_seed(1)

@@ -83,7 +83,8 @@ class TestLoss:
         torch.testing.assert_close(outputs.loss, total.float())
 
     def test_each_term_trains_one_model(self, make_model, images):
-        """The teacher of a term gets no gradient: hints and the ViT's divergence do not train the agent."""
+        """In each term, the model that teaches gets no gradient: hints and the ViT's divergence do not train the
+        agent."""
         vit_terms = {"classification", "divergence", "hints"}
         agent_terms = {"agent_classification", "agent_divergence"}
         model = make_model()
@@ -115,7 +116,7 @@ class TestLoss:
         torch.testing.assert_close(loss, expected)
 
     def test_hints_see_maps_before_they_are_halved(self, monkeypatch):
-        """Hints compare all tokens with the maps before they are halved, as in the reference implementation."""
+        """Hints compare all tokens with maps before downsampling, as in the reference implementation."""
         seen = []
 
         def record(tokens, feature_map):

@@ -34,7 +34,7 @@ if not SOURCE:
     )
 
 
-# These fields belong to every configuration and differ from the defaults.
+# Fields that every configuration has, with values that are not the defaults.
 FIELDS = {
     "return_dict": False,
     "output_hidden_states": True,
@@ -55,7 +55,7 @@ MISSING = {
 
 
 def import_common_tests(name: str) -> types.ModuleType:
-    """Import a module of the distribution's `tests` folder as part of a new package, as the folder has no
+    """Import a module of the distribution's `tests` folder as part of a new package, because the folder has no
     `__init__.py`."""
     package, folder = "transformers_common_tests", Path(SOURCE) / "tests"
     if package not in sys.modules:
@@ -70,9 +70,9 @@ def import_common_tests(name: str) -> types.ModuleType:
 
 
 common = import_common_tests("test_modeling_common")
-# `_config_zero_init` sets every field whose name contains `layer_scale` to a small number, but ours is a bool.
+# `_config_zero_init` sets fields with `layer_scale` in their name to a small number, but our `layer_scale` is a bool.
 common._config_zero_init = copy.deepcopy
-# The import needs `tests/__init__.py`, and our tests do not need the import.
+# `direct_transformers_import` fails without `tests/__init__.py`, and our tests do not use its result.
 with mock.patch("transformers.utils.direct_transformers_import"):
     configuration_common = import_common_tests("test_configuration_common")
 backbone_common = import_common_tests("test_backbone_common")
@@ -107,8 +107,7 @@ class CommonTests(common.ModelTesterMixin):
 class ImageTests(CommonTests):
     """The common tests of models that take images alone.
 
-    Images have no attention mask, so that the tests of eager and SDPA attention with masks would only repeat those
-    without.
+    Images have no attention mask, so tests of attention with masks would repeat the tests of attention without masks.
     """
 
     def test_model_get_set_embeddings(self):
@@ -200,7 +199,7 @@ class PatchesCommonTest(FamilyTests, unittest.TestCase):
 
 @pytest.mark.nightly
 class V1CommonTest(FamilyTests, unittest.TestCase):
-    # v1 has narrower heads than flash and flex attention allow, as in the published models.
+    # As in the published models, v1's heads are too narrow for flash and flex attention.
     kind = "v1"
     every_class = True
     # The width of the paper's segmentation head is fixed, so that the model has more parameters than the test allows.
@@ -266,7 +265,7 @@ class AgentCNNCommonTest(ConvMixerCommonTest):
 
 
 class JointTester(ModelTester):
-    """`ModelTester` of a ViT with its agent."""
+    """`ModelTester` for a ViT with its agent."""
 
     num_attention_heads = 4
     hidden_size = 32
@@ -291,12 +290,12 @@ class BootstrappedViTCommonTest(ImageTests, unittest.TestCase):
     tables = {"MODEL_FOR_IMAGE_CLASSIFICATION": "BootstrappedViTForImageClassification"}
     _is_composite = True
 
-    # ViT and agent teach each other distributions over classes, so that an image has a single label.
+    # ViT and agent teach each other distributions over classes, so only single-label classification is possible.
     test_problem_types = None
 
 
 class VisionAndTextTester(ModelTester):
-    """`ModelTester` of a text model with a SparseFormer."""
+    """`ModelTester` for a text model with a SparseFormer."""
 
     num_attention_heads = 4
     hidden_size = 32
@@ -351,7 +350,7 @@ class ClipCommonTest(VisionAndTextTests, unittest.TestCase):
 class LlavaCommonTest(VisionAndTextTests, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
     text = {"model_type": "llama", "pad_token_id": 0, "num_key_value_heads": 4}
-    # Transformers' LLaVA tests have -1, too, because other layers need recorded hidden states.
+    # As in Transformers' tests of LLaVA, this is the last layer, because other layers need recorded hidden states.
     fields = {"image_token_index": 4, "vision_feature_layer": -1}
     tables = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT": "SparseFormerLlavaForConditionalGeneration"}
     test_resize_embeddings = True

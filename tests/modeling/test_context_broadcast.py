@@ -51,7 +51,7 @@ def wrapped_timm() -> transformers.TimmWrapperForImageClassification:
     return transformers.TimmWrapperForImageClassification(config)
 
 
-# Each host has a function that builds it and its number of blocks. tests/modeling/test_hosts.py has more hosts.
+# Function that builds a host, and the host's number of blocks. tests/modeling/test_hosts.py has more hosts.
 HOSTS = {
     "ViT": (lambda: make_transformers("ViT", SMALL), 2),
     "Swin": (lambda: make_transformers("Swin", SWIN), 3),
@@ -73,7 +73,7 @@ def output_of(model: nn.Module) -> torch.Tensor:
     if not isinstance(model, transformers.PreTrainedModel):
         return model(pixel_values)
     text = {"input_ids": torch.tensor([[1, 2, 3]] * 2)} if hasattr(model, "text_model") else {}
-    # A model without Context Broadcasting would skip tokens that are not pooled.
+    # By default, the last block of a SparseFormer without Context Broadcasting skips tokens that are not pooled.
     all_tokens = {"output_tokens": True} if hasattr(model, "sparseformer") else {}
     outputs = model(pixel_values=pixel_values, **text, **all_tokens)
     return next(outputs[name] for name in ("logits", "logits_per_image", "pooler_output") if name in outputs)
@@ -151,7 +151,7 @@ def test_insertion_equals_wrapping_every_mlp(host):
     assert (broadcast - before).abs().max() > 1e-3
 
 
-# These three hosts cover the three ways of finding blocks.
+# The blocks of these three hosts are found in three different ways.
 @pytest.mark.parametrize("host", ["ViT", "Swin", "timm ViT"])
 def test_positions_and_copies(host):
     model, outputs = make(host), {}

@@ -41,7 +41,7 @@ def test_filters_are_initialized_by_their_kind(spatial_filters, kernel_size, mak
     config = make_config("convmixer", hidden_size=256, kernel_size=kernel_size, spatial_filters=spatial_filters)
     filters = torch.cat([layer.spatial_mixing.weight for layer in ConvMixerModel(config).layers]).flatten(1)
     norms, size = filters.norm(dim=1), kernel_size**2
-    # The root mean square of every kind is that of uniform values within 1 / kernel_size.
+    # Filters of every kind have the root mean square of uniform values within +-1 / kernel_size.
     assert norms.square().mean().item() == pytest.approx(1 / 3, rel=0.1)
     if spatial_filters in ("trained", "random"):
         assert filters.abs().max() <= 1 / kernel_size and abs(filters.mean().item()) < 0.05 / kernel_size

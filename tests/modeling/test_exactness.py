@@ -30,7 +30,7 @@ VARIANTS = ("v1", "bootstrapped")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Return the folders of the fixtures' converted checkpoints."""
+    """Convert the checkpoints of the fixtures, and return their folders."""
     root = tmp_path_factory.mktemp("converted")
     for variant in VARIANTS:
         fixture = load_file(FIXTURES / f"sparseformer_{variant}.safetensors")
@@ -71,8 +71,8 @@ class TestReference:
         adjusts_at_full_width = model.config.generation == "v1"
         assert len(outputs.rois) == model.config.num_focusing_iterations + adjusts_at_full_width
 
-    # Limits are about three times the measured differences. These are in bfloat16 0.003 for logits, 0.043 for tokens
-    # and 0.0007 for RoIs, in float16 0.0005, 0.005 and 0.0001. Logits reach 0.9, tokens 3.9.
+    # Limits are about three times the measured differences, which are 0.003 for logits, 0.043 for tokens and 0.0007
+    # for RoIs in bfloat16, and 0.0005, 0.005 and 0.0001 in float16. Logits reach 0.9, tokens 3.9.
     @pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
     @pytest.mark.parametrize(
         ("dtype", "logits_within", "tokens_within", "rois_within"),

@@ -26,7 +26,7 @@ from frugalvit.modeling.hosts.running import (
 )
 
 
-# The tanh approximation of GELU differs by 5e-5.
+# Smaller than the error of GELU's tanh approximation, 5e-5, so that a wrong activation is found.
 TOLERANCE = 1e-5
 TINY_FOCUS = {
     "stem_channels": 4,
@@ -90,7 +90,7 @@ def difference_from(anatomy, outputs, images: torch.Tensor) -> float:
 
 @torch.no_grad()
 def parity(anatomy) -> float:
-    """Return `difference_from` of a student with all patches."""
+    """Return `difference_from` for a student with a token for each patch."""
     images = make_example(anatomy)
     return difference_from(anatomy, inherit(anatomy)(images), images)
 
@@ -148,7 +148,7 @@ def check_other_methods(name: str):
 class TestReading:
     @pytest.mark.parametrize("name", ["vit", "dinov3", "timm-registers", "open_clip-timm-siglip"])
     def test_a_host_is_read_at_another_image_size(self, name):
-        """Positions are interpolated or computed as the model's own library does it."""
+        """Positions are interpolated or computed as in the model's own library."""
         assert parity(read_anatomy(make(name), (24, 16))) < TOLERANCE
 
     @pytest.mark.parametrize("name", ["dinov3", "timm-eva02", "timm-pe-core"])
@@ -157,7 +157,7 @@ class TestReading:
         wrong = {
             "theta": rotary.theta * 2,
             "scale": (rotary.scale[0], rotary.scale[1] * 1.1),
-            # A common shift rotates patches only relative to prefix tokens, which are not rotated.
+            # A shift of all patches changes only their angles to the prefix tokens, which are not rotated.
             "shift": (rotary.shift[0] + 0.1, rotary.shift[1] - 0.1),
             "channels": rotary.channels.flip(0),
         }
@@ -199,13 +199,13 @@ def test_before_training_a_student_equals_its_teacher_at_a_lower_resolution(name
 
 
 class TestPlainViTs:
-    """`to_plain_vit`: students as models of their teachers' classes."""
+    """`to_plain_vit` converts students to models of their teachers' classes."""
 
     @pytest.mark.parametrize("name", [name for name in OF_TRANSFORMERS if name != "aimv2-with-projection"])
     def test_a_trained_student_becomes_a_model_of_its_teachers_class(self, name, tmp_path):
         student = changed(inherit(read_anatomy(make(name))))
         host = student.to_plain_vit(16)
-        # The vision side of a CLIP has a class of its own.
+        # The vision side of a CLIP or SigLIP has a class of its own.
         assert type(host) is type(make(name)) or name in ("clip", "siglip", "siglip2")
         host.save_pretrained(tmp_path)
         anatomy = read_anatomy(type(host).from_pretrained(tmp_path))

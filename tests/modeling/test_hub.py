@@ -23,7 +23,7 @@ TASKS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
 }
-# A saved folder has these files beside the code.
+# Files of a saved folder that are not code.
 OTHER_FILES = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
 OTHER_FILES |= {"modules.json", "sentence_bert_config.json"}
 
@@ -56,7 +56,7 @@ def auto_class(model_class) -> str:
     return next((TASKS[task] for task in TASKS if model_class.__name__.endswith(task)), "AutoModel")
 
 
-# Loading is slow, so that this is every kind's classifier, and all classes of two kinds.
+# Loading is slow, so tests load the classifiers of all kinds, and further classes of two kinds.
 FEW = [(kind, KINDS[kind].classifier, "AutoModelForImageClassification") for kind in KINDS]
 FEW += [(kind, each, auto_class(each)) for kind in ("bootstrapped", "patches") for each in KINDS[kind].classes[3:]]
 
@@ -101,14 +101,14 @@ def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tm
 
 @pytest.mark.parametrize("kinds", [["patches"], pytest.param(list(KINDS), marks=pytest.mark.nightly)])
 def test_fine_tuned_remote_code(kinds, saved, tmp_path):
-    """`Trainer` without frugalvit saves the code and resumes exactly, and its folder loads with the package."""
+    """Without frugalvit, `Trainer` saves the code and resumes exactly; the saved folder loads with frugalvit, too."""
     run_without_frugalvit(tmp_path, "fine_tune", tmp_path, *(saved[0] / folder_name(kind) for kind in kinds))
     for kind in kinds:
         folder = tmp_path / folder_name(kind)
         logits = load_file(folder / "logits.safetensors")
         for each in (folder / "saved", *(folder / "checkpoints").iterdir()):
             assert code_of(each) == code_of(saved[0] / folder_name(kind))
-            # Only frugalvit writes a card.
+            # Without frugalvit, no card is written.
             assert {*os.listdir(each)} >= {*os.listdir(saved[0] / folder_name(kind))} - {"README.md"}
         assert not torch.equal(logits["trained"], logits["trained from"])
         for name in ("resumed", "saved", "checkpoints/checkpoint-4"):
@@ -141,7 +141,7 @@ class TestFolder:
             reached = dynamic_module_utils.get_relative_import_files(folder / entry)
             assert {*os.listdir(folder)} == {*OTHER_FILES, entry, *(Path(path).name for path in reached)}
             for path in folder.glob("*.py"):
-                # Transformers requires every import of remote code, also those in functions, but not those in `try`.
+                # Transformers requires each package that remote code imports, also in functions, but not in `try`.
                 needed = {*dynamic_module_utils.get_imports(path)} - {*sys.stdlib_module_names}
                 assert needed <= {"torch", "transformers", "huggingface_hub"}
 
@@ -160,7 +160,7 @@ class TestFolder:
 
 
 def test_an_upload_has_all_files_but_keeps_a_card_on_the_hub(make_model, hub, tmp_path):
-    """Uploads have the saved files and no others of the folder, and do not overwrite a card."""
+    """Uploads have the saved files, but no other files of the folder, and do not overwrite a card."""
     kind, model = KINDS["bootstrapped"], make_model("classifier", "bootstrapped")
     assert model.push_to_hub("someone/model", commit_message="Mine", private=True, revision="dev").oid == "0"
     assert hub.created[0]["name"] == "model" and hub.branches == ["dev"]

@@ -133,7 +133,7 @@ def test_truncate_is_a_number_or_a_fraction_of_blocks():
 
 @pytest.mark.parametrize("model_class", [SparseFormerModel, PatchSparseFormerModel])
 def test_layer_scale_stays_a_parameter(model_class):
-    """Layer scale is not folded into weights, which would narrow the range of learning rates that work."""
+    """Layer scale is not folded into weights, because folding narrows the range of learning rates that work."""
     teacher = KINDS["dinov2"].make()
     student = model_class.from_teacher(teacher, 16, truncate=1)
     for layer, block in zip(student.layers, teacher.encoder.layer[1:], strict=True):

@@ -51,7 +51,7 @@ def test_mimetic_initialization_puts_the_identity_into_attention():
     with torch.no_grad():
         queries_keys = attention.q_proj.weight.T @ attention.k_proj.weight
         values_outputs = attention.v_proj.weight.T @ attention.o_proj.weight.T
-    # The products are 0.7 I + 0.7 Z and -0.4 I + 0.4 Z; Z has variance 1 / 96, and the means of the diagonals show I.
+    # The products are 0.7 I + 0.7 Z and -0.4 I + 0.4 Z. Z has mean 0, so diagonals show I, and variance 1 / 96.
     assert queries_keys.diagonal().mean().item() == pytest.approx(0.7, abs=0.05)
     assert values_outputs.diagonal().mean().item() == pytest.approx(-0.4, abs=0.05)
     off_diagonal = queries_keys - queries_keys.diagonal().diag()
@@ -133,7 +133,7 @@ def test_adam_does_what_the_algorithm_says():
 
 
 def test_bounded_adam_averages_over_heads_and_keeps_lengths():
-    """`renormalize_every` gives the steps of the authors' code."""
+    """With `renormalize_every`, Adam takes the steps of the authors' code."""
     # Gradients have to be close to Adam's epsilon, where a mean and a sum over heads give different steps.
     inputs = 0.01 * encoding(3, 4, 16)
     targets = torch.stack([impulse_matrix(3, 4, offset) for offset in ((0, 1), (1, 0))])

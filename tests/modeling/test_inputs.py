@@ -93,7 +93,7 @@ def test_a_tensor_of_counts_has_one_integer_for_each_image(num_tokens, make_mode
         model(pixel_values, num_tokens=num_tokens)
     with pytest.raises(ValueError, match=r"`num_tokens` is 7, expected 1 to 6"):
         model(pixel_values, num_tokens=torch.tensor([4, 7]))
-    # The papers' SparseFormer takes a single int.
+    # The papers' SparseFormer takes one integer for all images.
     with pytest.raises(ValueError, match=r"(?s)`num_tokens` is tensor.* expected 1 to 5"):
         make_model("classifier", "bootstrapped")(pixel_values, num_tokens=num_tokens)
 

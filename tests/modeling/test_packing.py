@@ -61,7 +61,7 @@ def scale(packed: nn.Linear):
 
 
 def add(packed: nn.Linear):
-    # peft merges adapters by `data`.
+    # peft changes weights through `.data` when it merges adapters.
     packed.weight.data += 1
 
 

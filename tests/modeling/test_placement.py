@@ -62,7 +62,7 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
     shapes = [(grid[0] // 2, grid[1] // 2), *finer(grid, levels)]
     split_scores = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
     if ties:
-        # Scores have three values, so that some are equal, or a single value.
+        # Scores are rounded to three values or to one, so that some or all are equal.
         split_scores = [(scores * (3 if ties == 1 else 0)).floor() for scores in split_scores]
     cells = choose_cells(split_scores, grid)
     assert cells.shape == (3, math.prod(grid)) and (cells.diff(dim=1) > 0).all()
@@ -155,7 +155,7 @@ def test_set_placement_changes_the_cells_of_a_trained_model():
     model.train()(pixels).logits.sum().backward()
     embeddings = model.sparseformer.embeddings
     assert embeddings.position_embeddings.grad.abs().sum() > 0
-    # The weights of the attention forecast are kept.
+    # `set_placement` keeps the weights of the attention forecast.
     placement = embeddings.placement
     model.set_placement("content")
     assert embeddings.placement is placement

@@ -32,9 +32,9 @@ class TestAttention:
         config = classifier.config
         focusing = (2, config.focusing_num_attention_heads, 5, 32 // config.focusing_num_attention_heads)
         encoder = (2, config.num_attention_heads, 5 + config.num_class_tokens, 64 // config.num_attention_heads)
-        # v1's first attention precedes sampling, so that it is computed once for all images.
+        # v1's first attention precedes sampling, so it is computed once for all images.
         first = (1, *focusing[1:]) if config.generation == "v1" else focusing
-        # A classifier reads [CLS] alone, so that it is the only query of the last block.
+        # A classifier reads [CLS] alone, so [CLS] is the only query of the last block.
         last = (*encoder[:2], 1, encoder[3]) if config.pooling == "cls" else encoder
         shapes = [first, *[focusing] * 3, encoder, encoder, last]
         assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in shapes]
@@ -124,7 +124,7 @@ def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, 
 
     together, first, second = (gradients(images) for images in (pixel_values, pixel_values[:1], pixel_values[1:]))
     for name, gradient in together.items():
-        # Softmax does not depend on biases of keys, so that their gradients are rounding errors.
+        # Softmax does not depend on biases of keys, so the gradients of these biases are rounding errors.
         if not name.endswith("k_proj.bias"):
             tolerance = 1e-3 * gradient.abs().max().item()
             torch.testing.assert_close(gradient, first[name] + second[name], atol=tolerance, rtol=0, msg=name)

@@ -30,7 +30,7 @@ def test_the_command_swaps_as_the_function_does(tmp_path, capsys):
     )
     tower = SparseFormerVisionModel.from_pretrained(tmp_path / "tower")
     expected = swap_vision_tower(llava, tower).bfloat16()(**inputs)
-    # bfloat16 rounds RoIs at different points of the two computations.
+    # The two computations round RoIs to bfloat16 at different points.
     torch.testing.assert_close(model(**inputs).logits, expected.logits, atol=0.02, rtol=0.1)
 
 
