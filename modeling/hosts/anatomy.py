@@ -1,7 +1,8 @@
 """Records of the modules and tensors of vision transformers of any library.
 
-The readers in `transformers.py`, `timm.py` and `open_clip.py` return an `Anatomy`. Readers copy no weights: changes
-through the record change the model, which keeps its own forward pass. `running.py` has functions that run a model.
+The readers in `transformers.py`, `timm.py` and `open_clip.py` return an `Anatomy` with the model's own weights, or
+views of them, so changes through the record change the model; only the patch embedding of a C-RADIO that normalizes
+pixels is computed. `running.py` has functions that run a model.
 """
 
 import dataclasses

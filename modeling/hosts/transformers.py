@@ -155,7 +155,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
     if hasattr(config, "image_size"):
         own_size = pair(config.image_size)
     else:
-        # SigLIP 2 NaFlex has no image size; here it is that of the square grid in its table of positions.
+        # SigLIP 2 NaFlex has no image size; the size here is that of the square grid in its table of positions.
         own_size = pair(int(config.num_patches**0.5) * patch_size[0])
     can_interpolate = "interpolate_pos_encoding" in inspect.signature(tower.embeddings.forward).parameters
     takes_any_size = family.any_size or can_interpolate or getattr(config, "is_native", False)

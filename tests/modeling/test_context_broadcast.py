@@ -151,7 +151,7 @@ def test_insertion_equals_wrapping_every_mlp(host):
     assert (broadcast - before).abs().max() > 1e-3
 
 
-# The blocks of these three hosts are found in three different ways.
+# These hosts cover Transformers, timm, and attention that returns windows (Swin).
 @pytest.mark.parametrize("host", ["ViT", "Swin", "timm ViT"])
 def test_positions_and_copies(host):
     model, outputs = make(host), {}
