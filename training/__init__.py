@@ -1,1 +1,1 @@
-"""Trainings, one a procedure of the papers, over shared data, metrics and loop modules."""
+"""Trainings: one module for each procedure of the papers, and shared modules for data, metrics and the loop."""

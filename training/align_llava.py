@@ -3,9 +3,9 @@
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
 
-The SparseFormer replaces the tower of a LLaVA or a PaliGemma, as in `frugalvit swap`; tower and language model are
-frozen. The original model is the teacher: it generates an answer to a question about each image. The new model learns
-the distribution of each token of the answer and the mean of the projected tokens.
+The SparseFormer replaces the vision tower of a LLaVA or a PaliGemma, as in `frugalvit swap`; it and the language model
+are frozen. The original model is the teacher: it generates an answer to a question about each image. The new model
+learns the distribution of each token of the answer and the mean of the projected tokens.
 """
 
 import copy
@@ -41,9 +41,9 @@ PROG = "frugalvit align-llava"
 # Prompts of LLaVA 1.5 and of PaliGemma.
 PROMPT = "USER: {image}{question} ASSISTANT:"
 PALIGEMMA_PROMPT = "{image}{question}\n"
-# The label of tokens outside of answers, as in Transformers.
+# Label of tokens that the loss ignores, as in Transformers: all tokens outside of answers.
 NO_ANSWER = -100
-# Code in the model card.
+# Code example in the model card.
 USE = """
 
 inputs = processor(images=image, text={prompt!r}, return_tensors="pt")
@@ -100,7 +100,7 @@ def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int
     """
     tokenizer = processor.tokenizer
     if isinstance(processor, PaliGemmaProcessor):
-        # PaliGemma's text starts with [BOS] after the image.
+        # PaliGemma's prompt has [BOS] after the image tokens, not at its start.
         first_ids = []
         separator = tokenizer.bos_token or ""
     else:
@@ -113,8 +113,8 @@ def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int
 def pad(
     questions: Sequence[list[int]], answers: Sequence[list[int]], processor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a model's text inputs and labels, `(images, length)` each, for token ids of questions and answers. They
-    are padded at the left, so that generation continues all texts at the same position."""
+    """Return a model's text inputs and labels, `(images, length)` each, for token ids of questions and answers. All
+    rows are padded at the left, so that generation continues them at the same position."""
     rows = [question + answer for question, answer in zip(questions, answers, strict=True)]
     length = max(map(len, rows))
 
@@ -127,7 +127,7 @@ def pad(
         "attention_mask": stack([[1] * len(row) for row in rows], 0),
     }
     if isinstance(processor, PaliGemmaProcessor):
-        # Tokens of type 0, before the answer, attend to each other.
+        # Tokens of type 0, which precede the answer, attend to each other in both directions.
         inputs["token_type_ids"] = (labels != NO_ANSWER).long()
     return inputs, labels
 
@@ -161,7 +161,7 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
         output_logits=True,
     )
     tokens = given.sequences[:, inputs["input_ids"].shape[1] :].cpu()
-    # An answer ends with its first end-of-text token, which is part of it.
+    # An answer includes its first end-of-text token; later tokens are dropped.
     end = llava.generation_config.eos_token_id
     ends = torch.isin(tokens, torch.tensor([end] if isinstance(end, int) else end or [], dtype=tokens.dtype))
     kept = ends.cumsum(1) - ends.int() == 0
@@ -191,7 +191,7 @@ class Learner(nn.Module):
 
 
 def drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
-    # A head that is tied to the embeddings has two names.
+    # The weight of a head that is tied to the embeddings has two names, and both are dropped.
     named = learner.named_parameters(remove_duplicate=False)
     for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
         del state[name]
@@ -233,12 +233,12 @@ class AlignLlavaTrainer(ImageTrainer):
         processor = matching_processor(processing_class, self.llava)
         widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
         if len(widths) > 1:
-            # Towers of another width are of another family, and normalize images in their own way.
+            # A tower of another width comes from another model family, whose images are normalized differently.
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std
         formats = [ImageFormat.from_processor(each.image_processor) for each in (processor, processing_class)]
-        # PaliGemma's processor adds the line break itself.
+        # PaliGemma's processor adds the final line break itself, so the example in the card leaves it out.
         token = processing_class.image_token
         image = token if self.prompt.endswith("\n") else f"{token}\n"
         prompt = self.prompt.removesuffix("\n").format(image=image, question=args.questions[0])
@@ -280,7 +280,7 @@ class AlignLlavaTrainer(ImageTrainer):
         asked = [encode(self.processing_class, length, question, self.prompt) for question in questions]
         inputs, labels = pad(asked, answers, self.processing_class)
         inputs = {name: value.to(self.args.device) for name, value in inputs.items()}
-        # Logits are computed from the last token before the longest answer on, which predicts its first token.
+        # Logits start at the last token before the longest answer: this token predicts the answer's first token.
         length = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
         outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=length + 1, **inputs)
         labels = labels[:, -length:]
@@ -312,7 +312,7 @@ class AlignLlavaTrainer(ImageTrainer):
 
     def weights(self) -> dict[str, torch.Tensor]:
         weights = self.llava.state_dict()
-        # The projector gets back the precision of the other weights.
+        # The projector is trained in float32 and saved in the precision of the other weights.
         projector = {name: value.to(self.llava.dtype) for name, value in weights.items() if "projector." in name}
         return weights | projector
 

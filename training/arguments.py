@@ -27,7 +27,7 @@ from .text import first_line, printable
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
-# What an argument's value must be, in words and as a function.
+# Conditions on an argument's value: a description for messages, and a function that checks the value.
 NOT_NEGATIVE = ("0 or more", lambda value: value >= 0)
 POSITIVE = ("1 or more", lambda value: value >= 1)
 RANGE = ("two positive numbers, the lower first", lambda value: len(value) == 2 and 0 < value[0] <= value[1])
@@ -42,7 +42,7 @@ def argument(default=dataclasses.MISSING, help: str = "", **metadata):
 
 def check_fields(arguments):
     """Raise a ValueError if a field of a dataclass has a value that its choices or the class's `expected` forbid. None
-    is always allowed. `HfArgumentParser` checks choices, too, but on command lines alone."""
+    is always allowed. `HfArgumentParser` also checks choices, but only on the command line."""
     for each in dataclasses.fields(arguments):
         choices = each.metadata.get("choices")
         value = getattr(arguments, each.name)
@@ -76,13 +76,13 @@ class ImageTrainingArguments(TrainingArguments):
     overwrite_output_dir: bool = argument(
         False, "Train anew in an output_dir that is not empty; the checkpoints in it are removed when training starts."
     )
-    # The command that these arguments come from, for the card.
+    # Command line that these arguments were parsed from, for the model card.
     command: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
         check_fields(self)
-        # Trainings with label smoothing have a default for it.
+        # Only trainings that support label smoothing have a default other than 0.
         if self.label_smoothing_factor and not type(self).label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor is {self.label_smoothing_factor}, expected 0: this training has no smoothing."
@@ -92,7 +92,8 @@ class ImageTrainingArguments(TrainingArguments):
 
     @property
     def n_gpu(self) -> int:
-        """Number of GPUs of this process, at most 1: `Trainer` would split batches among several by DataParallel."""
+        """Number of GPUs of this process, at most 1: with more, `Trainer` would split batches among them by
+        DataParallel."""
         return min(super().n_gpu, 1)
 
 
@@ -119,14 +120,14 @@ class DataArguments(DatasetArguments):
     )
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, … if the data set has none.")
     streaming: bool = argument(False, "Read training images while training; needs max_steps.")
-    # Names of the splits that `load_splits` chose, for the card: for the best epoch, and to measure that.
+    # Splits that `load_splits` chose, for the model card: `evaluated` selects the best epoch, `tested` measures it.
     evaluated: str | None = field(default=None, init=False, repr=False)
     tested: str | None = field(default=None, init=False, repr=False)
 
 
 class ArgumentParser(HfArgumentParser):
-    """`HfArgumentParser` whose errors are one line. An option has its field's name; hyphens in the place of the
-    underscores are accepted, too, and not listed.
+    """`HfArgumentParser` whose errors are one line. An option has its field's name, with underscores; the spelling
+    with hyphens is accepted, too, but not listed in the help.
 
     Args:
         dataclass_types (`list[type]`): Dataclasses to read.
@@ -155,7 +156,7 @@ class ArgumentParser(HfArgumentParser):
         is_empty = default is False or default in (None, "", [], argparse.SUPPRESS)
         if not is_empty and "default" not in text.lower() and text != argparse.SUPPRESS:
             settings["help"] = f"{text} (default: %(default)s)"
-        # `HfArgumentParser` adds the spelling with hyphens as a second name.
+        # `HfArgumentParser` adds the spelling with hyphens as a second name; only the first is kept.
         return super().add_argument(*(names[:1] if names[0].startswith("--") else names), **settings)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -191,13 +192,13 @@ class ArgumentParser(HfArgumentParser):
         for name, value in read_yaml(found.config, self.prog).items() if found.config else ():
             values = value if isinstance(value, list) else [value]
             texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
-            # null means the default.
+            # In the file, null stands for the default.
             in_file += [] if value is None else [f"--{name}", *texts]
         return in_file + words
 
 
 def read_yaml(given: str, prog: str) -> dict:
-    """Read a command's arguments from a YAML file or from the recipe of this name."""
+    """Read a command's arguments from a YAML file, or from the recipe of that name."""
     file = Path(given) if Path(given).is_file() else RECIPES.get(given)
     if file is None:
         close = ", ".join(difflib.get_close_matches(given, RECIPES))
@@ -216,7 +217,8 @@ def read_yaml(given: str, prog: str) -> dict:
 
 
 def read_values(name: str, text: str) -> dict:
-    """Read a text such as `"image_size=32,hidden_act=gelu"` as a dict. Values that are no JSON are texts."""
+    """Read a text such as `"image_size=32,hidden_act=gelu"` as a dict. Values are read as JSON, or as texts if they
+    are not valid JSON."""
     values = {}
     for part in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = part.partition("=")

@@ -1,5 +1,5 @@
-"""Views of images, as uint8 tensors until a batch is normalized by the view's `formats`. The view of an image in
-training depends on (seed, epoch, image index) alone, so that a run resumes exactly."""
+"""Views of images: uint8 tensors, which are normalized in batches according to the view's `formats`. The view of an
+image in training depends on (seed, epoch, image index) alone, so that a run resumes exactly."""
 
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -20,8 +20,8 @@ CAPTION = 4
 
 @contextmanager
 def seeded(*keys: int):
-    """Seed torch's CPU random numbers within the block from `keys`, which the finalizer of SplitMix64 mixes, and
-    restore their state after it."""
+    """Seed torch's CPU random numbers from `keys`, mixed by the finalizer of SplitMix64, for the block, and restore
+    the earlier state after it."""
     mask = (1 << 64) - 1
     seed = 0
     for key in keys:
@@ -54,7 +54,7 @@ class EvalView:
             size = [image_format.resize] if image_format.resize else [height, width]
             pixels = v2.functional.pil_to_tensor(middle_of(image) if image_format.resize else image)
             pixels = v2.functional.resize(pixels, size, image_format.interpolation, antialias=True)
-            # Transformers rounds down. timm rounds to even, as torchvision's own center crop does.
+            # Transformers rounds the crop's position down. timm rounds it to even, like torchvision's own center crop.
             to_int = round if image_format.rounds_center else int
             top = to_int((pixels.shape[-2] - height) / 2)
             left = to_int((pixels.shape[-1] - width) / 2)
@@ -73,7 +73,7 @@ class BootstrapView:
         ratio (`tuple[float, float]`): Lowest and highest aspect ratio of a crop.
         flip (`float`): Probability of a horizontal flip.
         zoom_out (`float`): Half of the images are first placed at random on a canvas whose sides are up to this many
-            times the image's; 1 turns it off.
+            times the image's sides; 1 turns this off.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BootstrapView:
     ):
         self.formats = {"pixel_values": student}
         self.flip = flip
-        # Center crops, which may differ, are used in evaluation alone.
+        # The settings of center crops are not compared, because only evaluation crops the center.
         any_crop = {"resize": None, "rounds_center": False}
         if teacher is not None and replace(teacher, **any_crop) != replace(student, **any_crop):
             self.formats["teacher_pixel_values"] = teacher

@@ -3,9 +3,9 @@
     accelerate launch -m frugalvit.training.bootstrap --teacher TEACHER --dataset IMAGES --output_dir OUT
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
-the teacher's blocks without the leading third, learns to focus from random weights, tunes the next third, keeps the
-rest frozen, and aligns its final embedding with the teacher's. The paper does not name an optimizer; we use AdamW.
-Continued bootstrapping starts from `--student`, with more tokens or pixels.
+the teacher's blocks without the leading third, trains a new focusing stage, tunes the next third of the blocks, keeps
+the rest frozen, and aligns its final embedding with the teacher's. The paper does not name an optimizer; we use AdamW.
+With `--student`, the bootstrapping of an existing student continues, for example with more tokens or larger images.
 """
 
 import copy
@@ -53,12 +53,11 @@ from .views import Views, as_images, split_off
 
 
 PROG = "frugalvit bootstrap"
-# Largest images, in pixels, for which a new focusing stage is trained with the preset "small" by default.
+# Largest image side, in pixels, up to which "small" is the default preset for a new focusing stage.
 LARGEST_SMALL = 96
-# Training arguments that follow the preset where they are not given. "inherited" has small steps, because large ones
-# destroy a student that starts as its teacher at a lower resolution. "paper" and "small" train a new focusing stage:
-# "paper" suits images of 224 pixels, and learns slowly from those of 32, for which "small" has larger steps and a loss
-# for each token.
+# Defaults of training arguments by preset. "inherited" has small steps, because large ones destroy a student that
+# starts as its teacher at a lower resolution. "paper" and "small" train a new focusing stage: "paper" suits images of
+# 224 pixels but learns slowly from images of 32 pixels, for which "small" has larger steps and a loss for each token.
 PRESETS = {
     "paper": {
         "crop_scale": [0.5, 1.0],
@@ -105,7 +104,7 @@ STUDENT_FIELDS = {
 
 @dataclass
 class BootstrapArguments(ImageTrainingArguments):
-    """Arguments of bootstrapping: the loss, the views of images, and what learns."""
+    """Arguments of bootstrapping: the loss, the views of images, and the weights that are trained."""
 
     preset: str | None = argument(
         None,
@@ -166,7 +165,8 @@ class BootstrapArguments(ImageTrainingArguments):
     }
 
     def __post_init__(self):
-        # None stands for the preset's warm-up, and `TrainingArguments` only checks numbers.
+        # `TrainingArguments` accepts only numbers, so None, which stands for the preset's warm-up, is set after its
+        # checks.
         follows_preset = self.warmup_steps is None
         if follows_preset:
             self.warmup_steps = 0
@@ -176,14 +176,15 @@ class BootstrapArguments(ImageTrainingArguments):
 
 
 def resolve_arguments(args: BootstrapArguments, inherits_patches: bool, pixels: int, continued: bool):
-    """Return a copy of the arguments with a preset, and its values in place of None.
+    """Return a copy of the arguments with a preset, whose values replace None.
 
     Args:
         args (`BootstrapArguments`): Arguments as they were given.
-        inherits_patches (`bool`): Whether the student has its teacher's patches, or else a focusing stage.
+        inherits_patches (`bool`): Whether the student has its teacher's patch embedding; otherwise it has a focusing
+            stage.
         pixels (`int`): Longer side of the teacher's images.
-        continued (`bool`): Whether the student was bootstrapped before. It trains for five epochs without warm-up, at
-            a quarter of the preset's learning rate.
+        continued (`bool`): Whether the student was bootstrapped before. Then it trains for five epochs without
+            warm-up, at a quarter of the preset's learning rate.
     """
     args = copy.copy(args)
     if args.preset is None and inherits_patches:
@@ -207,9 +208,8 @@ class BootstrapTrainer(ImageTrainer):
 
     Args:
         teacher (`PreTrainedModel`): A vision transformer.
-        model (`PreTrainedModel`): The student: a new one by `from_teacher`, or one to continue, which was loaded by
-            `from_pretrained`. Arguments that are not given have other defaults for a student to continue, see
-            `resolve_arguments`.
+        model (`PreTrainedModel`): The student: a new one made by `from_teacher`, or one loaded by `from_pretrained`,
+            whose bootstrapping is continued with other default arguments, see `resolve_arguments`.
         args (`BootstrapArguments`): The training arguments.
         train_dataset: Images, with or without labels: a `datasets.Dataset`, a PyTorch dataset (of images, of pairs of
             image and label, or of dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
@@ -249,7 +249,7 @@ class BootstrapTrainer(ImageTrainer):
                 "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
                 "{} instead of {}. Pass image_processor to from_teacher.".format(*normalizations)
             )
-        # A student that `from_pretrained` loaded is continued.
+        # Only `from_pretrained` sets this name, so the student was bootstrapped before.
         continued = bool(config.name_or_path)
         args = resolve_arguments(args, config.has_patch_embedding, max(teacher_format.size), continued)
         self.anatomy = teacher
@@ -267,7 +267,7 @@ class BootstrapTrainer(ImageTrainer):
                 raise ValueError("label_loss_weight compares classes, and the images have no labels; expected some.")
             check_classes(class_names(images[0]))
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
-        # The base model alone learns, as classifier and projection are frozen, except for a backbone's upsamplers.
+        # Classifier and projection are frozen, so only the base model is trained, or a backbone with its upsamplers.
         reads_maps = isinstance(model, BackboneMixin) and args.dense_loss_weight
         learner = model if reads_maps else model.base_model
         names = [name for name, parameter in learner.named_parameters() if parameter in tuned]
@@ -287,7 +287,7 @@ class BootstrapTrainer(ImageTrainer):
         self.student = model
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
-        # Parts of fused layers are views, which do not move to the device with them, so the teacher is read again.
+        # The anatomy holds views of parts of fused layers, which do not move to the device with the layers.
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
@@ -295,12 +295,13 @@ class BootstrapTrainer(ImageTrainer):
         model.to(args.device)
 
     def evaluation_views(self, images) -> Views:
-        """As in `ImageTrainer`. Labels are mapped to the student's classes, or left out if they do not fit."""
+        """Return evaluation views. Labels are mapped to the student's classes, or left out if a class has no
+        counterpart."""
         images, _, _, classes = match_classes((as_images(images), None, None), self.labels, False)
         return Views(images, self.eval_view, None, self.skip_corrupt, classes)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the mean loss over the counts of tokens that this step trains."""
+        """Return the loss, averaged over the counts of tokens that are drawn for this step."""
         align = self.align
         reads_states = align.align_tokens or align.align_maps or align.predicts_attention
         recorder = record_hidden_states(self.anatomy) if reads_states else nullcontext()
@@ -314,7 +315,7 @@ class BootstrapTrainer(ImageTrainer):
             if align.align_maps:
                 targets["maps"] = [each.float() for each in align.align_maps.teacher_maps(states)]
         losses = []
-        # The counts are the same in all processes and in a resumed run.
+        # The seed gives all processes, and a resumed run, the same counts.
         for count in token_counts_to_train(self.student.config, f"{self.args.seed}-{self.state.global_step}"):
             outputs = model(inputs["pixel_values"], num_tokens=count, **align.options)
             losses.append(align(outputs, labels=inputs.get("labels"), **targets))
@@ -322,8 +323,8 @@ class BootstrapTrainer(ImageTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """As in Transformers, but with a new focusing stage, the learning rate of inherited weights is 0 during the
-        warm-up."""
+        """Create Transformers' scheduler. If the focusing stage is new, the learning rate of inherited weights is 0
+        during the warm-up."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         warmup = self.args.get_warmup_steps(num_training_steps)
         if not self.student.config.has_patch_embedding and hasattr(scheduler, "lr_lambdas"):
@@ -336,8 +337,8 @@ class BootstrapTrainer(ImageTrainer):
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return, for each image, the cosine of student's and teacher's embedding for each count of tokens and, with
-        labels, whether student and teacher classify it correctly."""
+        """Return, for each image, the cosine similarity of the student's and the teacher's embedding at each count of
+        tokens and, with labels, whether student and teacher classify the image correctly."""
         embeddings = []
         labels = inputs.get("labels")
         with self.accelerator.autocast():
@@ -355,9 +356,9 @@ class BootstrapTrainer(ImageTrainer):
     def measure(self, prediction) -> dict[str, float]:
         """Return the metrics of an evaluation.
 
-        `alignment` is the mean cosine of both embeddings over images and counts of tokens. Classifiers have
-        `accuracy`, at the largest count, and `teacher_accuracy`. Each count has `alignment_COUNT` and
-        `accuracy_COUNT`.
+        `alignment` is the cosine similarity of the student's and the teacher's embeddings, averaged over images and
+        counts of tokens. Classifiers have `accuracy`, at the largest count, and `teacher_accuracy`. If there are
+        several counts, each has `alignment_COUNT` and, for classifiers, `accuracy_COUNT`.
         """
         counts = self.student.config.trained_token_counts
         means = prediction.predictions.mean(0).tolist()
@@ -378,7 +379,7 @@ class BootstrapTrainer(ImageTrainer):
         return self.student.state_dict() | {f"{prefix}{key}": value for key, value in learned.items()}
 
     def summary(self, metrics: dict[str, float]) -> str:
-        """Return the result in a sentence, and in a table if there are several counts of tokens."""
+        """Return a sentence about the result, and a table if there are several counts of tokens."""
         counts = self.student.config.trained_token_counts
         with_class = " and [CLS]" if self.student.config.num_class_tokens else ""
         tokens = f"{', '.join(map(str, counts))} latent tokens{with_class}"
@@ -404,14 +405,14 @@ def bootstrap(
     processing_class=None,
     **options,
 ) -> PreTrainedModel:
-    """Bootstrap a SparseFormer, without labels, that embeds images as a vision transformer does. Repeating a call that
-    was interrupted resumes it.
+    """Bootstrap a SparseFormer, without labels, from a vision transformer, whose embeddings it learns to reproduce.
+    Repeat an interrupted call to resume it.
 
     Args:
         teacher (`str` or `PreTrainedModel`): A vision transformer, CLIP or SigLIP: its folder or hub id, or the model.
         images: The images to train on, see `BootstrapTrainer`.
-        num_tokens (`int` or `list[int]`, *optional*): Number of latent tokens, or several numbers between which a
-            student can switch. Default: a quarter of the teacher's patches.
+        num_tokens (`int` or `list[int]`, *optional*): Number of latent tokens, or several numbers, of which each call
+            of the student can choose one. Default: a quarter of the teacher's patches.
         output (`str`, *optional*, defaults to `"student"`): Folder for the student, its card and its checkpoints.
         eval_images (*optional*): Images to choose the best epoch on. Default: the data set's validation split, or else
             a tenth of the images.
@@ -441,7 +442,7 @@ def bootstrap(
             parts = split_off(parts[0])
     student, data, args = HfArgumentParser([StudentArguments, DataArguments, BootstrapArguments]).parse_dict(options)
     trainer = make_trainer(student, data, args, loaded, parts)
-    # FSDP changes the class of the trained model.
+    # The class is read before training, because FSDP changes it.
     student_class = type(trainer.student)
     trainer.run()
     return student_class.from_pretrained(output, dtype=torch.float32)
@@ -468,7 +469,7 @@ def make_trainer(
     Args:
         options (`StudentArguments`), data (`DataArguments`), args (`BootstrapArguments`): The command's arguments.
         teacher (`tuple`, *optional*): A loaded teacher and its image processor, instead of `options.teacher`.
-        parts (`tuple`, *optional*): Images to train and to evaluate on, instead of those that `data` names.
+        parts (`tuple`, *optional*): Images to train and to evaluate on, instead of the data sets that `data` names.
     """
     start(args, options.teacher, options.student)
     if options.upsampler_hidden_size and not args.dense_loss_weight:

@@ -1,4 +1,4 @@
-"""Model cards of trained models, with what was measured."""
+"""Model cards of trained models, with their metrics and the command that trained them."""
 
 import os
 import re
@@ -14,15 +14,15 @@ from .choices import OPEN_CLIP, SUBSET
 from .files import split_revision
 
 
-# The hub data set that the shipped subset is a part of.
+# Hub data set from which the shipped subset was taken.
 SUBSET_OF = "uoft-cs/cifar10"
-# Code that uses a loaded model.
+# Code example that uses the loaded model.
 USE = """
 
 inputs = processor(image, return_tensors="pt")
 outputs = model.base_model(**inputs)
 tokens, embedding = outputs.last_hidden_state, outputs.pooler_output"""
-# Additional code for classifiers of one label, and for those of several labels or of a number.
+# Additional code for classifiers with one label an image, and for models with several labels or a numeric output.
 LABEL = """
 label = model.config.id2label[model(**inputs).logits.argmax(-1).item()]"""
 LOGITS = """
@@ -46,11 +46,11 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     args = trainer.args
     data = trainer.data_args
     base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
-    # The hub has links to its own ids alone, not to folders or revisions.
+    # The card's metadata may only name hub ids, not folders or revisions.
     hub_id = base if base and hub_ids([base]) else None
     task = TASKS[auto_class(model)]
     usage = trainer.usage
-    # The example that loads a backbone also computes its feature maps.
+    # A backbone needs no additional code: the example that loads it also computes its feature maps.
     if usage is None and not type(model).__name__.endswith("Backbone"):
         answer = LABEL if model.config.problem_type in (None, "single_label_classification") else LOGITS
         usage = {"image-classification": USE + answer, "image-feature-extraction": USE}.get(task)
@@ -59,7 +59,7 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     metric = args.metric_for_best_model
     name = Path(args.output_dir).name
     results = None
-    # The hub lists results by the id of their data set.
+    # The hub lists a result under its data set's id, so a result without such an id is left out.
     if metric in metrics and measured_on:
         result = EvalResult(
             task_type=task,
@@ -109,7 +109,7 @@ def hub_ids(names: list[str] | None) -> list[str]:
 
 
 def name_images(data: DataArguments | None) -> str:
-    """Return the hub ids of the training images, for a sentence of the card."""
+    """Return the hub ids of the training data sets, for a sentence in the card."""
     return " ".join(hub_ids(data and data.dataset)) or "images that are on no hub"
 
 
@@ -118,20 +118,20 @@ def license_of(model: str | None) -> str | None:
     try:
         card = Path(model, "README.md") if Path(model).is_dir() else try_to_load_from_cache(model, "README.md")
         return ModelCard.load(card).data.get("license") if Path(card).is_file() else None
-    # There is no model, it is not in the cache, its name is no hub id, or its YAML cannot be read.
+    # The model is None or not in the cache, its name is no hub id, or the card's YAML cannot be read.
     except Exception:
         return None
 
 
 def strip_directory(name: str) -> str:
-    """Shorten the path in a name to its last part, also after a colon (`open_clip:local-dir:FOLDER`)."""
+    """Shorten a path in a name to its last part, including a path after a colon (`open_clip:local-dir:FOLDER`)."""
     head, colon, path = name.rpartition(":")
     is_place = path.startswith(("/", "~", "./", "../")) or os.path.exists(path)
     return f"{head}{colon}{Path(path).name}" if is_place else name
 
 
 def portable_command(command: str, data_sets: Iterable[str]) -> str:
-    """Remove this machine's paths from a command line, whose `data_sets` are replaced by a placeholder."""
+    """Remove this machine's paths from a command line; paths of `data_sets` are replaced by a placeholder."""
 
     def portable(text: str) -> str:
         option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)

@@ -1,19 +1,19 @@
 """Choices and default values of options, in a module that imports nothing."""
 
-# The CIFAR-10 images that come with the package, as a data set.
+# Data set name of the CIFAR-10 images that come with the package.
 SUBSET = "cifar10-subset"
 # Value of `eval_split` for training without evaluation.
 NO_EVALUATION = "none"
-# Data types of weights, and bitsandbytes' quantizations of a language model.
+# Data types of weights, and quantizations of a language model by bitsandbytes.
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("4bit", "8bit")
-# Prefix of open_clip's models: open_clip:MODEL:PRETRAINED.
+# Prefix of the names of open_clip's models, open_clip:MODEL:PRETRAINED.
 OPEN_CLIP = "open_clip:"
 # Accelerate's ways to distribute a model over devices.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 # Label of ignored pixels.
 IGNORED = 255
-# Names that `configuration/` and `modeling/` define, in modules that import PyTorch. A test compares both.
+# Copies of names that `configuration/` and `modeling/` define in modules that import PyTorch. A test compares them.
 INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
 REFERENCE = "reference"
 FOCUSINGS = ("paper", "inherited")
