@@ -41,7 +41,7 @@ PROG = "frugalvit align-llava"
 # Prompts of LLaVA 1.5 and of PaliGemma.
 PROMPT = "USER: {image}{question} ASSISTANT:"
 PALIGEMMA_PROMPT = "{image}{question}\n"
-# Label of tokens that the loss ignores, as in Transformers: all tokens outside of answers.
+# Label of tokens outside of answers: Transformers' label of ignored tokens.
 NO_ANSWER = -100
 # Code example in the model card.
 USE = """
@@ -191,7 +191,7 @@ class Learner(nn.Module):
 
 
 def drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
-    # The weight of a head that is tied to the embeddings has two names, and both are dropped.
+    # A parameter that two modules share has two names, and `state` contains both.
     named = learner.named_parameters(remove_duplicate=False)
     for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
         del state[name]

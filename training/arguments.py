@@ -92,8 +92,7 @@ class ImageTrainingArguments(TrainingArguments):
 
     @property
     def n_gpu(self) -> int:
-        """Number of GPUs of this process, at most 1: with more, `Trainer` would split batches among them by
-        DataParallel."""
+        """At most one GPU for this process, because `Trainer` would split batches among several by DataParallel."""
         return min(super().n_gpu, 1)
 
 
@@ -217,8 +216,7 @@ def read_yaml(given: str, prog: str) -> dict:
 
 
 def read_values(name: str, text: str) -> dict:
-    """Read a text such as `"image_size=32,hidden_act=gelu"` as a dict. Values are read as JSON, or as texts if they
-    are not valid JSON."""
+    """Read a text such as `"image_size=32,hidden_act=gelu"` as a dict. Values that are not JSON stay texts."""
     values = {}
     for part in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = part.partition("=")

@@ -165,8 +165,7 @@ class BootstrapArguments(ImageTrainingArguments):
     }
 
     def __post_init__(self):
-        # `TrainingArguments` accepts only numbers, so None, which stands for the preset's warm-up, is set after its
-        # checks.
+        # `TrainingArguments` accepts only numbers, so None (the preset's warm-up) is restored after its checks.
         follows_preset = self.warmup_steps is None
         if follows_preset:
             self.warmup_steps = 0
@@ -180,8 +179,7 @@ def resolve_arguments(args: BootstrapArguments, inherits_patches: bool, pixels: 
 
     Args:
         args (`BootstrapArguments`): Arguments as they were given.
-        inherits_patches (`bool`): Whether the student has its teacher's patch embedding; otherwise it has a focusing
-            stage.
+        inherits_patches (`bool`): Whether the student has its teacher's patch embedding, not a focusing stage.
         pixels (`int`): Longer side of the teacher's images.
         continued (`bool`): Whether the student was bootstrapped before. Then it trains for five epochs without
             warm-up, at a quarter of the preset's learning rate.
@@ -287,7 +285,7 @@ class BootstrapTrainer(ImageTrainer):
         self.student = model
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
-        # The anatomy holds views of parts of fused layers, which do not move to the device with the layers.
+        # The teacher is read again, because views of parts of fused layers do not move to the device with the layers.
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
@@ -295,8 +293,7 @@ class BootstrapTrainer(ImageTrainer):
         model.to(args.device)
 
     def evaluation_views(self, images) -> Views:
-        """Return evaluation views. Labels are mapped to the student's classes, or left out if a class has no
-        counterpart."""
+        """Return views. Labels are mapped to the student's classes, or left out if a class has no counterpart."""
         images, _, _, classes = match_classes((as_images(images), None, None), self.labels, False)
         return Views(images, self.eval_view, None, self.skip_corrupt, classes)
 

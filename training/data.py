@@ -1,4 +1,4 @@
-"""Load images and labels from folders, archives, tables and the hub as a `datasets.Dataset` of one form."""
+"""Load images and labels from folders, archives, tables and the hub as a `datasets.Dataset` with the same columns."""
 
 import atexit
 import functools
@@ -31,17 +31,17 @@ from .text import first_line, printable, shortened
 
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
-# Names of split folders, and the splits that they hold.
+# Split by name of a split folder, in lower case.
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
-# Tables of images and labels that `datasets` reads.
+# Files in a folder of images that give `datasets` the labels.
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# Folders of thumbnails, copies and deleted files, which operating systems and network disks make.
+# Folders that operating systems and network disks create for thumbnails, copies and deleted files.
 SYSTEM_FOLDERS = re.compile(r"[.@].*|__macosx|\$recycle\.bin|system volume information|lost\+found", re.IGNORECASE)
 NOT_READ = "these are not read (convert them to JPEG or PNG; pip install 'frugalvit[pictures]' reads .heic and .jxl)"
-# Most classes without names; their numbers become their names.
+# Largest number of classes without names. Such classes get their numbers as names.
 MOST_CLASSES = 100_000
-# Images that are decoded before a run to find those that cannot be read, and images that a message lists.
+# Largest number of images that are decoded to find unreadable ones, and of images that a message lists.
 MOST_DECODED = 20_000
 MOST_NAMED = 20
 
@@ -61,23 +61,23 @@ def load_images(
 
     Args:
         dataset (`str`, `list[str]`, `datasets.Dataset` or `datasets.IterableDataset`):
-            A hub id (owner/name@revision, too), a folder of images or a zip file of one, see `scan_folder`, a folder
-            that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or the loaded data set.
+            A hub id (also owner/name@revision), a folder of images (see `scan_folder`) or a zip file of such a folder,
+            a folder that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or the loaded data set.
         split (`str`, *optional*, defaults to `"train"`):
-            Split of the data set; slices such as `"train[:1000]"`, too. Files are "train".
+            Split of the data set, or a slice such as `"train[:1000]"`. Parquet files have only the split "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
-        image_column (`str`, *optional*): Column of images, where types do not tell.
-        label_column (`str`, *optional*): Column of labels, where types do not tell.
-        class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or the texts that are labels.
+        image_column (`str`, *optional*): Column of images, if column types leave it open.
+        label_column (`str`, *optional*): Column of labels, if column types leave it open.
+        class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or all texts that occur as labels.
         default_names (`list[str]`, *optional*): Class names where neither `class_names` nor the data set has any.
-        streaming (`bool`, *optional*, defaults to `False`): Read the images as they are used.
+        streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
 
     Returns:
-        `datasets.Dataset` or `datasets.IterableDataset`: Columns `image`, not decoded, and `label`, a `ClassLabel`,
-        unless all labels are missing or -1.
+        `datasets.Dataset` or `datasets.IterableDataset`: Columns `image`, not decoded, and `label`, a `ClassLabel`.
+        `label` is left out if all labels are missing or -1.
 
     Raises:
-        ValueError: If there is no such data set or column, or labels are not among the classes.
+        ValueError: If the data set or a column does not exist, or labels are not among the classes.
     """
     if isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         loaded = reset_format(dataset)
@@ -97,7 +97,7 @@ def load_images(
     if kinds[image] not in ("image", "bytes", "texts"):
         raise ValueError(f"The column {image!r} of {dataset!r} holds {loaded.features[image]}, expected images.")
     label = find_column(kinds, label_column, ("classes",), "label", dataset)
-    # The texts of a stream are not known before it is read.
+    # A stream does not list the texts in a column, so that they are labels only with `class_names`.
     named = class_names or not isinstance(loaded, datasets.IterableDataset)
     if label is None and kinds.get("label") in (("numbers", "texts") if named else ("numbers",)):
         label = "label"
@@ -105,7 +105,7 @@ def load_images(
         found = loaded.features[label]
         raise ValueError(f"The column {label!r} of {dataset!r} holds {found}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
-    # Renaming a column of a stream reads from it, unless the column was cast before.
+    # The column is cast first, because renaming a column without a known type would read from a stream.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
     if not label:
@@ -121,7 +121,7 @@ def load_images(
     else:
         highest = label_numbers(loaded).max(initial=-1)
         if highest < 0:
-            # ImageNet's test split, for example, has no labels.
+            # All labels are -1, as in ImageNet's test split.
             return loaded.remove_columns("label")
         count = len(names) if names else MOST_CLASSES
         if highest >= count:
@@ -136,8 +136,8 @@ def load_images(
 
 
 def reset_format(images: datasets.Dataset | datasets.IterableDataset) -> datasets.Dataset | datasets.IterableDataset:
-    """Return a data set without the format of its rows. Raise a ValueError if the format has a transform or leaves
-    columns out, which training would not apply."""
+    """Return a data set whose rows have no format. Raise a ValueError if the format has a transform or hides columns:
+    both would be lost with the format."""
     if isinstance(images, datasets.Dataset):
         if images.format["type"] == "custom":
             raise ValueError(
@@ -154,7 +154,7 @@ def reset_format(images: datasets.Dataset | datasets.IterableDataset) -> dataset
 
 def kind_of(feature) -> str:
     """Return the kind of a column: "image", "bytes", "classes" (labels with names), "numbers", "texts" or "else"."""
-    # Parquet files that were not written by `datasets` hold images as structures of bytes and path.
+    # Parquet files that other libraries wrote hold images as structures of bytes and path.
     is_record = isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
     if is_record or isinstance(feature, datasets.Image):
         return "image"
@@ -170,8 +170,8 @@ def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what
 
     Args:
         kinds (`Mapping[str, str]`): Kind of each column, see `kind_of`.
-        given (`str`, *optional*): Name that the user gave.
-        wanted (`tuple[str]`): Kinds that such a column may have, the first choice first.
+        given (`str`, *optional*): The user's name of the column.
+        wanted (`tuple[str]`): Kinds that the column may have, in order of preference.
         what (`str`): "image" or "label", for messages.
         dataset: The data set's name, for messages.
     """
@@ -186,7 +186,7 @@ def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what
 
 
 def class_names(images) -> list[str] | None:
-    """Return the names of the classes of images; `None` if they have no labels."""
+    """Return the names of the classes of images, or `None` if the images have no labels."""
     return list(images.features["label"].names) if "label" in images.features else None
 
 
@@ -199,7 +199,7 @@ def label_numbers(images: datasets.Dataset) -> np.ndarray:
 
 
 def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
-    """Return `limit` images, chosen at random, in their order; all images if `limit` is `None` or larger."""
+    """Return `limit` images, chosen at random, in their original order; all images if `limit` is `None` or larger."""
     if limit is None or limit >= len(images):
         return images
     generator = torch.Generator().manual_seed(seed)
@@ -209,16 +209,16 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
 def readable_images(images, skip_corrupt: bool = False, name: str = "the data set"):
     """Return the images that can be read, and print how many were left out and which.
 
-    Up to `MOST_DECODED` images are decoded for this; of more, the headers are read, so that a truncated image shows
-    later, where it is used. Streams are returned as they are. Processes of a distributed training share the work.
+    Up to `MOST_DECODED` images are decoded for this. In larger data sets, only headers are read, so that a truncated
+    image is found later, when it is used. Streams are not checked. Processes of a distributed training share the work.
 
     Args:
-        images (`datasets.Dataset` or `datasets.IterableDataset`): A column `image`, and maybe `mask`, not decoded.
+        images (`datasets.Dataset` or `datasets.IterableDataset`): Column `image` and optionally `mask`, not decoded.
         skip_corrupt (`bool`): Leave out images that cannot be read.
         name (`str`): Name of the split or data set, for messages.
 
     Raises:
-        ValueError: If no image can be read, or if some cannot and `skip_corrupt` is false; it names all of them.
+        ValueError: If no image can be read, or if some cannot and `skip_corrupt` is false. The message lists them.
     """
     if isinstance(images, datasets.IterableDataset) or not len(images):
         return images
@@ -234,10 +234,10 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
             try:
                 with open_record(record[column]) as image:
                     if not headers_only:
-                        # JPEG is decoded at an eighth of its size: the whole file in a fraction of the time.
+                        # Decoding JPEG at an eighth of its size reads the whole file in a fraction of the time.
                         image.draft(image.mode, (1, 1))
                         to_rgb(image)
-            # Decoders raise whatever a broken file leads them to.
+            # Decoders raise errors of many types for broken files.
             except Exception as error:
                 path = isinstance(record[column], Mapping) and record[column].get("path")
                 return index, f"{printable(path or f'{column} {index}')} ({first_line(error)})"
@@ -264,7 +264,7 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
 def load_table(
     dataset: str | list[str], split: str, name: str | None = None, streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load a data set with all its columns, images not decoded. Arguments and errors as in `load_images`."""
+    """Load a data set with all its columns, without decoding images. See `load_images` for arguments and errors."""
     source = find_source(dataset, name)
     with _source_errors(dataset, split):
         if "parts" not in source:
@@ -278,7 +278,7 @@ def load_table(
         columns = {"image": [{"bytes": None, "path": str(path)} for _, path in found]}
         features = datasets.Features({"image": datasets.Image(decode=False)})
         if labels:
-            # A split may lack a class that others have.
+            # The classes are those of all splits, because one split may lack a class.
             names = sorted({label for files in parts.values() for label, _ in files if label})
             features["label"] = datasets.ClassLabel(names=names)
             columns["label"] = features["label"].str2int(labels)
@@ -287,7 +287,7 @@ def load_table(
 
 
 def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
-    """Return the names of the splits of a data set. Arguments and errors as in `load_images`."""
+    """Return the names of the splits of a data set. See `load_images` for arguments and errors."""
     source = find_source(dataset, name)
     for parts in ("parts", "data_files"):
         if parts in source:
@@ -297,8 +297,8 @@ def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
 
 
 def find_source(dataset: str | list[str], name: str | None = None) -> dict:
-    """Return `{"parts": …}`, see `scan_folder`, for a folder of images; arguments of `datasets.load_dataset` for
-    other data sets. Arguments and errors as in `load_images`."""
+    """Return `{"parts": scan_folder(…)}` for a folder of images, and arguments of `datasets.load_dataset` for other
+    data sets. See `load_images` for arguments and errors."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
     if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
@@ -319,15 +319,15 @@ def find_source(dataset: str | list[str], name: str | None = None) -> dict:
 
 
 def find_in_folder(folder: Path, name: str | None) -> dict:
-    """Return the source of a folder, see `find_source`: its images, or the tables and archives in it that `datasets`
-    reads, or its only zip file."""
+    """Return the source, see `find_source`, of the images in a folder; without images, of the tables and archives in
+    it that `datasets` reads, or of its only zip file."""
     files = list(files_within(folder, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}))
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
     tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
     for path in metadata:
         text = "" if path.suffix == ".parquet" else read_text(path)
-        # Read as numbers, "01" and "1" would be one class.
+        # `datasets` reads these values as numbers, so that "01" and "1" would be one class.
         if path.suffix == ".csv" and (found := re.search(r"(?:^|,)(0\d+)(?=,|\s*$)", text, re.MULTILINE)):
             raise ValueError(f"{path} has {found[1]!r}, which is read as a number; write a letter before it")
     archives = sorted(folder.glob("*.zip"))
@@ -347,17 +347,17 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
     if glob.has_magic(str(folder.resolve())):
         raise ValueError("its path has one of *?[, which datasets takes for a pattern; rename it")
     _check_class_names(tables)
-    # `datasets` takes a relative name such as "csv" for a format.
+    # The path is absolute, because `datasets` would take a relative name such as "csv" for a format.
     return {"path": str(folder.resolve()), "name": name}
 
 
 def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
     """Return the class and the file of each image of a folder, by split.
 
-    Folders named as in `SPLITS` are splits if there are two or more, or one without other folders beside it;
-    otherwise all images belong to "train". The class of an image is the first folder below its split, however deep
-    the image lies; an image without such a folder has the class "". A folder whose only content is a folder is
-    entered.
+    Folders named as in `SPLITS` are splits if there are two or more of them, or one without other folders beside it;
+    otherwise all images belong to "train". The class of an image is the first folder below its split, however deep the
+    image lies; an image directly in its split has the class "". If a folder contains nothing but one folder, that
+    folder is scanned instead.
     """
     holding = {path.parent for path in images}
     while True:
@@ -375,7 +375,7 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
     parts = {}
     for split, root in roots.items():
         inside = {parent: parent.relative_to(root).parts for parent in holding if parent.is_relative_to(root)}
-        # macOS stores letters and accents as separate characters.
+        # macOS stores a letter and its accent in file names as separate characters.
         classes = {parent: unicodedata.normalize("NFC", "".join(names[:1])) for parent, names in inside.items()}
         files = sorted((classes[path.parent], path) for path in images if path.parent in classes)
         labeled = [file for file in files if file[0]]
@@ -387,7 +387,7 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
 
 def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
     """Yield the files with these endings in a folder and its subfolders, except `SYSTEM_FOLDERS`. Links are followed
-    last, and no folder is entered twice. A folder without permission to read raises an `OSError`."""
+    last, and no folder is entered twice. A folder that may not be read raises an `OSError`."""
 
     def refuse(error: OSError):
         raise error
@@ -415,7 +415,7 @@ def unpack(archive: Path) -> Path:
     try:
         with zipfile.ZipFile(archive) as file:
             file.extractall(folder)
-    # Python raises a RuntimeError for a password, and for a compression that it does not support.
+    # Python raises a RuntimeError for an encrypted file and for an unknown compression.
     except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
         raise ValueError(f"{archive} cannot be unpacked ({first_line(error)}); give a folder") from error
     return folder
@@ -445,7 +445,7 @@ def _check_class_names(files: list):
 
 @contextmanager
 def _source_errors(dataset: str | list[str], split: str | None = None):
-    """Turn errors of `datasets` into a ValueError of one line that names the data set."""
+    """Turn errors of `datasets` into a ValueError with one line that names the data set."""
     try:
         yield
     except (datasets.exceptions.DatasetsError, OSError, ValueError, AssertionError) as error:

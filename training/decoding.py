@@ -1,4 +1,4 @@
-"""Read image files as RGB. All of the package reads images by these functions."""
+"""Read image files as RGB. The whole package reads images with these functions."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from .text import first_line
 
 
-# Pillow reads HEIC and JPEG XL where these packages are installed.
+# If they are installed, the packages teach Pillow to read HEIC and JPEG XL.
 with contextlib.suppress(ImportError):
     from pillow_heif import register_heif_opener
 
@@ -20,13 +20,13 @@ with contextlib.suppress(ImportError):
     import pillow_jxl  # noqa: F401
 
 Image.init()
-# Pillow runs PostScript, a program, by Ghostscript, and an IPTC file may hold one. The other formats have a size or a
-# name in Pillow, and no decoder.
+# EPS is a program, which Pillow runs by Ghostscript, and an IPTC file may contain EPS. Pillow recognizes the other
+# formats here but has no decoder for them.
 _NOT_READ = ("EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 FORMATS = [name for name in Image.ID if name not in _NOT_READ]
-# File endings of these formats; MPO is Pillow's name of a JPEG with several pictures.
+# File endings of `FORMATS`, and of MPO, which is Pillow's name of a JPEG with several pictures.
 IMAGE_ENDINGS = frozenset(end for end, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"})
-# File endings of pictures that are not read.
+# File endings of other picture formats, for messages about files that are not read.
 _OTHERS = ".heic .heif .hif .jxl .avif .arw .cr2 .cr3 .dng .nef .orf .raf .rw2 .eps .ps .psb .svg .wmf .emf .xcf"
 UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
 
@@ -36,13 +36,13 @@ class CorruptImageError(ValueError):
 
 
 def is_image_file(path: Path) -> bool:
-    """Return whether a file is an image by its name. macOS leaves files such as `._x.jpg` on disks, which are none."""
+    """Return whether a file's name is that of an image. macOS's files such as `._x.jpg` hold metadata, not images."""
     return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
 
 
 def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
-    """Open an image without decoding it: the bytes, path or address of an undecoded `datasets` record, or a file. A
-    PIL image is copied."""
+    """Open an image without decoding it, from an undecoded `datasets` record (bytes, path or URL) or a file. A PIL
+    image is copied."""
     if isinstance(record, Image.Image):
         return record.copy()
     path, encoded = (record, None) if isinstance(record, Path) else (record.get("path"), record.get("bytes"))
@@ -72,20 +72,20 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to upright 8-bit RGB, with transparent parts on white.
 
-    The range of 32-bit integers and of floats is the smallest of 0 to 1 (floats only), 0 to 255, 0 to 65,535 and 0 to
-    2^31 - 1 that holds all values.
+    The values of 32-bit integers and floats are scaled from the smallest range that holds them all: 0 to 1 (floats
+    only), 0 to 255, 0 to 65,535 or 0 to 2^31 - 1.
     """
     ImageOps.exif_transpose(image, in_place=True)
     if ";16" in image.mode:
         values = np.asarray(image)
-        # Round a 257th of each value without leaving 16 bits.
+        # Divide each value by 257 and round it, without exceeding 16 bits in between.
         scaled = values // 257 + (values % 257 > 128)
         return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
     if image.mode in ("F", "I"):
         values = np.asarray(image)
         lowest = values.min(initial=0)
         highest = values.max(initial=0)
-        # Several threads may read large images at once, so that copies are freed early.
+        # The copy is freed early, because several threads may read large images at once.
         del values
         if not (lowest >= 0 and highest < 2**31):
             raise ValueError(f"its values go up to {highest:g}, expected none below 0 or above 2^31 - 1")
@@ -99,7 +99,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
-    """Read the image `index` of a data set, an undecoded `datasets` record or a PIL image, as upright RGB.
+    """Read an undecoded `datasets` record or a PIL image as upright RGB. Errors name the image by its `index`.
 
     Raises:
         CorruptImageError: If the image cannot be read.

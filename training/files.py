@@ -16,12 +16,12 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Models that are too large for the wheel, see setup.py, and lie in a clone of the repository.
+# Models that are too large for the wheel, see setup.py, and come only with a clone of the repository.
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 # YAML files of arguments, one for each row of the papers' tables.
 RECIPES = {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
-# Files of a model folder besides source files and the card's pictures: files that `save_pretrained` of a model writes,
-# files of cards, processors and tokenizers, and files of `frugalvit export`.
+# Files that a model folder may hold besides source files and the card's pictures: files that a model's
+# `save_pretrained` writes, the card, files of processors and tokenizers, and files of `frugalvit export`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json", "notebook.ipynb")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
@@ -45,8 +45,8 @@ def checkpoint_path(name: str) -> Path:
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Return the folder of a model, or its hub id and the revision of `owner/name@revision` as an argument of
-    `from_pretrained`."""
+    """Return the folder or hub id of a model, and arguments for `from_pretrained`: the revision of
+    `owner/name@revision`, if given."""
     name = os.fspath(name)
     folder = Path(name).expanduser()
     if folder.exists():
@@ -60,10 +60,10 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Return the folder or hub id of a model and its revision, as `split_revision` does.
+    """Return the same as `split_revision`, for a name that must be a folder or have the form of a hub id.
 
     Raises:
-        ValueError: If there is no such folder and the name is no hub id; no network is asked.
+        ValueError: If the name is neither a folder nor a possible hub id. The hub is not contacted.
     """
     found, revision = split_revision(name)
     if os.path.exists(found) or re.fullmatch(r"\w[\w.-]*/[\w.-]+", found):
@@ -82,12 +82,12 @@ def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def shipped_images(name: str) -> Path:
-    """Return the folder of the `train.parquet` and `test.parquet` of `"cifar10"` or, in a clone, `"caltech101"`."""
+    """Return the folder of `train.parquet` and `test.parquet` of `"cifar10"` or, in a clone only, `"caltech101"`."""
     return Path(str(files("frugalvit.training"))) / name
 
 
 def only_in_a_clone(what: str, hint: str = "") -> ValueError:
-    """Return the error about a model or a file that the wheel does not have."""
+    """Return the error for a model or a file that is missing from the wheel."""
     return ValueError(
         f"{what} lies in a clone of the repository, not in the installed wheel; `pip install -e .` there. {hint}"
     )
@@ -97,7 +97,7 @@ def check_file_path(path: str | os.PathLike) -> Path:
     """Return the path of a file to write.
 
     Raises:
-        OSError or ValueError: If no file can be written there.
+        OSError or ValueError: If no file can be written to the path.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -110,7 +110,7 @@ def check_file_path(path: str | os.PathLike) -> Path:
 @contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path to write to. The file replaces `path` if the block succeeds, and is removed otherwise."""
-    # A symbolic link is kept, and its target replaced.
+    # If `path` is a symbolic link, the link is kept and its target is replaced.
     path = Path(os.path.realpath(check_file_path(path)))
     aside = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
@@ -125,8 +125,8 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def apply_umask(path: Path):
-    """Give a file, or all files in a folder, the permissions of new files. Files of safetensors 0.8 are readable for
-    their owner only."""
+    """Give a file, or all files in a folder, the permissions of new files. Files that safetensors 0.8 writes are
+    readable only for their owner."""
     mask = os.umask(0o077)
     os.umask(mask)
     for file in path.rglob("*") if path.is_dir() else [path]:
@@ -154,8 +154,8 @@ def write_json(path: str | os.PathLike, content):
 
 
 def strip_auto_map(folder: Path):
-    """Remove `auto_map` from the configurations of a model and its processor, in a folder without the source files
-    that it names."""
+    """Remove `auto_map` from the configurations of a model and its processor, because their folder lacks the source
+    files that `auto_map` names."""
     for name in ("config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue
@@ -166,7 +166,7 @@ def strip_auto_map(folder: Path):
 
 
 def check_output_outside_input(output: str | Path, *sources: str | Path | None):
-    """Raise a ValueError if an output folder is or contains one of the models that are read, `sources`."""
+    """Raise a ValueError if an output folder is, or contains, one of the folders `sources` of models to read."""
     for source in sources:
         if source and os.path.exists(source) and Path(source).resolve().is_relative_to(Path(output).resolve()):
             raise ValueError(f"The output folder {str(output)!r} holds the model {str(source)!r}; choose another one.")
@@ -177,7 +177,7 @@ def atomic_directory(output: str | Path, overwrite: bool = False) -> Iterator[Pa
     """Yield a new folder to write to. It replaces `output` if the block succeeds, and is removed otherwise.
 
     Args:
-        output (`str` or `Path`): A folder that is new or empty, or that `overwrite` permits to replace.
+        output (`str` or `Path`): A new or empty folder, or one that may be replaced because of `overwrite`.
         overwrite (`bool`, *optional*, defaults to `False`): Replace a folder that holds a model and nothing else.
 
     Raises:
@@ -220,7 +220,7 @@ def _check_free(output: Path, overwrite: bool):
 
 
 def unexpected_files(folder: Path) -> list[str]:
-    """Return the names of files and folders in a model folder that no model has: notes, checkpoints, results."""
+    """Return the names of files and folders, such as notes or checkpoints, that do not belong in a model folder."""
     card = folder / "README.md"
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))

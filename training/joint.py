@@ -1,11 +1,11 @@
-"""Train a ViT together with an agent CNN, from which it learns its biases (Zhang et al., Bootstrapping ViTs).
+"""Train a ViT together with an agent CNN, whose inductive biases the ViT learns (Zhang et al., Bootstrapping ViTs).
 
     accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
 
 The defaults are those of the reference implementation for CIFAR-10, including its initialization
-(`initialization="reference"`), dropout and clipping. Unlike there, the weight of the hints decays with every step
-instead of every epoch, and biases and norms have no weight decay. The agent's BatchNorm uses the images of its own
-process alone, so that the losses of several processes differ slightly from those of one.
+(`initialization="reference"`), dropout and clipping. Unlike the reference, the weight of the hints decays with every
+step instead of every epoch, and biases and norms have no weight decay. The agent's BatchNorm uses only the images of
+its own process, so that losses depend slightly on the number of processes.
 """
 
 import math
@@ -34,7 +34,7 @@ from .views import labeled_images
 
 
 PROG = "frugalvit joint"
-# Subfolders for the two models, and the names of their accuracies.
+# Subfolder of each of the two models, and the name of the model's accuracy.
 PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 
@@ -81,9 +81,9 @@ class HintDecayCallback(TrainerCallback):
     2112.03552) over the steps of any `Trainer`. At the end of the training, the model's `hint_share` is 1."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        # The model may be wrapped, for example by PEFT.
+        # The pair is searched for, because the model may be wrapped, for example by PEFT.
         [self.pair] = [module for module in model.modules() if "hint_share" in vars(module)]
-        # A compiled model would be recompiled for each value of a number, but not of a tensor.
+        # A compiled model is recompiled for each value of a Python number, but not for values of a tensor.
         self.pair.hint_share = torch.ones((), device=args.device)
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -131,7 +131,7 @@ class JointTrainer(SharpnessAwareTrainer):
         self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in `ImageTrainer`; the optimizer clips the ViT's gradient before each step."""
+        """Create the optimizer of `ImageTrainer`, which here clips the ViT's gradient before each step."""
         optimizer = super().create_optimizer(model)
         norm = self.args.vit_max_grad_norm
         if norm and self.is_deepspeed_enabled:
@@ -146,14 +146,14 @@ class JointTrainer(SharpnessAwareTrainer):
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # The loss of an evaluation has no hints.
+        # Hints are left out of the loss in evaluation.
         hints = {} if model.training else {"hint_share": 0.0}
         outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"], **hints)
         logits = {"vit": outputs.logits, "agent": outputs.agent_logits}
         return (outputs.loss, logits) if return_outputs else outputs.loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to the ViT's `accuracy` and to `agent_accuracy`. Return both with the last batch."""
+        """Add a batch to the ViT's `accuracy` and to `agent_accuracy`. Return both metrics at the last batch."""
         labels = torch.as_tensor(prediction.label_ids).cpu().numpy()
         for metric, logits in zip(self.accuracies.values(), prediction.predictions, strict=True):
             metric.add_batch(predictions=torch.as_tensor(logits).float().cpu().numpy(), references=labels)
@@ -166,7 +166,7 @@ class JointTrainer(SharpnessAwareTrainer):
         return f"A ViT and its agent CNN, trained together on {name_images(self.data_args)}{measured}."
 
     def run(self) -> dict[str, float]:
-        """As in `ImageTrainer`; also save each of the two models alone, in `vit` and `agent`."""
+        """Run `ImageTrainer.run`, then also save each of the two models alone, in `vit` and `agent`."""
         metrics = super().run()
         if self.args.should_save:
             pair = BootstrappedViTForImageClassification.from_pretrained(self.args.output_dir)
@@ -184,7 +184,7 @@ class JointTrainer(SharpnessAwareTrainer):
 
 
 def build_twins(options: TwinArguments, names: list[str]) -> BootstrappedViTForImageClassification:
-    """Return a new ViT and its agent, in float32, for images of these class names."""
+    """Return a new pair of a ViT and an agent, in float32, for the given class names."""
     values = VARIANTS[options.variant]
     fields = {
         **values,

@@ -1,4 +1,4 @@
-"""Load models for inference, whole or not at all, by their task."""
+"""Load models by their task for inference, and refuse models with missing or unused weights."""
 
 import inspect
 import os
@@ -37,16 +37,16 @@ from .files import find_model
 from .text import shortened
 
 
-# Transformers' model type for timm's models.
+# Model type that Transformers gives to timm's models.
 TIMM = "timm_wrapper"
 # Model types of VLMs whose projector reads any number of tokens.
 SEQUENCE_VLMS = ("llava", "paligemma")
 # Model types of VLMs whose projector reads a grid of patches, and whose processors may cut images into tiles.
 GRID_VLMS = ("gemma3", "llava_onevision")
-# Modules that no image embedding passes through: parts for pretraining, and a layer after [CLS].
+# Modules that image embeddings do not depend on: parts for pretraining, and a layer applied to [CLS] afterwards.
 UNUSED_BY_EMBEDDINGS = frozenset({"pooler", "decoder", "mask_token"})
-# What wrong folders, names, configurations and weights raise in Transformers, timm, open_clip and PyTorch. Other
-# types, such as TypeError, are defects of a program and keep their traceback.
+# Errors that Transformers, timm, open_clip and PyTorch raise for wrong folders, names, configurations and weights.
+# Other types, such as TypeError, are defects of a program and keep their traceback.
 LOADING_ERRORS = (
     OSError,
     ValueError,
@@ -79,12 +79,12 @@ class Task:
 
 
 def vision_class(config: PreTrainedConfig) -> type:
-    """Return the class of a vision transformer: the one that the configuration was saved with, if Transformers or this
-    package has it; the base model of a backbone or a model for pretraining; otherwise a classifier, if there is one
-    for such a configuration."""
+    """Return the class of a vision transformer: the class that the configuration was saved with, if Transformers or
+    this package has it, or the base model's class for backbones and models for pretraining; otherwise a classifier's
+    class, if the configuration has a classifier."""
     architecture = (config.architectures or [""])[0]
     if config.model_type == TIMM:
-        # timm's own folders name no class.
+        # Folders that timm wrote name no Transformers class.
         headless = architecture == "TimmWrapperModel" or not config.num_labels
         return transformers.TimmWrapperModel if headless else transformers.TimmWrapperForImageClassification
     base_model = transformers.MODEL_MAPPING.get(type(config), AutoModel)
@@ -106,10 +106,10 @@ def clip_class(config: PreTrainedConfig) -> type:
     return AutoModel
 
 
-# Tasks have the names of Transformers' pipelines.
+# The keys are the task names of Transformers' pipelines.
 TASKS = {
     "image-classification": Task("an image classifier", lambda _: AutoModelForImageClassification),
-    # A vision transformer with or without classifier, the image side of a CLIP or SigLIP, the tower of a LLaVA.
+    # This task loads vision transformers with or without classifier, the image side of a CLIP, the tower of a LLaVA.
     "image-feature-extraction": Task("a vision transformer", vision_class, UNUSED_BY_EMBEDDINGS),
     "image-segmentation": Task("a semantic segmentation model", lambda _: AutoModelForSemanticSegmentation),
     "zero-shot-image-classification": Task("a CLIP", clip_class),
@@ -132,7 +132,7 @@ def load_model(
 
     Args:
         name (`str` or `os.PathLike`):
-            Folder that `save_pretrained` wrote, name of a model that ships, or hub id (`owner/name@revision`, too);
+            Folder that `save_pretrained` wrote, name of a model that ships, or hub id (also `owner/name@revision`);
             for image features also `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` or
             `open_clip:local-dir:FOLDER`.
         task (`str` or `Task`): A key of `TASKS`.
@@ -141,10 +141,10 @@ def load_model(
         model_types (sequence of `str`, *optional*): Accepted `config.model_type`s; by default, all of the task.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Data type of the weights.
         quantize (`str`, *optional*): `"4bit"` or `"8bit"`: quantize a VLM's language model by bitsandbytes.
-        device_map (`str`, *optional*): How Accelerate distributes the weights, in the place of `device`.
+        device_map (`str`, *optional*): How Accelerate distributes the weights over devices, instead of `device`.
 
     Returns:
-        The model in evaluation mode, and its image processor, or a VLM's processor, or `None` where the task has none.
+        The model in evaluation mode, and its image processor (for a VLM its processor, for tasks without one `None`).
 
     Raises:
         ValueError: If the model cannot be loaded, lacks weights, has weights that its class does not use, or is of
@@ -166,7 +166,7 @@ def load_model(
             load_in_8bit=quantize == "8bit",
             bnb_4bit_compute_dtype=dtype,
             bnb_4bit_quant_type="nf4",
-            # The language model alone is quantized.
+            # Only the language model is quantized, without its head.
             llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
         )
     config = load_config(given, task.kind, trust_remote_code)
@@ -175,12 +175,12 @@ def load_model(
             raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(model_types)}")
         model_class = task.choose_class(config)
     if model_class.__name__.startswith("Auto"):
-        # Classes of Transformers and of this package take no code from elsewhere.
+        # Only Auto classes accept this argument.
         options["trust_remote_code"] = trust_remote_code
     if "pooler" in task.optional_weights and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         options["add_pooling_layer"] = False
     if model_args := getattr(config, "model_args", None):
-        # timm's folders repeat the number of classes there; Transformers' wrapper would pass it twice.
+        # timm's folders repeat the number of classes in `model_args`, and Transformers' wrapper would pass it twice.
         options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
     model, report = load_weights(model_class, given, task.kind, **options)
     check_complete(given, model, report, task.optional_weights)
@@ -202,12 +202,12 @@ def load_model(
 
 
 def processor_of_tower(model: nn.Module, processor):
-    """Return an image processor for the vision tower alone, given that of a VLM that cuts an image into tiles."""
+    """Return an image processor for the vision tower alone, given the image processor of a VLM that tiles images."""
     height, width = pair(model.config.vision_config.image_size)
     fields = ("image_mean", "image_std", "rescale_factor", "resample")
     settings = {name: getattr(processor, name) for name in fields}
     if settings["resample"] == Image.Resampling.LANCZOS:
-        # Training has no Lanczos filter; the difference in a tile is small.
+        # torchvision, which training uses, has no Lanczos filter; the results differ little.
         settings["resample"] = Image.Resampling.BICUBIC
     return transformers.ViTImageProcessor(size={"height": height, "width": width}, **settings)
 
@@ -229,15 +229,15 @@ def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Mo
 
 
 def load_config(name: str | os.PathLike, kind: str, trust_remote_code: bool = False, **fields) -> PreTrainedConfig:
-    """Load the configuration of a model, with other values of `fields`. Arguments and errors as in `load_model`."""
+    """Load the configuration of a model, with the values in `fields`. See `load_model` for arguments and errors."""
     found, revision = find_model(name)
     with loading_errors(name, kind):
         return AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code, **revision, **fields)
 
 
 def load_weights(model_class: type, name: str | os.PathLike, kind: str, **options) -> tuple[PreTrainedModel, dict]:
-    """Load a model by `model_class.from_pretrained(name, **options)`, with the Context Broadcasting that was inserted
-    into it. Return it with the report of missing, unexpected and mismatched weights, for the caller to judge."""
+    """Load a model by `model_class.from_pretrained(name, **options)`, with the Context Broadcasting that it was saved
+    with. Return it and the report of missing, unexpected and mismatched weights, which the caller checks."""
     found, revision = find_model(name)
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     with loading_errors(name, kind):
@@ -253,8 +253,8 @@ def load_processor(
     trust_remote_code: bool = False,
     processor_class: type = AutoImageProcessor,
 ):
-    """Load the image processor of a model, or its tokenizer or processor, by their Auto class. Arguments and errors
-    as in `load_model`."""
+    """Load a model's image processor, tokenizer or processor by the given Auto class. See `load_model` for arguments
+    and errors."""
     found, revision = find_model(name)
     with loading_errors(name, kind):
         return processor_class.from_pretrained(found, trust_remote_code=trust_remote_code, **revision)
@@ -263,7 +263,7 @@ def load_processor(
 def check_complete(
     name: str | os.PathLike, model: PreTrainedModel, report: dict, optional_weights: frozenset[str] = frozenset()
 ):
-    """Raise a ValueError if weights are missing, left over or of other shapes in the `report` of `from_pretrained`."""
+    """Raise a ValueError if the `report` of `from_pretrained` lists missing, unused or mismatched weights."""
     problems = {
         "its checkpoint lacks": report["missing_keys"],
         "its model class does not use": report["unexpected_keys"],
@@ -277,7 +277,7 @@ def check_complete(
 
 @contextmanager
 def loading_errors(name: str | os.PathLike, kind: str):
-    """Turn `LOADING_ERRORS` into a ValueError of one line that names the model, and silence Transformers."""
+    """Turn `LOADING_ERRORS` into a ValueError with one line that names the model, and silence Transformers."""
     verbosity = logging.get_verbosity()
     shows_progress = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -288,7 +288,7 @@ def loading_errors(name: str | os.PathLike, kind: str):
         message = f"{type(error).__name__}: {shorten(str(error), 300)}"
         folder = Path(name).expanduser()
         if folder.is_dir() and not (folder / "config.json").is_file():
-            # A training that was stopped has checkpoints, and no model yet.
+            # The output folder of an interrupted training has checkpoints, but no model yet.
             hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
             message = f"it has no config.json. Give {hint}."
             if (folder / "adapter_config.json").is_file():
@@ -305,10 +305,10 @@ def loading_errors(name: str | os.PathLike, kind: str):
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """Return the device of a name, by default an accelerator if there is one.
+    """Return the device with a name, or by default an accelerator if there is one, else the CPU.
 
     Raises:
-        ValueError: If there is no such device.
+        ValueError: If the device cannot be used.
     """
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -321,6 +321,6 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the vision configuration of a CLIP or a LLaVA; other configurations as they are."""
+    """Return the vision part of the configuration of a CLIP or a LLaVA; return other configurations unchanged."""
     vision = getattr(config, "vision_config", None)
     return vision if isinstance(vision, PreTrainedConfig) else config

@@ -16,13 +16,13 @@ from ..modeling.modeling_bootstrapped_vit import divergence
 
 # Number of points on each side of a token's RoI at which the teacher's tokens are sampled.
 POINTS = 4
-# Share of the blocks, counted from the last, whose attention is averaged: later blocks attend to parts of an object.
+# Share of the blocks, counted from the last, whose attention is averaged: late blocks attend to parts of an object.
 ATTENDING_SHARE = 1 / 3
 
 
 class AlignmentLoss(nn.Module):
-    """Distance between the embeddings of student and teacher (Gao et al. 2024, equation 5), plus the weighted terms of
-    `args`.
+    """Distance between the embeddings of student and teacher (Gao et al. 2024, equation 5), plus other terms, weighted
+    as in `args`.
 
     Args:
         student (`PreTrainedModel`): The student.
@@ -35,16 +35,16 @@ class AlignmentLoss(nn.Module):
         config = student.config
         self.args = args
         self.project = getattr(student, "visual_projection", nn.Identity())
-        # A tuple keeps both heads out of the loss's own parameters and state.
+        # A tuple keeps the heads from being registered as modules of the loss.
         self.heads = (getattr(student, "classifier", None), teacher.classifier)
         self.align_tokens = self.align_maps = None
         if args.token_loss_weight:
             self.align_tokens = TokenAlignment(student, teacher, args.token_layers, args.token_distance)
         if args.dense_loss_weight:
             self.align_maps = MapAlignment(student, teacher, args.dense_layers)
-        # Placement by content needs a prediction of the teacher's attention.
+        # Placement by content learns to predict the teacher's attention.
         self.predicts_attention = config.has_patch_embedding and config.placement == "content"
-        # Arguments of the student's forward pass: for its embedding alone, and for all terms of the loss.
+        # Arguments of the student's forward pass: to compute only its embedding, and to compute all terms of the loss.
         backbone = isinstance(student, BackboneMixin) and self.align_maps
         self.embedding_options = {"output_embedding": True} if backbone else {"output_tokens": False}
         self.options = dict(self.embedding_options)
@@ -83,7 +83,7 @@ class AlignmentLoss(nn.Module):
         if args.label_loss_weight:
             loss = loss + args.label_loss_weight * F.cross_entropy(student_head(student_embedding), labels)
         if self.predicts_attention and outputs.attention_forecast is not None:
-            # The predicting weights get no gradient from other terms, so that this one needs no factor.
+            # The weights that predict attention get a gradient only from this term, so that the term needs no factor.
             loss = loss + attention_loss(outputs.attention_forecast, attention)
         if self.align_tokens:
             loss = loss + args.token_loss_weight * self.align_tokens(outputs, tokens)
@@ -93,11 +93,11 @@ class AlignmentLoss(nn.Module):
 
 
 class MapAlignmentLoss(nn.Module):
-    """Distance of feature maps from a teacher's, averaged over cells and layers.
+    """Distance of feature maps from a teacher's feature maps, averaged over cells and layers.
 
     The distance of two vectors is 1 minus their cosine, plus `scale_weight` times the squared logarithm of the ratio
     of their lengths. The mean of the teacher's map over the cells of an image is subtracted from both maps first,
-    because a vector that all cells share does not tell cells apart.
+    because a vector that all cells share does not distinguish cells.
     """
 
     def __init__(self, scale_weight: float = 0.1):
@@ -105,8 +105,8 @@ class MapAlignmentLoss(nn.Module):
         self.scale_weight = scale_weight
 
     def forward(self, maps: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the loss, a scalar in float32, of feature maps `(batch, channels, rows, columns)`, one for each
-        layer, beside the teacher's (`compute_feature_maps`), to whose cells they are interpolated."""
+        """Return the loss, a scalar in float32. `maps` and the teacher's `targets` (`compute_feature_maps`) have a
+        map, `(batch, channels, rows, columns)`, for each layer. `maps` are interpolated to the grid of `targets`."""
         losses = []
         for found, target in zip(maps, targets, strict=True):
             found = found.float()
@@ -116,7 +116,7 @@ class MapAlignmentLoss(nn.Module):
             common = target.mean((2, 3), keepdim=True)
             found = found - common
             target = target - common
-            # The cells of an image of one color hardly differ, so that the lengths of their differences are noise.
+            # In an image of one color, differences from the mean are only noise, so that small lengths are clamped.
             least = common.norm(dim=1).clamp(min=1e-4) / 100
             lengths = [features.norm(dim=1).clamp(min=least).log() for features in (found, target)]
             scale = (lengths[0] - lengths[1]).square().mean()
@@ -125,8 +125,8 @@ class MapAlignmentLoss(nn.Module):
 
 
 class MapAlignment:
-    """`MapAlignmentLoss` between the feature maps of student and teacher. A backbone returns its maps; other students'
-    tokens are scattered to the cells that their RoIs cover.
+    """`MapAlignmentLoss` between the feature maps of student and teacher. A backbone outputs feature maps; tokens of
+    other students are scattered to the cells that their RoIs cover.
 
     Args:
         student (`PreTrainedModel`): The student.
@@ -165,15 +165,15 @@ class MapAlignment:
 
 
 class TokenAlignment:
-    """Hints (Romero et al. 2015) for the tokens of a SparseFormer, which are not part of the paper's method: the mean
-    squared distance of each token from the mean of the teacher's tokens within its RoI, averaged over layers. [CLS]
+    """Hints (Romero et al. 2015) for the tokens of a SparseFormer, an addition to the paper's method: the mean squared
+    distance of each token from the mean of the teacher's tokens within the token's RoI, averaged over layers. [CLS]
     and registers are left out, and RoIs get no gradient.
 
     Args:
         student (`PreTrainedModel`): The student.
         teacher (`Anatomy`): The teacher.
-        layers (`list[int]`, *optional*): Indices of the student's hidden states, for example -2, which a LLaVA reads.
-            Default: all.
+        layers (`list[int]`, *optional*): Indices of the student's hidden states, for example -2, the layer that a
+            LLaVA reads. Default: all.
         distance (`str`): "normalized" compares tokens after a LayerNorm. "raw", for a student whose tokens a projector
             reads, divides the distance by the variance of the teacher's patches.
     """
@@ -194,7 +194,7 @@ class TokenAlignment:
 
     def __call__(self, outputs, teacher_tokens: list[torch.Tensor]) -> torch.Tensor:
         weights = self.patch_weights(outputs.rois[-1].detach())
-        # The student has the teacher's last blocks.
+        # The student's blocks correspond to the teacher's last blocks.
         targets = teacher_tokens[-self.depths :]
         losses = []
         for layer in self.layers:
@@ -210,13 +210,13 @@ class TokenAlignment:
 
     def patch_weights(self, rois: torch.Tensor) -> torch.Tensor:
         """Return the weight of each of the teacher's patches for each token, `(batch, tokens, patches)`: the mean of
-        the bilinear weights at a grid of points in the token's RoI, clamped to the image."""
+        the bilinear weights at a grid of points in the token's RoI. Points are clamped to the image."""
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
         y, x = torch.meshgrid(steps, steps, indexing="ij")
         low = rois[..., None, :2]
         high = rois[..., None, 2:]
         points = low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)
-        # Interpolated one-hot maps are the weights, which all layers and channels share.
+        # Sampling a one-hot map of each patch gives its weights, which are the same for all layers and channels.
         patches = self.grid[0] * self.grid[1]
         one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
         return sample_features(one_hot, points, padding_mode="border").mean(2)
@@ -227,7 +227,7 @@ def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tenso
 
     Args:
         logits (`torch.Tensor`): Predicted logits, `(batch, rows, columns)`.
-        attention (`torch.Tensor`): The teacher's attention, `(batch, rows, columns)` of another grid, too.
+        attention (`torch.Tensor`): The teacher's attention, `(batch, rows, columns)`, possibly on another grid.
     """
     if attention.shape != logits.shape:
         attention = F.adaptive_avg_pool2d(attention, logits.shape[1:])
@@ -236,12 +236,12 @@ def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tenso
 
 
 def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
-    """Return a teacher's attention to its patches, `(batch, rows, columns)`, which sums to 1. It is that of the class
-    tokens, or of all patches if there are none, averaged over heads and the last third of the blocks.
+    """Return a teacher's attention to its patches, `(batch, rows, columns)`, which sums to 1. The queries are class
+    tokens, or all patches if there are none. Attention is averaged over heads and the last third of blocks.
 
     Args:
         teacher (`Anatomy`): The teacher.
-        states (`list[torch.Tensor]`): The inputs of its blocks, `(batch, prefix + patches, hidden_size)`.
+        states (`list[torch.Tensor]`): The inputs of the blocks, `(batch, prefix + patches, hidden_size)`.
     """
     count = max(round(ATTENDING_SHARE * len(teacher.blocks)), 1)
     pairs = list(zip(teacher.blocks, states, strict=False))[-count:]
@@ -250,7 +250,7 @@ def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Ten
 
 
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:
-    """Return a block's attention to each patch, `(batch, patches)` float32, which sums to 1."""
+    """Return a block's attention to each patch, `(batch, patches)` float32, averaged over heads; it sums to 1."""
     query_tokens = (
         slice(0, teacher.num_class_tokens) if teacher.num_class_tokens else slice(teacher.num_prefix_tokens, None)
     )

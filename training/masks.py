@@ -1,6 +1,6 @@
-"""Images with segmentation masks, from pairs of files or columns and from labelme's files.
+"""Load images with segmentation masks from pairs of files, from pairs of columns, and from labelme's files.
 
-A mask is a `(height, width)` uint8 tensor of class numbers. Pixels of 255 are ignored.
+A mask is a `(height, width)` uint8 tensor of class numbers. Pixels with the value 255 are ignored.
 """
 
 import io
@@ -22,7 +22,7 @@ from .splits import load_parts
 from .text import first_line, shortened
 
 
-# Names of mask folders, the first choice first, and endings of lossy pictures, which change class numbers.
+# Names of mask folders in order of preference, and endings of lossy picture formats, which change class numbers.
 MASK_FOLDERS = ("annotations", "masks", "labels")
 LOSSY = (".jpg", ".jpeg", ".webp")
 # labelme's names of pixels outside of all shapes and of ignored pixels.
@@ -31,8 +31,8 @@ IGNORE = "__ignore__"
 
 
 def load_masked_splits(data, skip_corrupt: bool = False) -> tuple:
-    """Load images to train, evaluate and test on, see `load_parts`; labelme's names become `data.class_names`. See
-    `readable_images` for `skip_corrupt`."""
+    """Load images to train, evaluate and test on, see `load_parts`. `data.class_names` gets labelme's names if it is
+    not set. See `readable_images` for `skip_corrupt`."""
     data.class_names = data.class_names or _labelme_names(_find_pairs(data.dataset)) or None
     columns = data.image_column, data.mask_column
 
@@ -54,14 +54,14 @@ def load_masked_images(
 
     Args:
         dataset (`str` or `list[str]`):
-            A data set of `load_table` with columns of images and masks; a folder with `images/SPLIT/NAME.jpg` and
-            `annotations/SPLIT/NAME.png` (or `masks`, `labels`), as ADE20K has it; or a folder with `SPLIT/NAME.jpg`
-            and labelme's `SPLIT/NAME.json`. A folder without splits needs no SPLIT.
+            A data set that `load_table` reads, with columns of images and masks; a folder with `images/SPLIT/NAME.jpg`
+            and `annotations/SPLIT/NAME.png` (or `masks`, `labels`), as in ADE20K; or a folder with `SPLIT/NAME.jpg`
+            and labelme's `SPLIT/NAME.json`. In a folder without splits, SPLIT is left out.
         split (`str`): Split to load.
         name (`str`, *optional*): Configuration of a hub data set that has several.
-        image_column, mask_column (`str`, *optional*): Columns, where names and types do not tell.
+        image_column, mask_column (`str`, *optional*): Columns, if names and types leave them open.
         class_names (`list[str]`, *optional*): labelme's labels of the classes 0, 1, …
-        streaming (`bool`, *optional*, defaults to `False`): Read the images as they are used.
+        streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
     """
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)
@@ -77,15 +77,15 @@ def load_masked_images(
             f"mask_column, or a folder with PNG masks in {', '.join(MASK_FOLDERS)}."
         )
     names = {image_column: "image", mask_column: "mask"}
-    # Renaming the columns of a stream reads from it, unless they were cast before.
+    # The columns are cast first, because renaming a column without a known type would read from a stream.
     for column in names:
         table = table.cast_column(column, datasets.Image(decode=False))
     return table.select_columns([*names]).rename_columns({old: new for old, new in names.items() if old != new})
 
 
 def _find_pairs(dataset: str | list[str]) -> dict[str, list[tuple[Path, Path]]]:
-    """Return the files of images and masks in a folder, by split, see `SPLITS`; images outside of split folders are
-    "train". Other data sets have no pairs."""
+    """Return the files of images and masks in a folder, by split, see `SPLITS`; without split folders, all images are
+    "train". Return an empty dict for other data sets."""
     pairs = defaultdict(list)
     folder = Path(dataset if isinstance(dataset, str) else dataset[0])
     images = folder / "images" if (folder / "images").is_dir() else folder
@@ -104,7 +104,7 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datasets.Dataset:
-    # A split is also found by the name of its folder.
+    # `split` may also be the name of the split's folder.
     folder, bracket, numbers = split.partition("[")
     part = SPLITS.get(folder.lower(), folder)
     if part not in pairs:
@@ -124,7 +124,7 @@ def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datas
 
 
 def _labelme_names(pairs: dict) -> list[str]:
-    """Return the labels in labelme's files, the background first; none without such files."""
+    """Return the labels in labelme's files, the background first, or an empty list without such files."""
     files = {mask for part in pairs.values() for _, mask in part if mask.suffix == ".json" and mask.is_file()}
     labels = {shape["label"] for file in files for shape in _read_labelme(file)["shapes"]}
     return [BACKGROUND, *sorted(labels - {BACKGROUND, IGNORE})] if files else []
@@ -142,7 +142,7 @@ def _read_labelme(file: Path) -> dict:
 
 
 def _draw(file: Path, names: list[str]) -> dict:
-    """Draw the class numbers of a labelme file as a picture, later shapes over earlier ones, and return its record."""
+    """Draw the class numbers of a labelme file, later shapes over earlier ones, and return a `datasets` record."""
     numbers = {IGNORE: IGNORED} | {name: number for number, name in enumerate(names)}
     content = _read_labelme(file)
     mask = Image.new("L", (content["imageWidth"], content["imageHeight"]), numbers.get(BACKGROUND, IGNORED))
@@ -163,7 +163,7 @@ class MaskReader:
 
     Args:
         num_labels (`int`): Number of classes.
-        ignored_labels (iterable of `int`, *optional*): Numbers in the files whose pixels are ignored.
+        ignored_labels (iterable of `int`, *optional*): Numbers in the files; pixels that have one of them are ignored.
         reduce_labels (`bool`, *optional*, defaults to `False`): Ignore 0, and count classes from 1, as in ADE20K.
     """
 
@@ -175,7 +175,7 @@ class MaskReader:
         self.table[[*ignored_labels]] = IGNORED
 
     def __call__(self, record: dict | Image.Image, index: int, size: tuple[int, int]) -> torch.Tensor:
-        """Read a mask `(height, width)`, uint8.
+        """Read a mask, `(height, width)` uint8.
 
         Args:
             record (`dict` or `PIL.Image.Image`): Undecoded `datasets` record of the mask.

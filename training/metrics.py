@@ -21,10 +21,10 @@ class _Metric(evaluate.Metric):
 
 
 class TopKAccuracy(_Metric):
-    """Share of images that have a correct label among the k highest scores.
+    """Share of images for which a correct label is among the k labels with the highest scores.
 
-    `add_batch` takes scores `(batch, labels)` and references `(batch,)`, or `(batch, several)`, padded with -1.
-    `compute()` returns `{"accuracy": …}` for k = 1 and `{"top5_accuracy": …}` for k = 5.
+    `add_batch` takes scores `(batch, labels)`, and references `(batch,)` or, for several labels, `(batch, most)`,
+    padded with -1. `compute()` returns `{"accuracy": …}` for k = 1 and `{"top5_accuracy": …}` for k = 5.
     """
 
     def __init__(self, k: int = 1):
@@ -34,7 +34,7 @@ class TopKAccuracy(_Metric):
     def add_batch(self, *, predictions, references):
         """Store the labels of the k highest scores of each image, `(batch, k)`. Scores must be finite."""
         check_scores(predictions)
-        # The negative of an unsigned integer would be a large number.
+        # Scores are negated below, and the negative of an unsigned integer would be a large number.
         scores = np.asarray(predictions, dtype=np.float64)
         best = np.argsort(-scores, axis=1, kind="stable")[:, : self.k]
         references = np.asarray(references)
@@ -47,16 +47,16 @@ class TopKAccuracy(_Metric):
 
 
 def accuracies() -> evaluate.CombinedEvaluations:
-    """Return one metric of `accuracy` and `top5_accuracy`, see `TopKAccuracy`."""
+    """Return a combined metric that computes both `accuracy` and `top5_accuracy`, see `TopKAccuracy`."""
     return evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)])
 
 
 class SegmentationScores(_Metric):
-    """Mean intersection over union, mean accuracy and pixel accuracy of all pixels together.
+    """Mean intersection over union, mean accuracy and pixel accuracy, computed over the pixels of all images together.
 
-    `add_batch` takes arrays of class indices of one shape; pixels whose reference is `ignore_index` are ignored.
-    `compute()` returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a class. A class
-    that neither occurs nor is predicted has the value `None` and is left out of the means.
+    `add_batch` takes two arrays of class indices with equal shapes; pixels whose reference is `ignore_index` are
+    ignored. `compute()` returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a
+    class. The value of a class that neither occurs nor is predicted is `None`, and the means leave it out.
     """
 
     kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))

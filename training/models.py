@@ -1,4 +1,4 @@
-"""Models to train: new ones, and pretrained ones of Transformers and timm with new heads."""
+"""Models to train: new models, and pretrained models of Transformers and timm with new heads."""
 
 import inspect
 
@@ -25,7 +25,7 @@ CLASSIFIER = "an image classifier to go on from"
 
 
 def build_model(options, args, names: list[str]):
-    """Return a classifier of these class names, in float32, and its image processor.
+    """Return a classifier for the given class names, in float32, and its image processor.
 
     Args:
         options (`ModelArguments`): The model, new or pretrained, and its Context Broadcasting.
@@ -49,7 +49,7 @@ def build_model(options, args, names: list[str]):
 
 
 def label_fields(names: list[str]) -> dict:
-    """Return the fields of a configuration for these class names."""
+    """Return the configuration fields that contain the class names."""
     return {
         "num_labels": len(names),
         "id2label": dict(enumerate(names)),
@@ -58,7 +58,7 @@ def label_fields(names: list[str]) -> dict:
 
 
 def new_classifier(options, labels: dict):
-    """Return a classifier with initial weights and an image processor of its size."""
+    """Return a classifier with initial weights, and an image processor for the classifier's image size."""
     config = new_config(options.model_type or "vit", options.config_overrides, options.drop_path, **labels)
     is_configured = configure_initialization(config, options.initialization, options.initialization_options)
     normalization = {"image_mean": options.image_mean, "image_std": options.image_std}
@@ -84,11 +84,11 @@ def new_classifier(options, labels: dict):
 
 
 def pretrained_classifier(options, args, labels: dict):
-    """Load a pretrained classifier with these labels, and its image processor."""
+    """Load a pretrained classifier, with `labels` as its classes, and its image processor."""
     trust = args.trust_remote_code
     config = load_config(options.model, CLASSIFIER, trust, problem_type="single_label_classification", **labels)
     if config.model_type == TIMM:
-        # timm's folders have names and a number of classes of their own.
+        # timm's folders also record their classes in other fields, which would contradict the new labels.
         for name in ("label_names", "label_descriptions"):
             vars(config).pop(name, None)
         config.model_args = {name: value for name, value in (config.model_args or {}).items() if name != "num_classes"}
@@ -101,8 +101,8 @@ def pretrained_classifier(options, args, labels: dict):
 
 
 def resize(model, processor, pixels: int):
-    """Set the image size of a model, whose position embeddings are interpolated, and return an image processor of
-    that size."""
+    """Set the image size of a model, interpolating its position embeddings, and return an image processor for that
+    size."""
     config = model.config
     if config.model_type == TIMM:
         model.timm_model.set_input_size(img_size=(pixels, pixels))
@@ -118,7 +118,7 @@ def resize(model, processor, pixels: int):
 
 
 def initialization_arguments(name: str, text: str) -> dict:
-    """Read the argument `initialization_options`, keyword arguments of an initialization."""
+    """Read the argument `initialization_options` as keyword arguments for the initialization `name`."""
     function = initialization.INITIALIZATIONS.get(name)
     accepted = inspect.signature(function).parameters.keys() - {"model", "generator"} if function else set()
     values = read_values("initialization_options", text)
@@ -131,7 +131,8 @@ def initialization_arguments(name: str, text: str) -> dict:
 
 
 def configure_initialization(config: PreTrainedConfig, name: str, text: str) -> bool:
-    """Write the initialization into the configuration of a new model. Return whether its class then applies it."""
+    """Write the initialization into the configuration of a new model. Return whether the model's class applies it
+    itself."""
     values = initialization_arguments(name, text)
     if name == "default":
         return True
@@ -146,10 +147,10 @@ def configure_initialization(config: PreTrainedConfig, name: str, text: str) -> 
 
 
 def load_with_new_head(auto_class: type, name: str, config: PreTrainedConfig, kind: str, trust_remote_code: bool):
-    """Load a pretrained model, in float32, with a new head where its own does not fit the configuration.
+    """Load a pretrained model, in float32, with a new head if its own head does not fit the configuration.
 
     Raises:
-        ValueError: If weights of the backbone are missing, left over or of other shapes.
+        ValueError: If weights of the backbone are missing, unused or of other shapes.
     """
     options = {"config": config, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
     model, report = load_weights(auto_class, name, kind, **options)
@@ -165,7 +166,7 @@ def load_with_new_head(auto_class: type, name: str, config: PreTrainedConfig, ki
 
 
 def new_config(model_type: str, text: str, drop_path: float, **labels) -> PreTrainedConfig:
-    """Return the configuration of a new model for these labels, with the fields of `config_overrides`."""
+    """Return the configuration of a new model, with the fields in `text` (`config_overrides`) and `labels`."""
     config = AutoConfig.for_model(model_type, **parse_overrides(model_type, text) | labels)
     set_drop_path(config, drop_path)
     return config
@@ -184,9 +185,9 @@ def set_drop_path(config: PreTrainedConfig, rate: float):
 def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_decay: float) -> dict[str, float]:
     """Return the factor of each parameter's learning rate by parameter name.
 
-    The last block and the layers after it have the factor 1; each block before has `layer_decay` times the factor of
-    the next one, and the layers before the first block have the first block's factor. The blocks are the longest list
-    of modules in the base model. The head, outside of the base model or, in timm's models, inside, has
+    The last block and the layers after it have the factor 1; each earlier block has `layer_decay` times the factor of
+    the next block, and the layers before the first block decay once more. The blocks are the longest list of modules
+    in the base model. The factor of the head, which only timm's models have inside of the base model, is
     `head_multiplier`.
     """
     base = model.base_model
@@ -213,8 +214,8 @@ def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the parameter names of a timm model's classifier, which is inside of the base model;
-    Transformers' models have it outside."""
+    """Return the prefixes of the classifier's parameter names in a timm model, whose base model contains the
+    classifier; return none for Transformers' models."""
     if not is_timm(base):
         return ()
     heads = base.get_classifier()

@@ -10,13 +10,13 @@ from accelerate.utils import is_bf16_available
 from torch import nn
 
 
-# Speed of bfloat16 matrix products, relative to float32, from which bfloat16 is used. Training gains less: where
-# products were 2.3 times as fast, a bootstrapping was 1.2 times as fast.
+# Speed of bfloat16 matrix products, relative to float32, above which bfloat16 is used. Training gains less: with
+# products 2.3 times as fast, bootstrapping was 1.2 times as fast.
 WORTHWHILE = 4
 
 
 def choose_mixed_precision(device: torch.device) -> str:
-    """Return `"bf16"` where the device is fast at it, otherwise `"no"`."""
+    """Return `"bf16"` if the device is fast at bfloat16, otherwise `"no"`."""
     if device.type == "cpu":
         fast = bfloat16_is_fast()
     elif device.type == "cuda":
@@ -28,14 +28,14 @@ def choose_mixed_precision(device: torch.device) -> str:
 
 @functools.cache
 def bfloat16_is_fast() -> bool:
-    """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 ones. Its
-    list of instructions does not tell how fast they are."""
-    # A large product takes seconds where bfloat16 is emulated, so that a small one is measured first.
+    """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 ones. The
+    CPU's instruction set does not tell the speed."""
+    # A large product takes seconds if bfloat16 is emulated, so a small one is measured first.
     return _speed_of_bfloat16(128) > 0.5 and _speed_of_bfloat16(512) > WORTHWHILE
 
 
 def _speed_of_bfloat16(size: int) -> float:
-    """Measure the speed of a bfloat16 matrix product relative to float32, by the thread's CPU time."""
+    """Measure the speed of a bfloat16 matrix product relative to float32, in CPU time of one thread."""
     seconds = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def _speed_of_bfloat16(size: int) -> float:
 
 
 def hold_teacher(accelerator: Accelerator, teacher: nn.Module, classifier: nn.Module | None = None):
-    """Freeze a teacher, in place, and convert it to bfloat16 in runs of this precision on devices that are fast at it.
+    """Freeze a teacher, in place, and convert it to bfloat16 if the run uses bfloat16 and the device is fast at it.
     Its `classifier`, which is also called on float32 embeddings, stays in float32."""
     teacher.eval().requires_grad_(False)
     if accelerator.mixed_precision == "bf16" and (accelerator.device.type != "cpu" or bfloat16_is_fast()):

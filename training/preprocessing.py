@@ -1,4 +1,4 @@
-"""Pixel values by image processors, and their conversion back to images."""
+"""Compute pixel values with image processors, and convert pixel values back to images."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from PIL import Image
 from ..modeling.image_format import ImageFormat, normalization_of
 
 
-# Longest side of a strip, in multiples of its shorter side, that is resized whole where only the middle is kept.
+# Largest ratio of an image's sides. A longer image, of which only the middle is kept, is cropped before resizing.
 LONGEST = 32
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
-    """Return an image processor's `pixel_values` of RGB images. If it keeps the middle of images, a long strip is
-    cropped before it is resized."""
+    """Return an image processor's `pixel_values` of RGB images. If the processor crops the middle of images, long
+    strips are cropped first, because resizing them whole takes much memory."""
     if _keeps_middle(image_processor):
         images = [middle_of(image) for image in images]
     return image_processor(list(images), return_tensors="pt")["pixel_values"]
@@ -29,7 +29,7 @@ def _keeps_middle(image_processor) -> bool:
 
 
 def restore_images(image_processor, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Convert pixel values of an image processor back to RGB from 0 to 1, float32 on the CPU."""
+    """Convert an image processor's pixel values back to RGB values from 0 to 1, float32 on the CPU."""
     image_format = ImageFormat(tuple(pixel_values.shape[-2:]), *normalization_of(image_processor))
     return image_format.denormalize(pixel_values.detach().float().cpu()).clamp(0, 1)
 
@@ -44,7 +44,7 @@ def size_made_by(image_processor) -> tuple[int, int]:
 
 
 def middle_of(image: Image.Image) -> Image.Image:
-    """Crop the middle of a strip, `LONGEST` times as long as wide. Other images are returned as they are."""
+    """Crop an image more than `LONGEST` times as long as wide to its middle. Return other images unchanged."""
     longest = LONGEST * min(image.size)
     left, top = (max(length - longest, 0) // 2 for length in image.size)
     return image.crop((left, top, image.width - left, image.height - top)) if left or top else image

@@ -1,11 +1,11 @@
-"""Check of a model's outputs."""
+"""Check a model's outputs."""
 
 import numpy as np
 import torch
 
 
 def check_scores(scores: torch.Tensor | np.ndarray, what: str = "scores"):
-    """Raise a ValueError if a model's scores, logits or embeddings are not finite, which no metric would show."""
+    """Raise a ValueError if a model's scores, logits or embeddings are not finite, because metrics would hide this."""
     scores = torch.as_tensor(scores)
     if not scores.isfinite().all():
         lost = int((~scores.isfinite()).flatten(1).any(1).sum())

@@ -4,10 +4,10 @@
         --dataset ADE20K --train_split training --eval_split validation --reduce_labels --num_labels 150 \\
         --output_dir OUT
 
-Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the recipe of
-ViT-Adapter (Chen et al. 2023) with 80,000 iterations and larger batches. The defaults are those of ViT-Adapter for
-AugReg models. Where its two sizes differ, the head's learning rate, weight decay and drop path are those of base
-(large: 1, 0.05, 0.4), and the layer decay is that of large (base: 1).
+Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the settings
+of ViT-Adapter (Chen et al. 2023) with 80,000 iterations and larger batches. The defaults are ViT-Adapter's settings
+for AugReg models. Its base and large models differ: the defaults for the head's learning rate, weight decay and drop
+path come from base (large: 1, 0.05, 0.4), the layer decay from large (base: 1).
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ from .views import PlainImages
 PROG = "frugalvit segment"
 # Description of the checkpoint to fine-tune, for messages.
 KIND = "a model to fine-tune"
-# Largest share of a class in a crop, and probability of each change of colors, as in MMSegmentation.
+# Largest share of one class in a crop, and probability of each color distortion, both as in MMSegmentation.
 MOST_OF_A_CLASS = 0.75
 DISTORTION = 0.5
 
@@ -137,8 +137,8 @@ class SegmentationArguments(ImageTrainingArguments):
 def resize_pair(
     image: Image.Image, mask: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a resized image, as a tensor, and its resized mask. The mask is interpolated by `NEAREST_EXACT`, because
-    `NEAREST`, which torchvision uses for `tv_tensors.Mask`, is half a pixel off the image."""
+    """Return a resized image, as a tensor, and its resized mask. The mask is interpolated by `NEAREST_EXACT`:
+    torchvision's `NEAREST`, its default for `tv_tensors.Mask`, would shift the mask by half a pixel from the image."""
     pixels = v2.functional.resize(v2.functional.pil_to_tensor(image), size, interpolation, antialias=True)
     return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
 
@@ -165,7 +165,7 @@ class SegmentationView:
         self.flip_and_distort = v2.Compose([v2.RandomHorizontalFlip(), *jitters])
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        # A long strip is cut first, because resizing all of it would take gigabytes.
+        # A long strip is cropped first, because resizing the whole strip would take gigabytes.
         part = v2.RandomCrop([min(length, LONGEST * min(mask.shape)) for length in mask.shape])
         image, mask = part(image, tv_tensors.Mask(mask))
         shorter = int(torch.randint(self.sides[0], self.sides[1] + 1, ()))
@@ -194,7 +194,7 @@ class SegmentationEvalView:
 
 
 class PlainPairs(PlainImages):
-    """Pairs of an image and its mask, a PyTorch dataset such as torchvision's `VOCSegmentation` or a list, with the
+    """A PyTorch dataset, such as torchvision's `VOCSegmentation`, or a list, of pairs of image and mask, with the
     interface of a `datasets.Dataset`."""
 
     def __init__(self, source):
@@ -227,7 +227,7 @@ class SegmentationTrainer(ImageTrainer):
         if self.num_labels < 2:
             raise ValueError(f"The model has {self.num_labels} class, expected two or more to learn (num_labels).")
         read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
-        # The saved configuration tells evaluation which labels to ignore.
+        # Evaluation reads from the saved configuration which labels to ignore.
         model.config.ignored_labels = list(args.ignored_labels)
         super().__init__(
             model,
@@ -240,7 +240,7 @@ class SegmentationTrainer(ImageTrainer):
             learning_rate_factors=learning_rate_factors(model, args.head_multiplier, args.layer_decay),
             **kwargs,
         )
-        # `Trainer` finds label names in the signature of `forward`, which some models lack.
+        # `Trainer` looks for label names in the signature of `forward`, and some models have no `labels` there.
         self.label_names = ["labels"]
         self.scores = SegmentationScores(self.num_labels)
 
@@ -260,7 +260,7 @@ class SegmentationTrainer(ImageTrainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to the scores, at the masks' resolution. Return the scores with the last batch."""
+        """Add a batch to the scores, at the masks' resolution. Return the scores at the last batch."""
         logits = torch.as_tensor(prediction.predictions).float()
         labels = torch.as_tensor(prediction.label_ids)
         check_scores(logits)

@@ -1,4 +1,4 @@
-"""Splits for training, evaluation and testing, and the match of data sets' classes with a model's."""
+"""Choose splits for training, evaluation and testing, and match the classes of data sets with a model's classes."""
 
 import re
 import unicodedata
@@ -15,22 +15,22 @@ from .data import class_names, label_numbers, load_images, readable_images, spli
 from .text import shortened
 
 
-# Splits for evaluation, the first choice first.
+# Names of splits for evaluation, in order of preference.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
-# Name of the part of a split that `hold_back` takes from it.
+# Name, in cards and logs, of the part that `hold_back` takes from a split.
 HELD_BACK = "{}, held back"
 IMAGENET_CLASSES = 1000
-# Names that tell nothing: numbers, and Transformers' names of classes without one.
+# Placeholders for class names: numbers, and Transformers' `LABEL_0`, `LABEL_1`, …
 _NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
 
 
 def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -> tuple:
-    """Load the images to train on, to evaluate on and to test on that `DataArguments` name, see `load_parts`.
+    """Load the images of `data` (`DataArguments`) to train on, to evaluate on and to test on, see `load_parts`.
 
-    With `learns_labels`, all images need a label, of two classes or more; otherwise images of which some have no label
-    count as unlabeled. Labels of a stream are not checked. See `readable_images` for `skip_corrupt`.
+    With `learns_labels`, all images need a label, and there must be two classes or more. Otherwise, a split loses its
+    labels if one is missing. Labels of a stream are not checked. See `readable_images` for `skip_corrupt`.
     """
-    # Labels that are numbers or texts get the class names of the training images.
+    # Other splits, if their labels are numbers or texts, get the class names of the training images.
     names = None
 
     def load(dataset: list[str], split: str, streaming: bool = False):
@@ -69,11 +69,12 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
     """Load the images to train on, to evaluate on and to test on. The last two may be `None`.
 
     Without `data.eval_split`, the best epoch is chosen on the validation split and the model is tested on "test", if
-    both have labels or neither has. With one of them, the epoch is chosen on it; with neither, on the first split of
-    `data.eval_dataset` or on a part of the training images, see `hold_back`.
+    both have labels or neither has. If only one of these splits exists or has labels, the epoch is chosen on it;
+    without both, on the first split of `data.eval_dataset` or on a part of the training images, see `hold_back`.
 
     Args:
-        data (`DataArguments`): Its fields `evaluated` and `tested` get the names of the chosen splits.
+        data (`DataArguments`): Arguments; the fields `evaluated` and `tested` are set to the names of the chosen
+            splits.
         load (`Callable`): Called as `load(dataset, split, streaming=…)`.
         names_of_splits (`Callable`): Returns the split names of a data set.
     """
@@ -107,8 +108,8 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Split images into a part to train on and a part to evaluate on: a tenth, at most 5,000 images.
 
-    The part is drawn at random with a fixed seed, so that a data set is always split alike. It is stratified by class,
-    and each class keeps at least one image to train on.
+    The second part is drawn at random with a fixed seed, so that a data set is always split in the same way. It is
+    stratified by class if classes are large enough, and each class keeps at least one image to train on.
     """
     count = min(max(len(images) // 10, 1), 5_000)
     labels = label_numbers(images) if "label" in images.features else np.zeros(len(images), dtype=np.int64)
@@ -137,7 +138,7 @@ def check_labels(images: datasets.Dataset, split: str):
 
 
 def check_classes(names: Sequence[str]):
-    """Raise a ValueError for fewer than two classes, among which every model is right."""
+    """Raise a ValueError for fewer than two classes, because every prediction would be right."""
     if len(names) < 2:
         raise ValueError(
             f"There is one class, {shortened(list(names))}, expected two or more: with one, every answer is right. "
@@ -146,7 +147,7 @@ def check_classes(names: Sequence[str]):
 
 
 def check_same_classes(names: list[str] | None, images):
-    """Raise a ValueError unless images to evaluate on have the classes of the training images, in the same order."""
+    """Raise a ValueError unless images to evaluate on have the training images' classes, in the same order."""
     others = None if images is None else class_names(images)
     if names and others and names != others:
         both = f"{shortened(names)} to train and {shortened(others)} to evaluate on"
@@ -154,10 +155,10 @@ def check_same_classes(names: list[str] | None, images):
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """Return the parts and the classifier's index of each class, see `match_labels`.
+    """Return the parts and a list with the classifier's index of each class, see `match_labels`.
 
-    The index is `None` if labels need no conversion, or without labels or a classifier. Labels that the classifier
-    does not have are removed from the parts if `learns_labels` is false, and refused otherwise.
+    The list of indices is `None` if labels need no conversion, or without labels or a classifier. If classes do not
+    match the classifier's, labels are removed from the parts, or with `learns_labels`, a ValueError is raised.
     """
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names in (None, list(id2label.values())):
@@ -173,8 +174,8 @@ def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_la
 
 
 def check_single_label(config, use: str):
-    """Raise a ValueError for a classifier of several labels or of a number. `use`, which needs a single label, begins
-    the message."""
+    """Raise a ValueError for a classifier with several labels an image or a numeric output. The message starts with
+    `use`, the argument or command that needs a single label."""
     if config.problem_type not in (None, "single_label_classification"):
         raise ValueError(
             f"{use} is for one label an image; the classifier's problem_type is {config.problem_type!r}, expected "
@@ -185,16 +186,16 @@ def check_single_label(config, use: str):
 def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
     """Return the model's index of each class of a data set.
 
-    Classes are matched by name: exactly, or without regard to case, to marks between words and to Unicode's forms of
-    accents. ImageNet's are also matched by WordNet's numbers ("n01440764"), and numbers by the model's index. If the
-    model's classes have no names, the first ones are taken.
+    Classes are matched by name: exactly, or ignoring case, the characters between words and Unicode's forms of
+    accents. ImageNet's classes are also matched by WordNet ids ("n01440764"), and names that are numbers by the
+    model's index. If the model's classes have no names, its first classes are taken, in order.
 
     Args:
         names (sequence of `str`): The data set's classes.
         id2label (`Mapping[int, str]`): The model's classes.
 
     Raises:
-        ValueError: If the model lacks a class, or has several of a name, such as ImageNet's two cranes.
+        ValueError: If the model lacks a class, or has several classes of one name, such as ImageNet's two cranes.
     """
     exact = defaultdict(list)
     plain = defaultdict(list)
