@@ -131,8 +131,7 @@ def initialization_arguments(name: str, text: str) -> dict:
 
 
 def configure_initialization(config: PreTrainedConfig, name: str, text: str) -> bool:
-    """Write the initialization into the configuration of a new model. Return whether the model's class applies it
-    itself."""
+    """Write the initialization into the configuration of a new model. Return whether its class applies it."""
     values = initialization_arguments(name, text)
     if name == "default":
         return True

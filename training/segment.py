@@ -151,7 +151,7 @@ class SegmentationView:
     Args:
         image_format (`ImageFormat`): The model's image format.
         read_mask (`Callable`): Reads a mask, see `MaskReader`.
-        scale (`tuple[float, float]`): Range of the resized image's shorter side, relative to that of the crop.
+        scale (`tuple[float, float]`): Range of the resized image's shorter side, relative to the crop's shorter side.
     """
 
     def __init__(self, image_format: ImageFormat, read_mask, scale: Sequence[float] = (0.5, 2.0)):

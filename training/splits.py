@@ -17,7 +17,7 @@ from .text import shortened
 
 # Names of splits for evaluation, in order of preference.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
-# Name, in cards and logs, of the part that `hold_back` takes from a split.
+# Name, for the model card, of the part that `hold_back` takes from a split.
 HELD_BACK = "{}, held back"
 IMAGENET_CLASSES = 1000
 # Placeholders for class names: numbers, and Transformers' `LABEL_0`, `LABEL_1`, …
@@ -73,8 +73,7 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
     without both, on the first split of `data.eval_dataset` or on a part of the training images, see `hold_back`.
 
     Args:
-        data (`DataArguments`): Arguments; the fields `evaluated` and `tested` are set to the names of the chosen
-            splits.
+        data (`DataArguments`): The arguments. `evaluated` and `tested` are set to the names of the chosen splits.
         load (`Callable`): Called as `load(dataset, split, streaming=…)`.
         names_of_splits (`Callable`): Returns the split names of a data set.
     """
@@ -175,7 +174,7 @@ def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_la
 
 def check_single_label(config, use: str):
     """Raise a ValueError for a classifier with several labels an image or a numeric output. The message starts with
-    `use`, the argument or command that needs a single label."""
+    `use`, a name of the purpose that needs a single label."""
     if config.problem_type not in (None, "single_label_classification"):
         raise ValueError(
             f"{use} is for one label an image; the classifier's problem_type is {config.problem_type!r}, expected "

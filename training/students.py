@@ -1,4 +1,4 @@
-"""Students of a vision transformer: build new ones, load those to continue, and freeze what stays the teacher's."""
+"""Students of a vision transformer: build new students, load students to continue, and freeze inherited weights."""
 
 import random
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from .files import find_model
 from .loading import load_config, load_model
 
 
-# Classes of students by `focusing` and by kind of output.
+# Class of a student by the argument `focusing` and by the kind of output.
 STUDENTS = {
     "paper": {
         "map": SparseFormerBackbone,
@@ -89,8 +89,8 @@ def build_student(
         options (`StudentArguments`): The student's class, tokens and configuration.
         teacher (`Anatomy`): The vision transformer whose blocks and head the student inherits.
         teacher_format (`ImageFormat`): Size and normalization of the teacher's images, which the student shares.
-        inherit_blocks (`bool`): Inherit the teacher's blocks; otherwise its classifier alone.
-        defaults: `truncate` and fields of the configuration, for those that `options` does not set.
+        inherit_blocks (`bool`): Whether to inherit the teacher's blocks and classifier, or only the classifier.
+        defaults: Default of `truncate` and defaults of configuration fields, which `options` may override.
     """
     kind = "map" if options.upsampler_hidden_size else kind_of(teacher)
     student_class = STUDENTS[options.focusing][kind]
@@ -115,14 +115,14 @@ def build_student(
 
 
 def kind_of(teacher: Anatomy) -> str:
-    """Return the kind of student, a key of `STUDENTS`, for a teacher's head."""
+    """Return the student's kind, an inner key of `STUDENTS`, for the teacher's head."""
     if teacher.classifier is not None:
         return "classifier"
     return "tokens" if teacher.projection is None else "projection"
 
 
 def check_embedding(student: PreTrainedModel, teacher: Anatomy):
-    """Raise a ValueError unless the embeddings of student and teacher have the same width and both or neither are
+    """Raise a ValueError unless the embeddings of student and teacher have the same width, and both or neither are
     projected."""
     projects = hasattr(student, "visual_projection")
     width = student.config.projection_dim if projects else student.config.pooled_size
@@ -135,7 +135,7 @@ def check_embedding(student: PreTrainedModel, teacher: Anatomy):
 
 
 def continued_student(options: StudentArguments) -> PreTrainedModel:
-    """Load `options.student` to continue its training, and set its number of tokens and their placement."""
+    """Load `options.student` to continue its training, and set the number of its tokens and their placement."""
     name, revision = find_model(options.student)
     config = load_config(options.student, "a SparseFormer")
     if not is_sparseformer(config):
@@ -172,7 +172,7 @@ def parse_overrides(model_type: str, text: str) -> dict:
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """Return the numbers of tokens to train in a step: the largest, two random ones and the smallest (the sandwich
+    """Return the numbers of tokens to train in a step: the largest, two random numbers and the smallest (the sandwich
     rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*)."""
     if len(config.trained_token_counts) == 1:
         return list(config.trained_token_counts)
@@ -209,7 +209,7 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
         raise ValueError(f"tune is {args.tune}, {count} blocks, expected at most the student's {len(layers)}.")
     layers[count:].requires_grad_(False)
     if inherits_patches:
-        # All weights are inherited, except for those that choose cells.
+        # All weights are inherited, except for the placement's weights, which choose the cells of tokens.
         placement = (base.embeddings.placement or nn.Module()).requires_grad_(True)
         return {*base.parameters()} - {*placement.parameters()}
     base.layernorm.requires_grad_(False)

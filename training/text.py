@@ -10,7 +10,7 @@ _REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 def printable(text: str) -> str:
     """Escape control characters, line breaks and undecodable bytes in a text from outside, such as a label or a file
-    name: the result is one line without terminal commands."""
+    name. The result is one line that cannot control the terminal."""
     return "".join(
         character.encode("unicode_escape").decode()
         if character in _REORDERING or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
@@ -20,14 +20,14 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type."""
+    """Return the first line of an error's message, or the name of the error's type if the message is empty."""
     if isinstance(error, UnicodeEncodeError):
         return f"the name {printable(error.object)} is not UTF-8; rename it, for example by convmv"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def shortened(names: list[str]) -> str:
-    """Return the first three names, and the number of names in brackets."""
+    """Return the first three names and, in brackets, the number of all names."""
     return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)})"
 
 
@@ -44,13 +44,13 @@ def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
     """Format rows as a Markdown table with the columns and numbers of `format_table`."""
     columns, lines = _columns_and_lines(rows)
     rule = [":---" if is_text else "---:" for is_text in columns.values()]
-    # A pipe would end the cell.
+    # Pipes are escaped, because a pipe would end the cell.
     escaped = ([cell.replace("|", "\\|") for cell in line] for line in (columns, rule, *lines))
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def _columns_and_lines(rows: Sequence[Mapping[str, object]]) -> tuple[dict[str, bool], list[list[str]]]:
-    """Return the columns, each with whether its first value is a text, and the cells of each row as texts."""
+    """Return, for each column, whether its first value is a text, and for each row, its cells as texts."""
     columns: dict[str, bool] = {}
     for row in rows:
         for column, value in row.items():

@@ -2,8 +2,8 @@
 
     accelerate launch -m frugalvit.training.train --output_dir OUT --model_type vit --config_overrides patch_size=4,…
 
-RandAugment, mixup, label smoothing, AdamW, warm-up and cosine, on any image classifier of Transformers or of this
-package.
+Any image classifier of Transformers or of this package is trained with RandAugment, mixup, label smoothing, AdamW, and
+a cosine schedule with warm-up.
 """
 
 import copy
@@ -34,14 +34,14 @@ from .views import labeled_images, mixing
 
 
 PROG = "frugalvit train"
-# Default learning rates of new weights and of a trained model, whose features the higher rate destroys.
+# Default learning rates for new weights and for fine-tuning: the higher rate would destroy pretrained features.
 SCRATCH_LEARNING_RATE = 1e-3
 FINE_TUNING_LEARNING_RATE = 1e-4
-# The default batch size is the largest of these with which an epoch has `STEPS_PER_EPOCH` steps. It does not depend on
-# the number of epochs, because a longer run continues a shorter one.
+# The default batch size is the largest of `BATCH_SIZES` with which an epoch has at least `STEPS_PER_EPOCH` steps. It
+# does not depend on the number of epochs, so that a longer run can continue a shorter one.
 BATCH_SIZES = (8, 16, 32, 64, 128)
 STEPS_PER_EPOCH = 20
-# Fewer steps of training are noted.
+# A training with fewer steps prints a note.
 FEW_STEPS = 100
 
 
@@ -113,7 +113,7 @@ class SmallDataView:
     Args:
         image_format (`ImageFormat`): The model's image format.
         args (`SmallDataArguments`): Crop, padding and flip.
-        randaugment_layers (`int`), randaugment_magnitude (`int`): RandAugment's number and strength of operations.
+        randaugment_layers (`int`), randaugment_magnitude (`int`): Number and strength of RandAugment's operations.
         erasing (`float`): Probability of erasing a rectangle.
     """
 
@@ -145,7 +145,7 @@ class SmallDataView:
 
 @dataclass
 class ImageClassificationArguments(SmallDataArguments):
-    """Arguments of the training of a classifier: augmentation, distillation, and learning rates of head and layers."""
+    """Arguments of the training of a classifier: augmentation, distillation, and learning rates of layers and head."""
 
     num_train_epochs: float = argument(100, "Epochs.")
     per_device_train_batch_size: int | None = argument(
@@ -175,12 +175,12 @@ class ImageClassificationArguments(SmallDataArguments):
 
 
 def resolve_arguments(args: ImageClassificationArguments, config, images) -> ImageClassificationArguments:
-    """Return a copy of the arguments with a learning rate and a batch size in place of None.
+    """Return a copy of the arguments, with None replaced in the learning rate and the batch size.
 
     Args:
         args (`ImageClassificationArguments`): Arguments as they were given.
-        config: The model's configuration; it has a `name_or_path` if the model was trained before.
-        images: Training images; the batch is largest for a stream.
+        config: The model's configuration. Its `name_or_path` is empty for a new model.
+        images: Training images. A stream gets the largest batch size.
     """
     args = copy.copy(args)
     if args.learning_rate is None:
@@ -236,7 +236,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        # `Trainer` finds label names in the signature of `forward`, which some models lack.
+        # `Trainer` looks for label names in the signature of `forward`, and some models have no `labels` there.
         self.label_names = ["labels"]
         self.accuracies = accuracies()
         self.teacher = None
@@ -261,7 +261,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
             loss = F.cross_entropy(logits.float(), labels)
             return (loss, {"logits": logits}) if return_outputs else loss
         outputs = model(pixel_values=pixel_values)
-        # A model with a distillation token has two classifiers, of which one learns from the teacher.
+        # A model with a distillation token has two classifiers; the second one learns from the teacher.
         class_logits = outputs.logits
         distillation_logits = outputs.logits
         if getattr(outputs, "cls_logits", None) is not None:
@@ -277,8 +277,8 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def teacher_loss(self, logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Return the divergence from the teacher's distribution, times temperature^2, or the cross-entropy with its
-        best class (DeiT)."""
+        """Return the divergence from the teacher's distribution, times temperature^2, or, for "hard" distillation
+        (DeiT), the cross-entropy with the teacher's best class."""
         pixel_values = self.teacher_format.convert(pixel_values, self.image_format)
         with torch.no_grad(), self.accelerator.autocast():
             expected = self.teacher(pixel_values=pixel_values).logits.float()
@@ -287,7 +287,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         return divergence(logits, expected, self.args.distill_temperature)
 
     def run(self) -> dict[str, float]:
-        """Train as `ImageTrainer` does, and note where a training had few steps or may have learned nothing."""
+        """Run `ImageTrainer.run`, and print a note if the training had few steps or may have learned nothing."""
         metrics = super().run()
         notes = []
         steps = self.state.global_step
@@ -308,7 +308,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         return metrics
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to `accuracy` and `top5_accuracy`. Return both with the last batch (`compute_result`)."""
+        """Add a batch to `accuracy` and `top5_accuracy`. Return both metrics at the last batch (`compute_result`)."""
         logits, labels = (torch.as_tensor(each).cpu() for each in (prediction.predictions, prediction.label_ids))
         self.accuracies.add_batch(predictions=logits.float().numpy(), references=labels.numpy())
         return self.accuracies.compute() if compute_result else {}

@@ -1,4 +1,4 @@
-"""`Trainer` of images: Transformers' own, whose data sets are views of images, and which writes a model card."""
+"""Transformers' `Trainer` for images: its data sets are views of images, and it writes a model card."""
 
 import copy
 import dataclasses
@@ -31,14 +31,14 @@ from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
 
-# Parameters without weight decay besides vectors, by parts of their names.
+# Parts of names of parameters without weight decay. Vectors and scalars have no weight decay, either.
 WITHOUT_DECAY = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
-# Settings of the run in an output folder. `Trainer.push_to_hub` does not upload files whose names start with "_".
+# File in `output_dir` with the run's settings. `Trainer.push_to_hub` does not upload files that start with "_".
 RUN_FILE = "_run.json"
-# Files and folders of which a checkpoint of `Trainer` has at least one, even if it is incomplete.
+# Files and folders in checkpoints of `Trainer`. Even an incomplete checkpoint contains at least one of them.
 CHECKPOINT_FILES = (TRAINER_STATE_NAME, "model*.safetensors", "optimizer*", "pytorch_model*", "global_step*")
-# Arguments of `TrainingArguments` that change the trained weights. The number of epochs or steps is not among them,
-# because a longer run continues a shorter one.
+# Fields of `TrainingArguments` that change the trained weights. The number of epochs or steps is not among them, so
+# that a longer run can continue a shorter one.
 TRAINING_SETTINGS = (
     "seed",
     "data_seed",
@@ -59,22 +59,22 @@ TRAINING_SETTINGS = (
     "metric_for_best_model",
     "greater_is_better",
 )
-# Our own arguments that do not change the trained weights.
+# Fields of this package's arguments that do not change the trained weights.
 WITHOUT_EFFECT = (
     "overwrite_output_dir",
     "license",
     "attn_implementation",
     "trust_remote_code",
 )
-# Arguments that name models and images, by hub id or path.
+# Arguments whose values are hub ids or paths of models and images.
 SOURCES = ("base_model", "model", "teacher", "student", "vision_model", "distill_from", "dataset", "eval_dataset")
-# Fields of a configuration that depend on where a model was loaded from or saved, and by which version.
+# Fields of a configuration that depend only on how, where and with which version a model was loaded or saved.
 VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype")
 
 
 class ImageTrainer(Trainer):
-    """Base class of the trainers. A subclass defines `compute_loss`, `measure(prediction)`, which returns the metrics
-    of an evaluation, and `summary(metrics)`, which returns the first sentence of the model card.
+    """Base class of the trainers. A subclass defines `compute_loss`; `measure(prediction)`, which returns the metrics
+    of an evaluation; and `summary(metrics)`, which returns the first paragraph of the model card.
 
     Args:
         model (`PreTrainedModel`): The model to train.
@@ -86,12 +86,13 @@ class ImageTrainer(Trainer):
         mix (`Callable`, *optional*): Mixes the images and labels of a training batch, see `collate`.
         classes (sequence of `int`, *optional*): The model's index of each class of the data set, see `Views`.
         saved_model (`PreTrainedModel`, *optional*): The model to save if `model` is only a part of it.
-        learning_rate_factors (`dict[str, float]`, *optional*): Factors of the learning rate by parameter name. FSDP
-            replaces parameters and keeps their names.
-        test_dataset (*optional*): Images to measure the chosen model on.
+        learning_rate_factors (`dict[str, float]`, *optional*): Factors of the learning rate by parameter name. Names
+            are used, because FSDP replaces parameters but keeps their names.
+        test_dataset (*optional*): Images to measure the best model on.
         base_model (`str`, *optional*): Name of the model from which training starts, for the card.
-        model_args, data_args (*optional*): The command's other dataclasses, for the card and to compare runs.
-        usage (`str`, *optional*): Code in the card that uses `model` and `processor`. Default: by task.
+        model_args, data_args (*optional*): The command's other arguments, for the card and for comparing runs.
+        usage (`str`, *optional*): Example code in the card that uses `model` and `processor`. Default: code for the
+            task.
         callbacks (`list`, *optional*), kwargs: Passed on to `Trainer`.
     """
 
@@ -151,9 +152,9 @@ class ImageTrainer(Trainer):
             callbacks=[SetEpoch(views), self.interruption, *(callbacks or ())],
             **kwargs,
         )
-        # Every loss here is a mean over a batch, which `Trainer` would otherwise divide by the number of labels.
+        # Losses are means over a batch; without this, `Trainer` would divide them by the number of labels.
         self.model_accepts_loss_kwargs = False
-        # Step and time at which the first step of this process started, for the speed in the logs.
+        # Number and start time of the first step in this process, for the speed in the logs.
         self.first_step = None
         if hasattr(args, "attn_implementation") and (args.attn_implementation or args.device.type == "cpu"):
             # Fused attention has a slow backward pass on CPUs.
@@ -166,24 +167,24 @@ class ImageTrainer(Trainer):
         return Views(images, self.eval_view, None, self.skip_corrupt, self.classes)
 
     def as_dataset(self, images):
-        """Return images of any accepted form as a data set with columns."""
+        """Convert images of any accepted form to a data set with columns."""
         return as_images(images)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        """As in Transformers; `eval_dataset` may be images of any form that `as_images` accepts."""
+        """Return Transformers' loader; `eval_dataset` may have any form that `as_images` accepts."""
         if eval_dataset is not None and not isinstance(eval_dataset, Views | str):
             eval_dataset = self.evaluation_views(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
-        """As in Transformers; `test_dataset` may be images of any form that `as_images` accepts."""
+        """Return Transformers' loader; `test_dataset` may have any form that `as_images` accepts."""
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """As in Transformers, with a group of parameters for each weight decay and factor of the learning rate.
+        """Create Transformers' optimizer, with a parameter group for each weight decay and learning rate factor.
 
-        Matrices and filters decay, except positions, [CLS] and those in `model.no_weight_decay()`. Transformers would
-        decay positions, [CLS] and layer scales, too.
+        Only matrices and filters have weight decay, except positions, [CLS] and names in `model.no_weight_decay()`.
+        Transformers would also decay positions, [CLS] and layer scales.
         """
         if self.optimizer is None:
             model = model or self.model
@@ -211,8 +212,7 @@ class ImageTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        """As in Transformers, with images per second. Raise a ValueError if the loss is not finite; the last
-        checkpoint stays."""
+        """Also log images per second. Raise a ValueError if the loss is not finite; the last checkpoint is kept."""
         if not math.isfinite(logs.get("loss", logs.get("train_loss", 0))):
             checkpoint, _ = find_checkpoint(self.args.output_dir)
             raise ValueError(
@@ -226,10 +226,10 @@ class ImageTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """As in Transformers. The first Ctrl-C saves the current step, and an error closes the progress bar."""
+        """Train like Transformers. The first Ctrl-C saves the current step, and an error closes the progress bar."""
         self.first_step = None
         handler = None
-        # In a run of several processes, Ctrl-C ends all at once.
+        # With several processes, Ctrl-C is not handled and ends all processes immediately.
         if self.args.world_size == 1 and threading.current_thread() is threading.main_thread():
             handler = signal.signal(signal.SIGINT, self.interruption.note)
         try:
@@ -242,23 +242,23 @@ class ImageTrainer(Trainer):
                     bar.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """Write a complete repository: model, processor and card; for a checkpoint, the weights alone."""
+        """Write a complete repository (model, processor and card), or for a checkpoint only the weights."""
         if _internal_call and output_dir is not None:
-            # FSDP writes weights after `Trainer` has looked for the folder of the best checkpoint.
+            # `Trainer` looks for the folder of the best checkpoint before FSDP has written weights to it.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(self.model, PreTrainedModel):
                 super().save_model(output_dir, _internal_call)
             elif self.args.should_save:
-                # `Trainer` loads weights by the model's current parameter names, while `save_pretrained` writes a
-                # ViT's older names, so that resumed runs and best models would have other weights
+                # `Trainer` loads weights by current parameter names, but `save_pretrained` would write a ViT's older
+                # names, so that resumed runs and best models would have wrong weights
                 # (huggingface/transformers#48805).
                 self.model.save_pretrained(output_dir, save_original_format=False)
             return
-        # Where weights are sharded, all processes gather them.
+        # All processes take part in gathering sharded weights.
         weights = self.weights()
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
-            # The card comes first, because `save_pretrained` writes another one where there is none.
+            # The card is written first, because `save_pretrained` writes another card if there is none.
             write_card(folder, self.saved_model, self.summary(self.metrics), self.metrics, self)
             self.saved_model.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
@@ -275,7 +275,7 @@ class ImageTrainer(Trainer):
         """Do nothing: `save_model` writes the card."""
 
     def settings(self) -> dict:
-        """Return all settings of this run that change the trained weights, the images or the classes, as JSON."""
+        """Return all settings of this run that change the trained weights, images or classes, as values of JSON."""
         settings = {name: getattr(self.args, name) for name in TRAINING_SETTINGS}
         for group in (self.args, self.model_args, self.data_args):
             for field in dataclasses.fields(group) if group is not None else ():
@@ -297,7 +297,7 @@ class ImageTrainer(Trainer):
         for name in SOURCES:
             given = settings.get(name)
             sources = given if isinstance(given, list) else [given]
-            # A run may be continued from another working directory.
+            # Paths are absolute, because a run may be continued from another working directory.
             settings[name] = [os.path.realpath(each) if each and os.path.exists(each) else each for each in sources]
         return json.loads(json.dumps(settings, default=str))
 
@@ -318,7 +318,7 @@ class ImageTrainer(Trainer):
                 raise ValueError(f"resume_from_checkpoint is {checkpoint}, whose {file.name} is missing or damaged.")
         elif args.overwrite_output_dir:
             if args.should_save:
-                # A folder of this name that `Trainer` did not finish stays.
+                # A folder without this file is kept, because `Trainer` may not have written it.
                 for path in list_checkpoints(folder):
                     if (path / TRAINER_STATE_NAME).is_file():
                         shutil.rmtree(path)
@@ -331,7 +331,7 @@ class ImageTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         for path in filter(Path.is_dir, folder.glob("checkpoint-*")):
             if not any(any(path.glob(pattern)) for pattern in CHECKPOINT_FILES) and args.save_total_limit:
-                # `Trainer` removes the oldest folders of this name, whatever they hold.
+                # `Trainer` would remove the oldest folders named like checkpoints, whatever they contain.
                 args.save_total_limit = None
                 self.accelerator.print(f"{path} is no checkpoint, so all checkpoints are kept (save_total_limit).")
         if args.should_save:
@@ -340,10 +340,10 @@ class ImageTrainer(Trainer):
         return checkpoint and str(checkpoint)
 
     def run(self) -> dict[str, float]:
-        """Train, from the newest checkpoint in `output_dir` if there is one, measure the best model, on `test_dataset`
-        if given, and save it in `output_dir` as a complete repository. Return its metrics."""
+        """Train, starting from the newest checkpoint in `output_dir` if there is one. Measure the best model, if
+        possible on `test_dataset`, save it in `output_dir` as a complete repository, and return its metrics."""
         result = self.train(resume_from_checkpoint=self.prepare_output_dir())
-        # A run that had been finished before has no loss.
+        # The loss is 0 if the run was complete already and no step was trained.
         if result.training_loss:
             self.log_metrics("train", result.metrics)
             self.save_metrics("train", result.metrics)
@@ -358,13 +358,13 @@ class ImageTrainer(Trainer):
 
     @property
     def kept_step(self) -> int:
-        """Step of the weights that are kept."""
+        """Step after which the saved weights were recorded."""
         best = self.state.best_global_step if self.args.load_best_model_at_end else None
         return best or self.state.global_step
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the kept model without a prefix, on test images if there are any."""
+        """Metrics of the saved model, without the prefixes of their names, on test images if there are any."""
         found = {}
         for record in self.state.log_history:
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
@@ -385,7 +385,7 @@ class SaveWhenInterrupted(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save |= self.received
-        # Logging raises an error for a loss that is not finite before its weights are saved.
+        # Logging comes first and raises an error if the loss is not finite, so that such weights are not saved.
         control.should_log |= control.should_save
 
     on_epoch_end = on_step_end
@@ -405,7 +405,7 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def find_damaged_file(checkpoint: Path) -> Path | None:
-    """Return the first file of a checkpoint that is missing, empty or cut, or None if the checkpoint is whole."""
+    """Return the first missing, empty or truncated file of a checkpoint, or None if the checkpoint is complete."""
     state_file = checkpoint / TRAINER_STATE_NAME
     try:
         state = json.loads(state_file.read_text(encoding="utf-8"))
@@ -414,7 +414,7 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
     except (OSError, ValueError):
         return state_file
     for file in sorted(checkpoint.iterdir()):
-        # `torch.save` writes zip files, whose directory is at their end.
+        # `torch.save` writes zip files, and a truncated zip file lacks the directory at its end.
         if file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
             return file
         if file.suffix == ".safetensors":
@@ -427,7 +427,7 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
 
 
 def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
-    """Return the newest whole checkpoint in a folder, or None, and a damaged file of each newer checkpoint."""
+    """Return the newest complete checkpoint in a folder, or None, and a damaged file of each newer checkpoint."""
     damaged = []
     for checkpoint in list_checkpoints(folder):
         file = find_damaged_file(checkpoint)
@@ -438,7 +438,7 @@ def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
 
 
 def check_same_run(file: Path, settings: dict):
-    """Raise a ValueError if the run whose settings are in a file was started with others than `settings`."""
+    """Raise a ValueError if the settings of the run that are recorded in a file differ from `settings`."""
     try:
         recorded = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -453,7 +453,7 @@ def check_same_run(file: Path, settings: dict):
 
 
 def list_changes(recorded: dict, asked: dict, prefix: str = "") -> list[str]:
-    """Return a text about each value that differs between two nested dicts, for keys that both have."""
+    """Describe each value that differs between two nested dicts. Keys that only one dict has are ignored."""
     changes = []
     for name in sorted(recorded.keys() & asked.keys()):
         before = recorded[name]
@@ -483,11 +483,11 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
 
 
 def start(args: ImageTrainingArguments, *sources: str | None):
-    """Prepare a run before anything is loaded: check its output folder and seed the random weights of new models.
+    """Prepare a run before anything is loaded: check the output folder, and seed the weights of new models.
 
     Raises:
         ValueError: If `output_dir` holds one of the models to read (`sources`) or, without `overwrite_output_dir`,
-            other files than those of a run.
+        files that do not come from a run.
     """
     check_output_outside_input(args.output_dir, *sources)
     folder = Path(args.output_dir)
@@ -502,5 +502,5 @@ def start(args: ImageTrainingArguments, *sources: str | None):
     if started > args.world_size and "RANK" in os.environ:
         raise ValueError(f"{started} processes were started, but each would train alone; on CPUs, pass use_cpu.")
     set_seed(args.seed)
-    # The progress bar of saving a model would be drawn into that of the training.
+    # The progress bar of saving a model would be drawn into the progress bar of the training.
     transformers.utils.logging.disable_progress_bar()

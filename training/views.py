@@ -1,7 +1,7 @@
-"""Images from various sources, and their views as PyTorch data sets.
+"""Images from various sources, and PyTorch data sets of views of these images.
 
 The view of an image is a function of (seed, epoch, index) alone. It does not depend on workers, processes or batches,
-so that a resumed run sees the views that the run would have seen without the interruption.
+so that a resumed run has the views that it would have had without the interruption.
 """
 
 import signal
@@ -23,7 +23,7 @@ from .decoding import CorruptImageError, decode_image
 from .splits import check_classes, check_same_classes, hold_back
 
 
-# Number of images among which a stream is shuffled; the order of its files is shuffled, too.
+# Size, in images, of the buffer that shuffles a stream; the order of the stream's files is shuffled, too.
 SHUFFLE_BUFFER = 1_000
 
 
@@ -32,7 +32,7 @@ class PlainImages:
 
     Args:
         source: Its items are images, pairs of image and label, or dictionaries with `image` and optionally `label`.
-            Its attribute `classes`, if there is one as in torchvision's data sets, names the labels.
+            Its attribute `classes`, which torchvision's data sets have, names the labels.
         features (`datasets.Features`, *optional*): Types of the columns. Default: by `source.classes`.
     """
 
@@ -111,7 +111,7 @@ class Views(Dataset):
     Args:
         images: A data set with the columns `image` and optionally `label` or `mask`, for example from `as_images`.
         view (`Callable`): Makes a view of an image, see `EvalView`, or of an image and its mask.
-        seed (`int`, *optional*): Seed of random views, which also contain their `epoch`. None in evaluation.
+        seed (`int`, *optional*): Seed of random views; each view then also contains `epoch`. None in evaluation.
         skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
         classes (sequence of `int`, *optional*): The model's index of each class of the data set. Default: labels are
             the model's indices.
@@ -123,7 +123,7 @@ class Views(Dataset):
         self.seed = seed
         self.skip_corrupt = skip_corrupt
         self.classes = classes
-        # Shared memory, because persistent workers read it in later epochs.
+        # The epoch is in shared memory, because persistent workers have to read it in later epochs.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class Views(Dataset):
     def sample(self, index: int, record: dict) -> dict | None:
         """Return the view of a record, or None if its image cannot be read and `skip_corrupt` is set."""
         if get_worker_info():
-            # Ctrl-C is also sent to workers, whose images the main process needs to finish the step.
+            # Workers also get Ctrl-C but ignore it, because the main process needs their images to finish the step.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             parts = [decode_image(record["image"], index)]
@@ -160,7 +160,7 @@ class Views(Dataset):
 
 
 class StreamedViews(IterableDataset, Views):
-    """Views of a shuffled stream. The index of an image is unique among workers, which number the images they read."""
+    """Views of a shuffled stream. Each worker numbers its images so that indices are unique among workers."""
 
     def __init__(self, images: datasets.IterableDataset, view, seed: int, *args):
         super().__init__(images.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER), view, seed, *args)
@@ -169,7 +169,7 @@ class StreamedViews(IterableDataset, Views):
         raise TypeError("a stream has no length")
 
     def __iter__(self) -> Iterator[dict]:
-        # The order of the images depends on the epoch.
+        # The stream shuffles images differently in each epoch.
         self.images.set_epoch(int(self.epoch))
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -179,8 +179,8 @@ class StreamedViews(IterableDataset, Views):
 
 @dataclass
 class SetEpoch(TrainerCallback):
-    """Set the epoch of the views, also when a run is resumed within an epoch, where accelerate's `skip_first_batches`
-    hides the data set's own `set_epoch`."""
+    """Set the epoch of the views. A method `set_epoch` of the views would not be called if a run is resumed within an
+    epoch, because accelerate's `skip_first_batches` hides it."""
 
     views: Views
 
@@ -191,7 +191,7 @@ class SetEpoch(TrainerCallback):
 def collate(
     samples: list[dict], formats: dict[str, ImageFormat], mix: Callable | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Return a batch of views, with normalized pixels, masks, and numbers as int64.
+    """Return a batch of views: normalized pixels, masks, and numbers as int64 tensors.
 
     Args:
         samples (`list[dict]`): Views.
@@ -213,8 +213,8 @@ def collate(
 
 
 def mixing(num_labels: int, mixup: float, cutmix: float):
-    """Return a transform of a batch: torchvision's `MixUp` or `CutMix` at random, or only the one whose parameter is
-    not 0. Return None if both parameters are 0."""
+    """Return a transform of a batch that chooses at random between torchvision's `MixUp` and `CutMix`, or one of them
+    if the other's parameter is 0. Return None if both parameters are 0."""
     kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
     return v2.RandomChoice(mixes) if mixes else None
