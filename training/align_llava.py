@@ -3,9 +3,9 @@
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
 
-The SparseFormer replaces the vision tower of a LLaVA or a PaliGemma, as in `frugalvit swap`; it and the language model
-are frozen. The original model is the teacher: it generates an answer to a question about each image. The new model
-learns the distribution of each token of the answer and the mean of the projected tokens.
+The SparseFormer replaces the vision tower of a LLaVA or a PaliGemma, as in `frugalvit swap`; the SparseFormer and the
+language model are frozen. The original model is the teacher: it generates an answer to a question about each image.
+The new model learns the distribution of each token of the answer and the mean of the projected tokens.
 """
 
 import copy
@@ -61,7 +61,7 @@ class LlavaArguments:
 
 @dataclass
 class AlignLlavaArguments(ImageTrainingArguments):
-    """Arguments of the alignment. With `bf16` or `fp16`, frozen weights have that precision, too."""
+    """Arguments of the alignment. With `bf16` or `fp16`, frozen weights are also held in that precision."""
 
     metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
     num_train_epochs: float = argument(1.0, "Epochs.")
@@ -207,7 +207,7 @@ class AlignLlavaTrainer(ImageTrainer):
         train_dataset: Images, in the forms that `BootstrapTrainer` accepts.
         eval_dataset (*optional*): Images to choose the best projector on.
         processing_class: The processor of `original`.
-        base_model (`str`, *optional*): Name of `original` for the card. Default: where it was loaded from.
+        base_model (`str`, *optional*): Name of `original` for the card. Default: its folder or hub id.
         kwargs: See `ImageTrainer`.
     """
 

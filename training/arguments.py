@@ -132,7 +132,7 @@ class ArgumentParser(HfArgumentParser):
         dataclass_types (`list[type]`): Dataclasses to read.
         prog (`str`): The command, for example "frugalvit train".
         takes_config (`bool`): Whether there is `--config`, a YAML file of arguments or the name of a recipe. Arguments
-            on the command line replace those of the file.
+            on the command line replace arguments in the file.
         options: Arguments of `HfArgumentParser`.
     """
 
@@ -183,7 +183,7 @@ class ArgumentParser(HfArgumentParser):
         return groups
 
     def read_config(self, words: list[str]) -> list[str]:
-        """Return the arguments of the file that `--config` names, followed by those of the command line."""
+        """Return the arguments in the file that `--config` names, followed by the arguments on the command line."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
         found, words = finder.parse_known_args(words)

@@ -213,7 +213,7 @@ class BootstrapTrainer(ImageTrainer):
             image and label, or of dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
         eval_dataset (*optional*): Images to choose the best model on, in the same forms.
         processing_class: The teacher's image processor.
-        base_model (`str`, *optional*): The teacher's name for the card. Default: where it was loaded from.
+        base_model (`str`, *optional*): The teacher's name for the card. Default: its folder or hub id.
         kwargs: See `ImageTrainer`.
     """
 

@@ -69,7 +69,7 @@ def load_images(
         image_column (`str`, *optional*): Column of images, if column types leave it open.
         label_column (`str`, *optional*): Column of labels, if column types leave it open.
         class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or all texts that occur as labels.
-        default_names (`list[str]`, *optional*): Class names where neither `class_names` nor the data set has any.
+        default_names (`list[str]`, *optional*): Class names if neither `class_names` nor the data set gives any.
         streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
 
     Returns:
@@ -166,7 +166,7 @@ def kind_of(feature) -> str:
 
 
 def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what: str, dataset) -> str | None:
-    """Return the name of the image column or the label column; `None` if there are no labels.
+    """Return the name of the image column or the label column, or `None` if the data set has no labels.
 
     Args:
         kinds (`Mapping[str, str]`): Kind of each column, see `kind_of`.

@@ -60,7 +60,7 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Return the same as `split_revision`, for a name that must be a folder or have the form of a hub id.
+    """Return the values of `split_revision` for a name that must be a folder or have the form of a hub id.
 
     Raises:
         ValueError: If the name is neither a folder nor a possible hub id. The hub is not contacted.
@@ -131,7 +131,7 @@ def apply_umask(path: Path):
     os.umask(mask)
     for file in path.rglob("*") if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink():
-            # File systems such as FAT have no permissions.
+            # Setting permissions fails on file systems without permissions, such as FAT.
             with suppress(OSError):
                 file.chmod(0o666 & ~mask)
 

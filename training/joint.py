@@ -2,7 +2,7 @@
 
     accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
 
-The defaults are those of the reference implementation for CIFAR-10, including its initialization
+The defaults are the reference implementation's settings for CIFAR-10, including its initialization
 (`initialization="reference"`), dropout and clipping. Unlike the reference, the weight of the hints decays with every
 step instead of every epoch, and biases and norms have no weight decay. The agent's BatchNorm uses only the images of
 its own process, so that losses depend slightly on the number of processes.
@@ -67,7 +67,7 @@ class JointArguments(SmallDataArguments):
     num_train_epochs: float = argument(240, "Epochs, over which the weight of the hints decays linearly to 0.")
     per_device_train_batch_size: int = argument(64, "Training batch size on each device.")
     max_grad_norm: float = argument(0.0, "Norm to which the gradient of both models is clipped; 0 turns it off.")
-    # The reference implementation clips with the base variants alone, as the recipes of their names do.
+    # The reference implementation clips only for the base variants, and their recipes set its norm.
     vit_max_grad_norm: float = argument(0.0, "Norm to which the gradient of the ViT alone is clipped; 0 turns it off.")
     padding_mode: str = argument(
         "constant", "Content of the padding: the reflected image, or black.", choices=["reflect", "constant"]

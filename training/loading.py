@@ -67,7 +67,7 @@ class Task:
         choose_class (`Callable`): Returns the class to load, given the configuration; raises a ValueError for a
             configuration of another kind of model.
         optional_weights (`frozenset[str]`): Names of modules whose weights may be missing or left over.
-        processor_class (`type` or `None`): Auto class of the model's processor, if one is loaded.
+        processor_class (`type` or `None`): Auto class of the model's processor, or `None` to load no processor.
         needs_rgb (`bool`): Whether images come from files, which are read as RGB.
     """
 
@@ -175,7 +175,7 @@ def load_model(
             raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(model_types)}")
         model_class = task.choose_class(config)
     if model_class.__name__.startswith("Auto"):
-        # Only Auto classes accept this argument.
+        # Only Auto classes can load a model's own code.
         options["trust_remote_code"] = trust_remote_code
     if "pooler" in task.optional_weights and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         options["add_pooling_layer"] = False

@@ -216,7 +216,7 @@ class TokenAlignment:
         low = rois[..., None, :2]
         high = rois[..., None, 2:]
         points = low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)
-        # Sampling a one-hot map of each patch gives its weights, which are the same for all layers and channels.
+        # Sampling a one-hot map of each patch gives the patch's weights, which all layers and channels share.
         patches = self.grid[0] * self.grid[1]
         one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
         return sample_features(one_hot, points, padding_mode="border").mean(2)

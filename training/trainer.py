@@ -327,7 +327,7 @@ class ImageTrainer(Trainer):
             start = f"continues from {checkpoint}" if checkpoint else "starts anew"
             for file in damaged:
                 self.accelerator.print(f"{file} is missing or damaged, so training {start}.")
-        # One process writes the settings, after all have read those of the earlier run.
+        # One process writes the settings, after all processes have read the earlier run's settings.
         self.accelerator.wait_for_everyone()
         for path in filter(Path.is_dir, folder.glob("checkpoint-*")):
             if not any(any(path.glob(pattern)) for pattern in CHECKPOINT_FILES) and args.save_total_limit:
@@ -358,7 +358,7 @@ class ImageTrainer(Trainer):
 
     @property
     def kept_step(self) -> int:
-        """Step after which the saved weights were recorded."""
+        """Training step that produced the saved weights."""
         best = self.state.best_global_step if self.args.load_best_model_at_end else None
         return best or self.state.global_step
 
