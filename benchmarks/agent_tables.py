@@ -110,7 +110,8 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
-# Rows of the table "gradients": untrained models by `--initialization`; "trained" is the run of the row "joint".
+# The table "gradients" has a row for each untrained model, here with its `--initialization`, and the row "trained" for
+# the model of the row "joint".
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
 

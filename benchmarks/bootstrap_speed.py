@@ -107,7 +107,7 @@ def bootstrap_command(arguments, folder: Path) -> float:
 
 
 def plain_loop(arguments, folder: Path) -> float:
-    """Return the images per second of the plain loop, in the second half of its steps."""
+    """Train the reference's student in a plain PyTorch loop; return the images per second of the second half."""
     import timm
 
     device = choose_device()

@@ -82,7 +82,7 @@ ROWS = BASELINES | IMPULSES_OF_PAPER | {name: row for name, row in IMPULSES.item
 VIT_TABLES = {
     "initializations": ROWS | CONTROLS,
     "solvers": {name: row for name, row in IMPULSES.items() if "3x3" in name}
-    # The NeurIPS 2025 code solves for random positions.
+    # The code of the NeurIPS 2025 paper solves for queries and keys with random position embeddings.
     | {
         f"random positions, {name}": RANDOM | row
         for name, row in (BASELINES | IMPULSES).items()
@@ -170,7 +170,8 @@ CONVMIXER = {
     for filters in ("trained", "random", "impulse", "signed_impulse", "box")
 }
 
-# Variant for each row of the table "speed": 12 layers, patches of 2 pixels at 32 and of 16 at 224.
+# Variant for each row of the table "speed". All have 12 layers; patches are 2 pixels wide for images of 32 pixels and
+# 16 for images of 224.
 SPEEDS = {
     f"{variant}, {grid} x {grid}": f"{variant}-{pixels}"
     for variant in ("vit-tiny-h3", "vit-tiny-h8", "vit-small-h6", "vit-small-h16")

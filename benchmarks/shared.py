@@ -42,7 +42,7 @@ VITS = {
     "vit-base": {},
     "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# Small batches are timed in more passes than the largest batch, up to this many times as many.
+# A batch n times smaller than the largest batch is timed in n times as many passes; n is at most this number.
 MOST_ROUNDS = 10
 
 

@@ -1,4 +1,4 @@
-"""Compare a student that starts from its teacher's weights with the teacher, fine-tuned on smaller images.
+"""Compare a student that starts from its teacher's weights with a teacher that is fine-tuned on smaller images.
 
     python benchmarks/small_images.py train --teacher checkpoints/caltech101-vit --train TRAIN --test TEST
     python benchmarks/small_images.py processing --test TEST
@@ -7,12 +7,13 @@
 
 - the teacher without training, on images of --sizes pixels;
 - the teacher, fine-tuned at each size with labels;
-- the teacher, fine-tuned at each size to its own embedding at full size, without labels;
+- the teacher, fine-tuned at each size, without labels, to reproduce the untouched teacher's embedding at full size;
 - one SparseFormer for all sizes, trained to the teacher's embedding at full size, without labels.
 
-Trainings with labels have each of --label-rates, others the learning rate of inherited weights in bootstrapping. Rows
-are written one by one to small_images_DATA.json; an interrupted command resumes. `processing` compares the shipped
-student with its exports as plain ViTs, whose processors resize photographs directly to a small size (plain_vit.json).
+Trainings with labels run once with each learning rate of --label-rates; trainings without labels use the learning
+rate that bootstrapping has for inherited weights. Rows are written one by one to small_images_DATA.json; an
+interrupted command resumes. `processing` compares the shipped student with its exports as plain ViTs, whose
+processors resize photographs directly to a small size (plain_vit.json).
 """
 
 import copy

@@ -406,7 +406,7 @@ class RandomPatches:
         def leave_out(module, arguments, keywords):
             tokens = arguments[0] if arguments else keywords["hidden_states"]
             prefix = self.anatomy.num_prefix_tokens
-            # The largest of random numbers choose without replacement. The order of patches does not matter.
+            # Patches with the largest random numbers are kept, so none is drawn twice. Their order does not matter.
             noise = torch.rand(len(tokens), self.anatomy.num_patches, generator=self.generator)
             self.kept = noise.topk(self.patches).indices.to(tokens.device)
             patches = tokens[:, prefix:].gather(1, self.kept[..., None].expand(-1, -1, tokens.shape[-1]))

@@ -73,7 +73,8 @@ def write_examples(folder: Path) -> list[str]:
 
 
 def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_code: bool, examples: list[str]):
-    """Build a `gradio.Interface` for the models in `folders`, by name; `examples` are paths of example images."""
+    """Build a `gradio.Interface` for models; `folders` maps the names shown to hub ids or folders, and `examples` are
+    paths of example images."""
     import gradio as gr
 
     @functools.lru_cache(maxsize=4)

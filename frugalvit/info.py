@@ -26,8 +26,9 @@ PROG = "frugalvit info"
 
 @dataclass(kw_only=True)
 class InfoOptions(Options):
-    """List tokens (latent and [CLS]), image size, parameters, and multiply-accumulates for one image, without and with
-    attention's two products. For a CLIP or a LLaVA, all but the parameters describe its image side."""
+    """List each model's tokens (latent and [CLS]), image size, parameters, and multiply-accumulates for one image,
+    both without and with the two matrix products of attention. For a CLIP or a LLaVA, all but the parameters describe
+    its image side."""
 
     models: list[str] = argument(
         [],

@@ -125,7 +125,7 @@ class Prediction:
 
     Args:
         labels (`list[tuple[str, float]]`): Labels and their scores.
-        num_tokens (`int`, *optional*): Number of latent tokens, if the confidence chose it.
+        num_tokens (`int`, *optional*): Number of latent tokens; None unless the option `confidence` is given.
         view (`torch.Tensor` of shape `(channels, height, width)`, *optional*): The model's input, 0 to 1.
         rois (`list[torch.Tensor]`): `(tokens, 4)` after every adjustment.
         sampling_points (`list[torch.Tensor]`): `(tokens, points, 2)` of every sampling, if the model samples.

@@ -1,4 +1,5 @@
-"""`frugalvit publish`: upload a model to the hub, in half the bytes, after running it without frugalvit."""
+"""`frugalvit publish`: upload a model to the hub, with weights in half precision, after a check that the model runs
+where frugalvit is not installed."""
 
 import functools
 import json

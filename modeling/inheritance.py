@@ -43,7 +43,7 @@ def inherit_patches(
     image_processor,
     **fields,
 ) -> nn.Module:
-    """Return a student with its teacher's patch embedding, positions, blocks and head. It implements
+    """Return a student with its teacher's patch embedding, positions, blocks and head. This function implements
     `PatchSparseFormerModel.from_teacher`, which documents the arguments."""
     anatomy, truncated, image_fields = read_teacher(model_class, teacher, truncate, image_processor, patches=True)
     projection = anatomy.patches.projection
@@ -103,7 +103,7 @@ def inherit_blocks(
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.num_channels,
         "feature_stride": list(anatomy.patch_size),
-        # The papers halve the width of a base model (768 to 384); heads are 64 wide.
+        # The papers halve the width of a base model (768 to 384). The width stays a multiple of 8.
         "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
         "focusing_layer_norm_eps": FOCUSING_EPS,
     }

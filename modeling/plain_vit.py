@@ -53,8 +53,8 @@ TAKES_RECTANGLES = ("deit", "dinov3_vit", "ijepa", "vit", "vit_mae", "vit_msn")
 def to_plain_vit(
     student: PreTrainedModel, num_tokens: int | None, like: PreTrainedConfig | str | os.PathLike | None
 ) -> PreTrainedModel:
-    """Return a student as a model of its teacher's class. It implements `PatchSparseFormerModel.to_plain_vit`, which
-    documents the arguments."""
+    """Return a student as a model of its teacher's class. This function implements
+    `PatchSparseFormerModel.to_plain_vit`, which documents the arguments."""
     config = student.config
     if config.placement == "content":
         raise ValueError(

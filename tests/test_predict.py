@@ -86,7 +86,7 @@ def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
         assert sum(label["score"] for label in result["labels"]) == pytest.approx(1)
     _, output, _ = run(images, *arguments, 2, "--limit", 2, capsys=capsys)
     assert json.loads(output) == results[:2]
-    # A pattern must not follow a link to a folder above it, because this would never end.
+    # A search must not follow a link to a folder that contains the link, because the search would never end.
     (images / "more" / "again").symlink_to(images)
     for image in (images / "[ab].*g", images / "**" / "[!.]*.webp"):
         _, output, _ = run(image, *arguments, 1, capsys=capsys)

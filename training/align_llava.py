@@ -259,8 +259,8 @@ class AlignLlavaTrainer(ImageTrainer):
             raise ValueError("align-llava trains a small projector, expected no FSDP and no DeepSpeed.")
 
     def ask_teacher(self, batch: dict) -> tuple:
-        """Return a random question about each image of a batch, the token ids of the teacher's answers, their logits
-        and the images' mean projected tokens."""
+        """Ask the teacher a random question about each image of a batch. Return the questions, the token ids and the
+        logits of the answers, and each image's mean projected token."""
         args = self.args
         indices = batch["index"].tolist()
         epochs = batch["epoch"].tolist() if "epoch" in batch else [0] * len(indices)

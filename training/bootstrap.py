@@ -175,13 +175,13 @@ class BootstrapArguments(ImageTrainingArguments):
 
 
 def resolve_arguments(args: BootstrapArguments, inherits_patches: bool, pixels: int, continued: bool):
-    """Return a copy of the arguments with a preset, whose values replace None.
+    """Return a copy of the arguments with a preset chosen; arguments that are None get the preset's values.
 
     Args:
         args (`BootstrapArguments`): Arguments as they were given.
         inherits_patches (`bool`): Whether the student has its teacher's patch embedding, not a focusing stage.
         pixels (`int`): Longer side of the teacher's images.
-        continued (`bool`): Whether the student was bootstrapped before. Then it trains for five epochs without
+        continued (`bool`): Whether the student was bootstrapped before. If so, the defaults are five epochs without
             warm-up, at a quarter of the preset's learning rate.
     """
     args = copy.copy(args)

@@ -6,8 +6,8 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the settings
 of ViT-Adapter (Chen et al. 2023) with 80,000 iterations and larger batches. The defaults are ViT-Adapter's settings
-for AugReg models. Its base and large models differ: the defaults for the head's learning rate, weight decay and drop
-path come from base (large: 1, 0.05, 0.4), the layer decay from large (base: 1).
+for AugReg models. Where those for base and large models differ, the factor of the head's learning rate (10), weight
+decay (0.01) and drop path (0.3) are for base (large: 1, 0.05, 0.4), the layer decay (0.95) for large (base: 1).
 """
 
 from collections.abc import Sequence

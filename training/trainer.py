@@ -340,8 +340,8 @@ class ImageTrainer(Trainer):
         return checkpoint and str(checkpoint)
 
     def run(self) -> dict[str, float]:
-        """Train, starting from the newest checkpoint in `output_dir` if there is one. Measure the best model, if
-        possible on `test_dataset`, save it in `output_dir` as a complete repository, and return its metrics."""
+        """Train, starting from the newest checkpoint in `output_dir` if there is one. Measure the best model on
+        `test_dataset` if that is given, save it in `output_dir` as a complete repository, and return `metrics`."""
         result = self.train(resume_from_checkpoint=self.prepare_output_dir())
         # The loss is 0 if the run was complete already and no step was trained.
         if result.training_loss:
@@ -364,7 +364,7 @@ class ImageTrainer(Trainer):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the saved model, without the prefixes of their names, on test images if there are any."""
+        """Metrics of the saved model, by names without "eval_" or "test_". Metrics of test images replace others."""
         found = {}
         for record in self.state.log_history:
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
@@ -427,7 +427,7 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
 
 
 def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
-    """Return the newest complete checkpoint in a folder, or None, and a damaged file of each newer checkpoint."""
+    """Return the newest complete checkpoint, or None, and a list with one damaged file of each newer checkpoint."""
     damaged = []
     for checkpoint in list_checkpoints(folder):
         file = find_damaged_file(checkpoint)

@@ -411,7 +411,7 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
 
 
 def read_part(read: Callable[..., T], *arguments) -> tuple[T | None, str | None]:
-    """Return a pair, the part and None or, if the part is unsupported, None and the reason."""
+    """Return `(part, None)`, or `(None, reason)` if `read` raises `NotAPlainViT`."""
     try:
         return read(*arguments), None
     except NotAPlainViT as error:

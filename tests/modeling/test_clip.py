@@ -1,4 +1,4 @@
-"""CLIP and SigLIP with a SparseFormer, in Transformers and in open_clip, and conversion between the two."""
+"""CLIP and SigLIP with a SparseFormer, in Transformers and in open_clip, and conversion between these libraries."""
 
 import copy
 import functools

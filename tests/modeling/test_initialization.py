@@ -82,7 +82,7 @@ def encoding(height, width, hidden_size):
 def test_an_impulse_matrix_is_the_convolution_with_an_impulse(height, width, dy, dx, seed):
     image = torch.randn(height, width, generator=seeded(seed))
     kernel = torch.zeros(1, 1, 7, 7)
-    # The kernel's one is at (dy, dx) from the center without a flip, because conv2d correlates.
+    # conv2d correlates, so the kernel is not flipped: its single 1 is at offset (dy, dx) from the center.
     kernel[0, 0, 3 + dy, 3 + dx] = 1
     expected = F.conv2d(image[None, None], kernel, padding=3)[0, 0]
     torch.testing.assert_close(

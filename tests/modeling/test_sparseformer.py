@@ -113,7 +113,7 @@ def test_points_that_are_nan_give_nan_and_a_safe_backward_pass():
 
 
 def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, pixel_values):
-    """Gradients add up although images share the first attention, and although v1 clamps gradients of each image."""
+    """Gradients add up although v1 attends once for all images at first, and clamps the gradients of each image."""
     model = make_model(SparseFormerModel, generation, drop_path_rate=0.0).train()
 
     def gradients(images):

@@ -327,7 +327,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("kind", ["open_clip", "siglip-vision", "dinov2-registers"])
 def test_a_folder_of_any_library_is_a_teacher(kind, pictures, tmp_path):
-    """The student's class follows from the teacher's outputs; its image processor prepares images like evaluation."""
+    """The teacher's outputs decide the student's class; the student's processor prepares images as `EvalView` does."""
     options = {"teacher": save_kind(kind, tmp_path / "teacher"), "output_dir": str(tmp_path / "out")}
     groups, some = make_parser().parse_dict(ONE_EPOCH | options), as_images(pictures[:8])
     own, anatomy = make_trainer(*groups, parts=(some, some)), read_anatomy(KINDS[kind].make())
