@@ -31,7 +31,6 @@ class LinearProbe(nn.Module):
         super().__init__()
         self.penalty = penalty
         self.mean = features.mean(0)
-        # Constant channels have a standard deviation of zero.
         self.std = features.std(0, correction=0).clamp(min=1e-6)
         self.linear = nn.Linear(features.shape[1], classes, device=features.device)
         if start is None:
