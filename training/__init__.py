@@ -1,1 +1,1 @@
-"""Trainings: one module for each procedure of the papers, and shared modules for data, metrics and the loop."""
+"""Training: one module for each method of the papers, and shared modules for data, metrics and the trainer."""

@@ -1,5 +1,5 @@
-"""Views of images: uint8 tensors, which are normalized in batches according to the view's `formats`. The view of an
-image in training depends on (seed, epoch, image index) alone, so that a run resumes exactly."""
+"""Transforms of an image into a view. A view is a dict of uint8 tensors, which `collate` normalizes in batches. A
+training view depends only on the seed, the epoch and the image index, so that a resumed run gets the same views."""
 
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from ..modeling.image_format import ImageFormat
 from .preprocessing import middle_of
 
 
-# Keys that separate random numbers for different purposes with the same (seed, epoch, index).
+# Last key of `seeded`. With equal seed, epoch and index, each purpose gets other random numbers.
 VIEW = 0
 MIX = 1
 CAPTION = 4
@@ -20,8 +20,8 @@ CAPTION = 4
 
 @contextmanager
 def seeded(*keys: int):
-    """Seed torch's CPU random numbers from `keys`, mixed by the finalizer of SplitMix64, for the block, and restore
-    the earlier state after it."""
+    """Seed PyTorch's CPU generator in a `with` block, and restore its earlier state afterwards. The seed is a hash of
+    `keys` by the finalizer of SplitMix64."""
     mask = (1 << 64) - 1
     seed = 0
     for key in keys:
@@ -30,7 +30,7 @@ def seeded(*keys: int):
         seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB & mask
         seed ^= seed >> 31
     state = torch.get_rng_state()
-    # torch.manual_seed would also seed every accelerator and is a hundred times slower.
+    # `torch.manual_seed` would also seed every accelerator, and it is a hundred times slower.
     torch.default_generator.manual_seed(seed >> 32)
     try:
         yield
@@ -39,8 +39,8 @@ def seeded(*keys: int):
 
 
 class EvalView:
-    """Resize and center crop an image as the image processor does, to `pixel_values` and, for a teacher with another
-    image format, `teacher_pixel_values`."""
+    """Resize and center-crop an image in the same way as its image processor. A view has `pixel_values` and, if the
+    teacher has another image format, `teacher_pixel_values`."""
 
     def __init__(self, image_format: ImageFormat, teacher: ImageFormat | None = None):
         self.formats = {"pixel_values": image_format}
@@ -54,7 +54,7 @@ class EvalView:
             size = [image_format.resize] if image_format.resize else [height, width]
             pixels = v2.functional.pil_to_tensor(middle_of(image) if image_format.resize else image)
             pixels = v2.functional.resize(pixels, size, image_format.interpolation, antialias=True)
-            # Transformers rounds the crop's position down. timm rounds it to even, like torchvision's own center crop.
+            # Transformers rounds the offset of the crop down. timm and torchvision's center crop use `round`.
             to_int = round if image_format.rounds_center else int
             top = to_int((pixels.shape[-2] - height) / 2)
             left = to_int((pixels.shape[-1] - width) / 2)
@@ -63,8 +63,8 @@ class EvalView:
 
 
 class BootstrapView:
-    """Views for bootstrapping (Gao et al. 2024): the same random crop and flip for student and teacher, each at its
-    own size. `teacher_pixel_values` are left out if both models have the same image format.
+    """Crop and flip an image at random for bootstrapping (Gao et al. 2024). Student and teacher get the same crop,
+    resized to the image size of each model. If both image formats are equal, `teacher_pixel_values` is left out.
 
     Args:
         student (`ImageFormat`): The student's image format.
@@ -72,8 +72,8 @@ class BootstrapView:
         scale (`tuple[float, float]`): Lowest and highest share of the image's area in a crop.
         ratio (`tuple[float, float]`): Lowest and highest aspect ratio of a crop.
         flip (`float`): Probability of a horizontal flip.
-        zoom_out (`float`): Half of the images are first placed at random on a canvas whose sides are up to this many
-            times the image's sides; 1 turns this off.
+        zoom_out (`float`): Highest ratio of a canvas's sides to the image's sides. Before the crop, half of the images
+            are placed at random on such a canvas. The value 1 turns this off.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BootstrapView:
     ):
         self.formats = {"pixel_values": student}
         self.flip = flip
-        # The settings of center crops are not compared, because only evaluation crops the center.
+        # `resize` and `rounds_center` are not compared, because only evaluation uses them.
         any_crop = {"resize": None, "rounds_center": False}
         if teacher is not None and replace(teacher, **any_crop) != replace(student, **any_crop):
             self.formats["teacher_pixel_values"] = teacher

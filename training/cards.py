@@ -14,15 +14,15 @@ from .choices import OPEN_CLIP, SUBSET
 from .files import split_revision
 
 
-# Hub data set from which the shipped subset was taken.
+# Hub id of the data set that contains the images of `SUBSET`.
 SUBSET_OF = "uoft-cs/cifar10"
-# Code example that uses the loaded model.
+# Code example in a card. It follows the code that loads `model` and `processor`.
 USE = """
 
 inputs = processor(image, return_tensors="pt")
 outputs = model.base_model(**inputs)
 tokens, embedding = outputs.last_hidden_state, outputs.pooler_output"""
-# Additional code for classifiers with one label an image, and for models with several labels or a numeric output.
+# Additional code for single-label classifiers (`LABEL`), and for multi-label classifiers and regression (`LOGITS`).
 LABEL = """
 label = model.config.id2label[model(**inputs).logits.argmax(-1).item()]"""
 LOGITS = """
@@ -41,16 +41,16 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
         model (`PreTrainedModel`): The trained model.
         summary (`str`): First paragraph of the card.
         metrics (`dict[str, float]`): Metrics of the model.
-        trainer (`ImageTrainer`): The trainer of the model, or of a larger model that the model is a part of.
+        trainer (`ImageTrainer`): The trainer of `model`, or of a larger model that contains `model`.
     """
     args = trainer.args
     data = trainer.data_args
     base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
-    # The card's metadata may only name hub ids, not folders or revisions.
+    # The card's metadata may only contain hub ids, without folders and revisions.
     hub_id = base if base and hub_ids([base]) else None
     task = TASKS[auto_class(model)]
     usage = trainer.usage
-    # A backbone needs no additional code: the example that loads it also computes its feature maps.
+    # A backbone needs no additional code, because its first code example also computes feature maps.
     if usage is None and not type(model).__name__.endswith("Backbone"):
         answer = LABEL if model.config.problem_type in (None, "single_label_classification") else LOGITS
         usage = {"image-classification": USE + answer, "image-feature-extraction": USE}.get(task)
@@ -59,7 +59,7 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     metric = args.metric_for_best_model
     name = Path(args.output_dir).name
     results = None
-    # The hub lists a result under its data set's id, so a result without such an id is left out.
+    # The hub lists results by the data set's hub id. Results are left out if the data set has no hub id.
     if metric in metrics and measured_on:
         result = EvalResult(
             task_type=task,
@@ -103,35 +103,36 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
 
 
 def hub_ids(names: list[str] | None) -> list[str]:
-    """Return the names that are hub ids of data sets or models, without their revisions."""
+    """Return the names that are hub ids of data sets or models, without revisions. Other names are left out."""
     ids = [SUBSET_OF if name == SUBSET else split_revision(name)[0] for name in names or ()]
     return [name for name in ids if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not os.path.exists(name)]
 
 
 def name_images(data: DataArguments | None) -> str:
-    """Return the hub ids of the training data sets, for a sentence in the card."""
+    """Return the hub ids of the training data sets, or a description if they have none, for a sentence in the card."""
     return " ".join(hub_ids(data and data.dataset)) or "images that are on no hub"
 
 
 def license_of(model: str | None) -> str | None:
-    """Return the license in a model's card, or None if neither its folder nor the hub's cache has a card."""
+    """Return the license in a model's card, which is read from the model's folder or the hub's cache, or None."""
     try:
         card = Path(model, "README.md") if Path(model).is_dir() else try_to_load_from_cache(model, "README.md")
         return ModelCard.load(card).data.get("license") if Path(card).is_file() else None
-    # The model is None or not in the cache, its name is no hub id, or the card's YAML cannot be read.
+    # This happens if `model` is None, no hub id or not in the cache, or if the card's YAML cannot be read.
     except Exception:
         return None
 
 
 def strip_directory(name: str) -> str:
-    """Shorten a path in a name to its last part, including a path after a colon (`open_clip:local-dir:FOLDER`)."""
+    """Shorten a path to its last part, also after a colon (`open_clip:local-dir:FOLDER`). Other names are not
+    changed."""
     head, colon, path = name.rpartition(":")
     is_place = path.startswith(("/", "~", "./", "../")) or os.path.exists(path)
     return f"{head}{colon}{Path(path).name}" if is_place else name
 
 
 def portable_command(command: str, data_sets: Iterable[str]) -> str:
-    """Remove this machine's paths from a command line; paths of `data_sets` are replaced by a placeholder."""
+    """Shorten paths in a command line to their last part. Replace paths of `data_sets` by a placeholder."""
 
     def portable(text: str) -> str:
         option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)

@@ -1,19 +1,19 @@
-"""Choices and default values of options, in a module that imports nothing."""
+"""Choices and default values of options. This module imports no other module."""
 
-# Data set name of the CIFAR-10 images that come with the package.
+# Value of `dataset` for the CIFAR-10 images that ship with the package.
 SUBSET = "cifar10-subset"
 # Value of `eval_split` for training without evaluation.
 NO_EVALUATION = "none"
 # Data types of weights, and quantizations of a language model by bitsandbytes.
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("4bit", "8bit")
-# Prefix of the names of open_clip's models, open_clip:MODEL:PRETRAINED.
+# Prefix of an open_clip model's name, as in open_clip:MODEL:PRETRAINED.
 OPEN_CLIP = "open_clip:"
-# Accelerate's ways to distribute a model over devices.
+# Values of `device_map`, by which Accelerate distributes a model over devices.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-# Label of ignored pixels.
+# Class number of ignored pixels in a mask.
 IGNORED = 255
-# Copies of names that `configuration/` and `modeling/` define in modules that import PyTorch. A test compares them.
+# The following constants copy values from modules that import PyTorch. A test compares the copies with the originals.
 INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
 REFERENCE = "reference"
 FOCUSINGS = ("paper", "inherited")

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from .text import first_line
 
 
-# If they are installed, the packages teach Pillow to read HEIC and JPEG XL.
+# Pillow reads HEIC files if pillow_heif is installed, and JPEG XL files if pillow_jxl is installed.
 with contextlib.suppress(ImportError):
     from pillow_heif import register_heif_opener
 
@@ -20,29 +20,29 @@ with contextlib.suppress(ImportError):
     import pillow_jxl  # noqa: F401
 
 Image.init()
-# EPS is a program, which Pillow runs by Ghostscript, and an IPTC file may contain EPS. Pillow recognizes the other
-# formats here but has no decoder for them.
+# Pillow would run EPS files as programs in Ghostscript, and IPTC files may contain EPS. Pillow cannot decode the other
+# formats in this list.
 _NOT_READ = ("EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 FORMATS = [name for name in Image.ID if name not in _NOT_READ]
-# File endings of `FORMATS`, and of MPO, which is Pillow's name of a JPEG with several pictures.
+# File name extensions of images that can be read. MPO is Pillow's name for a JPEG file with several pictures.
 IMAGE_ENDINGS = frozenset(end for end, name in Image.registered_extensions().items() if name in {*FORMATS, "MPO"})
-# File endings of other picture formats, for messages about files that are not read.
+# Extensions of images that cannot be read, for messages about files that are left out.
 _OTHERS = ".heic .heif .hif .jxl .avif .arw .cr2 .cr3 .dng .nef .orf .raf .rw2 .eps .ps .psb .svg .wmf .emf .xcf"
 UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
 
 
 class CorruptImageError(ValueError):
-    """An image of a data set that cannot be decoded."""
+    """Error for an image or a mask of a data set that cannot be decoded."""
 
 
 def is_image_file(path: Path) -> bool:
-    """Return whether a file's name is that of an image. macOS's files such as `._x.jpg` hold metadata, not images."""
+    """Return whether a file name has an image extension. Hidden files, such as macOS's `._x.jpg`, do not count."""
     return path.suffix.lower() in IMAGE_ENDINGS and not path.name.startswith(".")
 
 
 def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
-    """Open an image without decoding it, from an undecoded `datasets` record (bytes, path or URL) or a file. A PIL
-    image is copied."""
+    """Open a file or an undecoded `datasets.Image` record (bytes, path or URL) without decoding its pixels. Return a
+    copy of a PIL image."""
     if isinstance(record, Image.Image):
         return record.copy()
     path, encoded = (record, None) if isinstance(record, Path) else (record.get("path"), record.get("bytes"))
@@ -61,7 +61,7 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
 
 
 def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> Image.Image:
-    """Read the upright RGB image in a file; raise a ValueError if it has more than `max_pixels`."""
+    """Read an image file as upright RGB. Raise a ValueError if the image has more than `max_pixels` pixels."""
     with Image.open(file, formats=FORMATS) as image:
         if max_pixels and image.width * image.height > max_pixels:
             size = f"{image.width:,} x {image.height:,}"
@@ -72,20 +72,20 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to upright 8-bit RGB, with transparent parts on white.
 
-    The values of 32-bit integers and floats are scaled from the smallest range that holds them all: 0 to 1 (floats
-    only), 0 to 255, 0 to 65,535 or 0 to 2^31 - 1.
+    In Pillow's 32-bit modes, `I` and `F`, a range of values is scaled to 8 bits. It is the smallest range that
+    contains all values of the image, out of 0 to 1 (only for `F`), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1.
     """
     ImageOps.exif_transpose(image, in_place=True)
     if ";16" in image.mode:
         values = np.asarray(image)
-        # Divide each value by 257 and round it, without exceeding 16 bits in between.
+        # Divide by 257 and round. Adding 128 before the division could overflow 16 bits.
         scaled = values // 257 + (values % 257 > 128)
         return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
     if image.mode in ("F", "I"):
         values = np.asarray(image)
         lowest = values.min(initial=0)
         highest = values.max(initial=0)
-        # The copy is freed early, because several threads may read large images at once.
+        # The array is deleted early to save memory, because several threads may read large images at the same time.
         del values
         if not (lowest >= 0 and highest < 2**31):
             raise ValueError(f"its values go up to {highest:g}, expected none below 0 or above 2^31 - 1")
@@ -99,7 +99,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_image(image: dict | Image.Image, index: int) -> Image.Image:
-    """Read an undecoded `datasets` record or a PIL image as upright RGB. Errors name the image by its `index`.
+    """Read an undecoded `datasets.Image` record or a PIL image as upright RGB. Error messages contain `index`.
 
     Raises:
         CorruptImageError: If the image cannot be read.

@@ -1,4 +1,4 @@
-"""Load images with segmentation masks from pairs of files, from pairs of columns, and from labelme's files.
+"""Load images with segmentation masks from pairs of files, from two columns of a table, or from labelme's JSON files.
 
 A mask is a `(height, width)` uint8 tensor of class numbers. Pixels with the value 255 are ignored.
 """
@@ -22,17 +22,17 @@ from .splits import load_parts
 from .text import first_line, shortened
 
 
-# Names of mask folders in order of preference, and endings of lossy picture formats, which change class numbers.
+# Names of mask folders, in order of preference. Files in lossy formats are not read: they change class numbers.
 MASK_FOLDERS = ("annotations", "masks", "labels")
 LOSSY = (".jpg", ".jpeg", ".webp")
-# labelme's names of pixels outside of all shapes and of ignored pixels.
+# labelme's labels of pixels outside of all shapes, and of pixels to ignore.
 BACKGROUND = "_background_"
 IGNORE = "__ignore__"
 
 
 def load_masked_splits(data, skip_corrupt: bool = False) -> tuple:
-    """Load images to train, evaluate and test on, see `load_parts`. `data.class_names` gets labelme's names if it is
-    not set. See `readable_images` for `skip_corrupt`."""
+    """Load images with masks to train, evaluate and test on, see `load_parts`. If `data.class_names` is not set, it is
+    set to the labels in labelme's files. See `readable_images` for `skip_corrupt`."""
     data.class_names = data.class_names or _labelme_names(_find_pairs(data.dataset)) or None
     columns = data.image_column, data.mask_column
 
@@ -50,17 +50,17 @@ def masked_split_names(dataset: str | list[str], name: str | None = None) -> lis
 def load_masked_images(
     dataset: str | list, split: str, name=None, image_column=None, mask_column=None, class_names=None, streaming=False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load the columns `image` and `mask`, not decoded, of a split.
+    """Load a split of a data set with the columns `image` and `mask`, which are not decoded.
 
     Args:
         dataset (`str` or `list[str]`):
             A data set that `load_table` reads, with columns of images and masks; a folder with `images/SPLIT/NAME.jpg`
             and `annotations/SPLIT/NAME.png` (or `masks`, `labels`), as in ADE20K; or a folder with `SPLIT/NAME.jpg`
-            and labelme's `SPLIT/NAME.json`. In a folder without splits, SPLIT is left out.
+            and labelme's `SPLIT/NAME.json`. A folder without splits has these paths without SPLIT.
         split (`str`): Split to load.
         name (`str`, *optional*): Configuration of a hub data set that has several.
-        image_column, mask_column (`str`, *optional*): Columns, if names and types leave them open.
-        class_names (`list[str]`, *optional*): labelme's labels of the classes 0, 1, …
+        image_column, mask_column (`str`, *optional*): Names of the columns. Required if the columns are ambiguous.
+        class_names (`list[str]`, *optional*): Labels in labelme's files for the classes 0, 1, …
         streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
     """
     if pairs := _find_pairs(dataset):
@@ -77,15 +77,15 @@ def load_masked_images(
             f"mask_column, or a folder with PNG masks in {', '.join(MASK_FOLDERS)}."
         )
     names = {image_column: "image", mask_column: "mask"}
-    # The columns are cast first, because renaming a column without a known type would read from a stream.
+    # The columns are cast before they are renamed: renaming a column of unknown type would read rows of a stream.
     for column in names:
         table = table.cast_column(column, datasets.Image(decode=False))
     return table.select_columns([*names]).rename_columns({old: new for old, new in names.items() if old != new})
 
 
 def _find_pairs(dataset: str | list[str]) -> dict[str, list[tuple[Path, Path]]]:
-    """Return the files of images and masks in a folder, by split, see `SPLITS`; without split folders, all images are
-    "train". Return an empty dict for other data sets."""
+    """Return pairs of image file and mask file in a folder, by split (see `SPLITS`). Without split folders, all pairs
+    are in "train". Return an empty dict if there is no mask file."""
     pairs = defaultdict(list)
     folder = Path(dataset if isinstance(dataset, str) else dataset[0])
     images = folder / "images" if (folder / "images").is_dir() else folder
@@ -104,7 +104,7 @@ def _pictures(folder: Path) -> list[Path]:
 
 
 def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datasets.Dataset:
-    # `split` may also be the name of the split's folder.
+    # `split` may also be a split folder's name, such as "training".
     folder, bracket, numbers = split.partition("[")
     part = SPLITS.get(folder.lower(), folder)
     if part not in pairs:
@@ -124,7 +124,7 @@ def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datas
 
 
 def _labelme_names(pairs: dict) -> list[str]:
-    """Return the labels in labelme's files, the background first, or an empty list without such files."""
+    """Return the labels in labelme's files, with the background first. Without labelme files, the list is empty."""
     files = {mask for part in pairs.values() for _, mask in part if mask.suffix == ".json" and mask.is_file()}
     labels = {shape["label"] for file in files for shape in _read_labelme(file)["shapes"]}
     return [BACKGROUND, *sorted(labels - {BACKGROUND, IGNORE})] if files else []
@@ -142,7 +142,7 @@ def _read_labelme(file: Path) -> dict:
 
 
 def _draw(file: Path, names: list[str]) -> dict:
-    """Draw the class numbers of a labelme file, later shapes over earlier ones, and return a `datasets` record."""
+    """Draw the shapes in a labelme file as a mask of class numbers. Return the mask as a `datasets.Image` record."""
     numbers = {IGNORE: IGNORED} | {name: number for number, name in enumerate(names)}
     content = _read_labelme(file)
     mask = Image.new("L", (content["imageWidth"], content["imageHeight"]), numbers.get(BACKGROUND, IGNORED))
@@ -159,12 +159,13 @@ def _draw(file: Path, names: list[str]) -> dict:
 
 
 class MaskReader:
-    """Read masks as class numbers.
+    """Read masks as tensors of class numbers.
 
     Args:
         num_labels (`int`): Number of classes.
-        ignored_labels (iterable of `int`, *optional*): Numbers in the files; pixels that have one of them are ignored.
-        reduce_labels (`bool`, *optional*, defaults to `False`): Ignore 0, and count classes from 1, as in ADE20K.
+        ignored_labels (iterable of `int`, *optional*): Numbers in the mask files whose pixels are ignored.
+        reduce_labels (`bool`, *optional*, defaults to `False`): Ignore the number 0, and read the number 1 as class 0,
+            as in ADE20K.
     """
 
     def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):
@@ -175,10 +176,10 @@ class MaskReader:
         self.table[[*ignored_labels]] = IGNORED
 
     def __call__(self, record: dict | Image.Image, index: int, size: tuple[int, int]) -> torch.Tensor:
-        """Read a mask, `(height, width)` uint8.
+        """Read a mask as a `(height, width)` uint8 tensor.
 
         Args:
-            record (`dict` or `PIL.Image.Image`): Undecoded `datasets` record of the mask.
+            record (`dict` or `PIL.Image.Image`): An undecoded `datasets.Image` record or a PIL image.
             index (`int`): Number of the image, for messages.
             size (`tuple[int, int]`): Width and height of the upright image.
         """

@@ -1,4 +1,4 @@
-"""Accuracy and segmentation scores as `evaluate` metrics that need no network."""
+"""Accuracy and segmentation scores as `evaluate` metrics that work offline."""
 
 import datasets
 import evaluate
@@ -8,7 +8,7 @@ from .scores import check_scores
 
 
 class _Metric(evaluate.Metric):
-    """A metric whose predictions and references, of the feature type `kept`, are held in memory."""
+    """Base class of metrics that keep predictions and references in memory. Both have the feature type `kept`."""
 
     kept = datasets.Sequence(datasets.Value("int64"))
 
@@ -21,10 +21,11 @@ class _Metric(evaluate.Metric):
 
 
 class TopKAccuracy(_Metric):
-    """Share of images for which a correct label is among the k labels with the highest scores.
+    """Share of images with a correct label among the k labels with the highest scores.
 
-    `add_batch` takes scores `(batch, labels)`, and references `(batch,)` or, for several labels, `(batch, most)`,
-    padded with -1. `compute()` returns `{"accuracy": …}` for k = 1 and `{"top5_accuracy": …}` for k = 5.
+    `add_batch` takes scores `(batch, labels)` and references `(batch,)`. If images have several labels, references are
+    `(batch, max_labels)` and padded with -1. `compute()` returns `{"accuracy": …}` for k = 1, and `{"top5_accuracy":
+    …}` for k = 5.
     """
 
     def __init__(self, k: int = 1):
@@ -32,9 +33,9 @@ class TopKAccuracy(_Metric):
         super().__init__()
 
     def add_batch(self, *, predictions, references):
-        """Store the labels of the k highest scores of each image, `(batch, k)`. Scores must be finite."""
+        """Store the k labels with the highest scores of each image. Raise a ValueError if scores are not finite."""
         check_scores(predictions)
-        # Scores are negated below, and the negative of an unsigned integer would be a large number.
+        # Unsigned integers are converted to floats, because their negatives would be large numbers.
         scores = np.asarray(predictions, dtype=np.float64)
         best = np.argsort(-scores, axis=1, kind="stable")[:, : self.k]
         references = np.asarray(references)
@@ -47,16 +48,16 @@ class TopKAccuracy(_Metric):
 
 
 def accuracies() -> evaluate.CombinedEvaluations:
-    """Return a combined metric that computes both `accuracy` and `top5_accuracy`, see `TopKAccuracy`."""
+    """Return a metric that computes `accuracy` and `top5_accuracy`, see `TopKAccuracy`."""
     return evaluate.combine([TopKAccuracy(1), TopKAccuracy(5)])
 
 
 class SegmentationScores(_Metric):
     """Mean intersection over union, mean accuracy and pixel accuracy, computed over the pixels of all images together.
 
-    `add_batch` takes two arrays of class indices with equal shapes; pixels whose reference is `ignore_index` are
-    ignored. `compute()` returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and `iou`, a list with one value a
-    class. The value of a class that neither occurs nor is predicted is `None`, and the means leave it out.
+    `add_batch` takes two arrays of class indices with equal shapes. Pixels with the reference `ignore_index` are
+    ignored. `compute()` returns `mean_iou`, `mean_accuracy`, `pixel_accuracy`, and `iou`, a list with a value for each
+    class. The IoU of a class without any pixel is `None`, and the means leave this class out.
     """
 
     kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
@@ -67,7 +68,7 @@ class SegmentationScores(_Metric):
         super().__init__()
 
     def add_batch(self, *, predictions, references):
-        """Count the pixels of each class."""
+        """Count the pixels of each class in the predictions, in the references, and in both."""
         predictions = np.asarray(predictions)
         references = np.asarray(references)
         counts = references != self.ignore_index

@@ -10,13 +10,13 @@ from accelerate.utils import is_bf16_available
 from torch import nn
 
 
-# Speed of bfloat16 matrix products, relative to float32, above which bfloat16 is used. Training gains less: with
-# products 2.3 times as fast, bootstrapping was 1.2 times as fast.
+# A CPU uses bfloat16 if its matrix products are more than this many times as fast as in float32. The whole training
+# gains less: when products were 2.3 times as fast, bootstrapping was 1.2 times as fast.
 WORTHWHILE = 4
 
 
 def choose_mixed_precision(device: torch.device) -> str:
-    """Return `"bf16"` if the device is fast at bfloat16, otherwise `"no"`."""
+    """Return `"bf16"` if the device computes fast in bfloat16, otherwise `"no"`."""
     if device.type == "cpu":
         fast = bfloat16_is_fast()
     elif device.type == "cuda":
@@ -29,8 +29,8 @@ def choose_mixed_precision(device: torch.device) -> str:
 @functools.cache
 def bfloat16_is_fast() -> bool:
     """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 ones. The
-    CPU's instruction set does not tell the speed."""
-    # A large product takes seconds if bfloat16 is emulated, so a small one is measured first.
+    speed does not follow from the CPU's instruction set."""
+    # A large product takes seconds if bfloat16 is emulated, so a small product is measured first.
     return _speed_of_bfloat16(128) > 0.5 and _speed_of_bfloat16(512) > WORTHWHILE
 
 
@@ -47,8 +47,8 @@ def _speed_of_bfloat16(size: int) -> float:
 
 
 def hold_teacher(accelerator: Accelerator, teacher: nn.Module, classifier: nn.Module | None = None):
-    """Freeze a teacher, in place, and convert it to bfloat16 if the run uses bfloat16 and the device is fast at it.
-    Its `classifier`, which is also called on float32 embeddings, stays in float32."""
+    """Freeze a teacher in place. If the run uses bfloat16 and the device is fast in bfloat16, convert the teacher to
+    bfloat16. The `classifier` stays in float32, because it is also called on float32 embeddings."""
     teacher.eval().requires_grad_(False)
     if accelerator.mixed_precision == "bf16" and (accelerator.device.type != "cpu" or bfloat16_is_fast()):
         teacher.to(torch.bfloat16)

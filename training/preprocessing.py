@@ -8,20 +8,20 @@ from PIL import Image
 from ..modeling.image_format import ImageFormat, normalization_of
 
 
-# Largest ratio of an image's sides. A longer image, of which only the middle is kept, is cropped before resizing.
+# Largest ratio of an image's longer side to its shorter side. `middle_of` crops images with a larger ratio.
 LONGEST = 32
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
-    """Return an image processor's `pixel_values` of RGB images. If the processor crops the middle of images, long
-    strips are cropped first, because resizing them whole takes much memory."""
+    """Return the `pixel_values` that an image processor makes of RGB images. If the processor center-crops images,
+    very long images are cropped first: resizing a long image as a whole takes much memory."""
     if _keeps_middle(image_processor):
         images = [middle_of(image) for image in images]
     return image_processor(list(images), return_tensors="pt")["pixel_values"]
 
 
 def _keeps_middle(image_processor) -> bool:
-    """Return whether an image processor resizes the shorter side of images and crops their middle."""
+    """Return whether an image processor resizes images by their shorter side and then center-crops them."""
     if (timm := getattr(image_processor, "data_config", None)) is not None:
         return timm.get("crop_mode") in (None, "center")
     resizes = getattr(image_processor, "do_resize", True) and getattr(image_processor, "do_center_crop", False)
@@ -29,7 +29,7 @@ def _keeps_middle(image_processor) -> bool:
 
 
 def restore_images(image_processor, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Convert an image processor's pixel values back to RGB values from 0 to 1, float32 on the CPU."""
+    """Convert an image processor's pixel values back to RGB values from 0 to 1, as float32 on the CPU."""
     image_format = ImageFormat(tuple(pixel_values.shape[-2:]), *normalization_of(image_processor))
     return image_format.denormalize(pixel_values.detach().float().cpu()).clamp(0, 1)
 
@@ -44,7 +44,7 @@ def size_made_by(image_processor) -> tuple[int, int]:
 
 
 def middle_of(image: Image.Image) -> Image.Image:
-    """Crop an image more than `LONGEST` times as long as wide to its middle. Return other images unchanged."""
+    """Center-crop an image's longer side to at most `LONGEST` times the shorter side."""
     longest = LONGEST * min(image.size)
     left, top = (max(length - longest, 0) // 2 for length in image.size)
     return image.crop((left, top, image.width - left, image.height - top)) if left or top else image

@@ -5,7 +5,7 @@ import torch
 
 
 def check_scores(scores: torch.Tensor | np.ndarray, what: str = "scores"):
-    """Raise a ValueError if a model's scores, logits or embeddings are not finite, because metrics would hide this."""
+    """Raise a ValueError if scores, logits or embeddings are not finite. Metrics would hide such values."""
     scores = torch.as_tensor(scores)
     if not scores.isfinite().all():
         lost = int((~scores.isfinite()).flatten(1).any(1).sum())

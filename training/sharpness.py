@@ -1,5 +1,5 @@
-"""Sharpness-aware minimization (Foret et al., *Sharpness-Aware Minimization for Efficiently Improving Generalization*,
-ICLR 2021) in a `Trainer`."""
+"""`Trainer` with sharpness-aware minimization (SAM; Foret et al., *Sharpness-Aware Minimization for Efficiently
+Improving Generalization*, ICLR 2021)."""
 
 import torch
 
@@ -7,11 +7,11 @@ from .trainer import ImageTrainer
 
 
 class SharpnessAwareTrainer(ImageTrainer):
-    """`ImageTrainer` whose steps, if `args.sam_rho` is above 0, follow the gradient at the highest loss nearby."""
+    """`ImageTrainer` with sharpness-aware minimization (SAM) if `args.sam_rho` is above 0."""
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None) -> tuple[type, dict]:
-        """Return Transformers' optimizer class and options, wrapped by pytorch_optimizer's SAM if `sam_rho` is set."""
+        """Return Transformers' optimizer class and its options. If `sam_rho` is set, SAM wraps the optimizer class."""
         optimizer_class, options = ImageTrainer.get_optimizer_cls_and_kwargs(args, model)
         if not args.sam_rho:
             return optimizer_class, options
@@ -21,7 +21,7 @@ class SharpnessAwareTrainer(ImageTrainer):
             raise ValueError("sam_rho needs pytorch_optimizer: pip install 'frugalvit[sam]'.") from None
 
         class SAM(pytorch_optimizer.SAM):
-            """SAM whose `step` is only its second step: `training_step` calls the first one."""
+            """SAM whose `step` only calls `second_step`. `SharpnessAwareTrainer.training_step` calls `first_step`."""
 
             def step(self, closure=None):
                 self.second_step()
@@ -29,7 +29,7 @@ class SharpnessAwareTrainer(ImageTrainer):
         return SAM, {"base_optimizer": optimizer_class, "rho": args.sam_rho, **options}
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        """Compute the gradient. With SAM, move along it and compute the gradient there. Return the first loss."""
+        """Compute the gradient and return the loss. SAM also moves the weights and computes their gradient again."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.sam_rho:
             if self.args.max_grad_norm:

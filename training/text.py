@@ -1,4 +1,4 @@
-"""Texts and tables for the terminal and for Markdown."""
+"""Format texts and tables for the terminal and for Markdown."""
 
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ _REORDERING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 def printable(text: str) -> str:
-    """Escape control characters, line breaks and undecodable bytes in a text from outside, such as a label or a file
+    """Escape control characters, line breaks and undecodable bytes in an untrusted text, such as a label or a file
     name. The result is one line that cannot control the terminal."""
     return "".join(
         character.encode("unicode_escape").decode()
@@ -27,12 +27,12 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened(names: list[str]) -> str:
-    """Return the first three names and, in brackets, the number of all names."""
+    """Join the first three names. The number of all names follows in parentheses."""
     return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)})"
 
 
 def format_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Format rows as a text table with a column for each key; texts are aligned left, numbers right."""
+    """Format rows as a text table with a column for each key. Texts are aligned left, numbers right."""
     columns, lines = _columns_and_lines(rows)
     widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
     lines = [list(columns), ["-" * width for width in widths], *lines]
@@ -41,7 +41,7 @@ def format_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """Format rows as a Markdown table with the columns and numbers of `format_table`."""
+    """Format rows as a Markdown table. Columns and number formats are the same as in `format_table`."""
     columns, lines = _columns_and_lines(rows)
     rule = [":---" if is_text else "---:" for is_text in columns.values()]
     # Pipes are escaped, because a pipe would end the cell.
@@ -50,7 +50,7 @@ def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _columns_and_lines(rows: Sequence[Mapping[str, object]]) -> tuple[dict[str, bool], list[list[str]]]:
-    """Return, for each column, whether its first value is a text, and for each row, its cells as texts."""
+    """Return a dict that maps each column to whether it contains texts, and a list of formatted cells for each row."""
     columns: dict[str, bool] = {}
     for row in rows:
         for column, value in row.items():
