@@ -1,7 +1,7 @@
 """Vision transformers that need less: fewer tokens, less data, no extra parameters.
 
-Importing this package registers its models with Transformers' Auto classes. Modules that read images or train are
-imported when their names are first used.
+Importing this package registers its models with Transformers' Auto classes. The names in `_LAZY` are imported at their
+first use.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ from .training.files import checkpoint_path
 from .version import __version__
 
 
-# Names that are imported when they are first used, and their modules.
+# Public names that are imported at their first use, and their modules.
 _LAZY = {
     "AlignLlavaArguments": "training.align_llava",
     "AlignLlavaTrainer": "training.align_llava",

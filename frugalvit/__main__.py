@@ -1,4 +1,4 @@
-"""`python -m frugalvit` is the `frugalvit` command."""
+"""Entry point of `python -m frugalvit`, which runs the `frugalvit` command."""
 
 import sys
 

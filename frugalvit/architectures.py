@@ -1,4 +1,4 @@
-"""Find a model's class and configuration by its name, and load it with the class that it was saved from."""
+"""Find the class and the configuration of a model by the model's name, and load saved models."""
 
 import difflib
 import os
@@ -17,12 +17,12 @@ from .training.files import split_revision
 from .training.loading import Task, load_config, load_model, loading_errors, vision_config_of
 
 
-# The kind of model that error messages name as expected.
+# Description of the expected kind of model in error messages.
 COUNTED = "a model to count"
 
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
-    """Return the configuration classes of the papers' models, by the models' names."""
+    """Return a mapping from the names of the papers' models to their configuration classes."""
     families = [found for found in vars(frugalvit).values() if isinstance(found, type) and hasattr(found, "variants")]
     return {name: config_class for config_class in families for name in config_class.variants()}
 
@@ -31,7 +31,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
     """Return the class and the configuration of a vision model.
 
     Args:
-        name (`str`): One of `variants()`, a model that ships, a model folder or a hub id.
+        name (`str`): A key of `variants()`, the name of a shipped model, a model folder or a hub id.
     """
     known = variants()
     if name in known:
@@ -53,18 +53,18 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 
 
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the vision model of a CLIP or a LLaVA. Other models are returned as they are."""
+    """Return the vision model inside a CLIP or a LLaVA. Any other model is returned unchanged."""
     if vision_config_of(model.config) is not model.config:
         side = model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
-        # A `SparseFormerGridTower` holds the SparseFormer as `tower`.
+        # A `SparseFormerGridTower` stores its SparseFormer in the attribute `tower`.
         return getattr(side, "tower", side)
     return model
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of this package or of Transformers that a model was saved from."""
+    """Return the class of frugalvit or Transformers that `config.architectures` names."""
     architecture = str((getattr(config, "architectures", None) or ["none"])[0])
-    # This package is searched first, because a newer Transformers may have a class of the same name.
+    # frugalvit is searched first, because a newer Transformers may have a class with the same name.
     found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
@@ -72,13 +72,13 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def load_saved_model(name: str | os.PathLike, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """Load a model with the class that it was saved from. See `load_model` for arguments and errors."""
+    """Load a model with the class that its configuration names. See `load_model` for arguments and errors."""
     task = Task("a model of frugalvit or Transformers", model_class, processor_class=None, needs_rgb=False)
     return load_model(name, task, device)[0]
 
 
 def has_rois(model: PreTrainedModel) -> bool:
-    """Return whether a model takes `output_rois=True`."""
+    """Return whether a model accepts `output_rois=True`."""
     if isinstance(model, ExportedModule):
         return "rois" in model.outputs
     return "rois" in getattr(model.config, "keys_to_ignore_at_inference", ())

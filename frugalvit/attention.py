@@ -1,4 +1,4 @@
-"""Measurements of a vision transformer's attention: entropy, favorite neighbors and stable ranks."""
+"""Measurements of a vision transformer's attention: entropy, most attended neighbors and stable rank."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,22 +12,23 @@ from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .training.scores import check_scores
 
 
-# Largest vertical or horizontal offset of a neighbor, in patches, that is considered.
+# Largest vertical or horizontal distance of a neighbor, in patches.
 REACH = 2
 
 
 @dataclass
 class LayerStatistics:
-    """Statistics of a layer, averaged over images.
+    """Statistics of one layer, averaged over images.
 
     Args:
         layer (`int`): Number of the layer, from 1.
         stable_rank (`float`): Stable rank of the layer's output.
         entropy (`list[float]`): Entropy of each head's attention in nats, averaged over queries; at most log(tokens).
-        maps (`torch.Tensor` of shape `(heads, queries, keys)`): Attention weights; prefix tokens come first.
+        maps (`torch.Tensor` of shape `(heads, queries, keys)`): Attention weights. Prefix tokens precede patch tokens.
         offset (`list[tuple[int, int]]`):
-            Relative position (dy, dx), up to `REACH`, to which each head attends most; empty if tokens form no grid.
-        mass (`list[float]`): Attention to each head's `offset`, averaged over the tokens that have this neighbor.
+            For each head, the offset (dy, dx) of the most attended neighbor patch, at most `REACH` in each direction.
+            The list is empty if the tokens do not form a grid.
+        mass (`list[float]`): For each head, the mean attention of a patch to its neighbor at `offset`.
     """
 
     layer: int
@@ -39,8 +40,8 @@ class LayerStatistics:
 
 
 def stable_rank(matrices: torch.Tensor) -> torch.Tensor:
-    """Compute the stable rank, `(…)`, of matrices `(…, rows, columns)`: the sum of the squared singular values,
-    divided by the largest squared singular value (Remark 1 of Zheng et al.). It lies between 1 and the rank."""
+    """Compute the stable rank of matrices `(…, rows, columns)`: the sum of the squared singular values, divided by the
+    largest squared singular value (Remark 1 of Zheng et al.). The result `(…)` lies between 1 and the rank."""
     values = torch.linalg.svdvals(matrices.float()).square()
     return values.sum(-1) / values.amax(-1)
 
@@ -50,7 +51,7 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
     """Measure the attention in a model's layers and the stable rank of the layers' outputs, averaged over images.
 
     Args:
-        model (`PreTrainedModel`): A vision transformer whose tokens attend to all others.
+        model (`PreTrainedModel`): A vision transformer with attention between all tokens.
         batches (iterable of `torch.Tensor`): Pixel values `(batch, channels, height, width)`.
     """
     implementation = model.config._attn_implementation
@@ -81,7 +82,7 @@ def measure_attention(model: PreTrainedModel, batches: Iterable[torch.Tensor]) -
 
 
 def patch_grid(config) -> tuple[int, int] | None:
-    """Return the rows and columns of patches; `None` if the model has no patches."""
+    """Return the numbers of patch rows and columns, or `None` if the model has no patches."""
     patch = getattr(config, "patch_size", None)
     if patch is None:
         return None
@@ -89,7 +90,7 @@ def patch_grid(config) -> tuple[int, int] | None:
 
 
 def favorite_neighbors(maps: torch.Tensor, grid: tuple[int, int] | None) -> tuple[list[tuple[int, int]], list[float]]:
-    """Compute `offset` and `mass` of `LayerStatistics`, given its `maps` and the grid of patches."""
+    """Compute `offset` and `mass` of `LayerStatistics` from its `maps` and the size of the patch grid."""
     positions = grid[0] * grid[1] if grid else 0
     if not 0 < positions <= maps.shape[-1]:
         return [], []

@@ -1,5 +1,5 @@
-"""Models that `frugalvit compare` measures: a teacher, the teacher on smaller images, and students. To measure any
-other model, describe it as a `Baseline`."""
+"""Models that `frugalvit compare` measures: a teacher, the teacher on smaller images, and students. `Baseline` can
+describe any other model for a comparison."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,27 +21,27 @@ from .training.preprocessing import size_made_by
 
 
 LOWER_RESOLUTION = "teacher at lower resolution"
-# Default numbers of patches of the smaller images, as shares of the teacher's number.
+# Default patch counts of the smaller images, as shares of the teacher's patch count.
 SHARES = (1 / 4, 2 / 5, 9 / 16)
 
 
 @dataclass
 class Baseline:
-    """A model to measure.
+    """A model in a comparison.
 
     Args:
-        name (`str`): Name of the row.
-        method (`str`): Name of the method that made the model; a line of the picture connects the models of a method.
-        model (`nn.Module`): Module to time and count, called with pixel values `(batch, 3, height, width)`.
+        name (`str`): Name of the model in tables.
+        method (`str`): Method that made the model. In the plot, a line connects the models of each method.
+        model (`nn.Module`): Module whose speed and cost are measured, called with pixels `(batch, 3, height, width)`.
         image_size (`tuple[int, int]`): Height and width to which the image processor's images are resized.
-        embed (`Callable`): Maps pixel values to embeddings `(batch, embedding_size)`.
+        embed (`Callable`): Function from pixel values to embeddings `(batch, embedding_size)`.
         image_processor (*optional*): Image processor of the model.
-        classifier (`Callable`, *optional*): Maps embeddings to the logits of `id2label`.
+        classifier (`Callable`, *optional*): Function from embeddings to the logits of the classes in `id2label`.
         id2label (`dict[int, str]`, *optional*): Class names.
-        tokens (`int`, *optional*): Tokens in the blocks, with class and register tokens.
-        parameters (`int`, *optional*): Number of parameters of the image side; by default, of `model`.
-        draws (`int`, *optional*, defaults to 1): How often each image is embedded, for models that draw random
-            numbers; results are averaged over the draws.
+        tokens (`int`, *optional*): Number of tokens in the encoder blocks, including class and register tokens.
+        parameters (`int`, *optional*): Number of parameters that process images. Default: all parameters of `model`.
+        draws (`int`, *optional*, defaults to 1):
+            Number of times that each image is embedded. Models with random numbers need several, which are averaged.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Baseline:
 
 
 class Vision(nn.Module):
-    """A module that embeds images by the weights of `source` and, if there is a classifier, classifies them."""
+    """A module that classifies images or, without `classifier`, embeds them. `source` holds the weights."""
 
     def __init__(self, source: nn.Module, embed: Callable, classifier: Callable | None = None):
         super().__init__()
         self.source = source
-        # This is a closure, because attributes would register modules of `source` a second time.
+        # `run` is a closure: as attributes, `embed` and `classifier` would register modules of `source` twice.
         self.run = lambda images: embed(images) if classifier is None else classifier(embed(images))
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Vision(nn.Module):
 
 
 class WithTokens(nn.Module):
-    """A SparseFormer that computes with a fixed number of latent tokens."""
+    """A SparseFormer that always computes with `num_tokens` latent tokens."""
 
     def __init__(self, model: nn.Module, num_tokens: int):
         super().__init__()
@@ -91,7 +91,7 @@ class WithTokens(nn.Module):
 
 
 def as_teacher(anatomy: Anatomy, **others) -> Baseline:
-    """Describe an unchanged vision transformer as a `Baseline`; `others` are further fields of it."""
+    """Describe an unchanged vision transformer as a `Baseline`. `others` adds or replaces fields."""
     parameters = {*anatomy.model.parameters()}
     for layer in (anatomy.classifier, anatomy.projection):
         parameters |= set() if layer is None else {layer.weight, layer.bias} - {None}
@@ -110,7 +110,7 @@ def as_teacher(anatomy: Anatomy, **others) -> Baseline:
 
 
 def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
-    """Load a plain vision transformer, as an `Anatomy`, and its image processor; for arguments see `load_model`."""
+    """Load a plain vision transformer as an `Anatomy`, and its image processor. See `load_model` for arguments."""
     model, image_processor = load_model(folder, "image-feature-extraction", *options, **more)
     anatomy = read_anatomy(model.requires_grad_(False), size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)
@@ -120,14 +120,14 @@ def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
 def load_teachers(
     folder: str, name: str | None = None, resolutions: Sequence[int] | None = None, **options
 ) -> list[Baseline]:
-    """Load a teacher as a baseline, and baselines with the same weights and resampled positions for smaller images.
+    """Load a teacher as a baseline, followed by baselines of the same teacher on smaller images.
 
     Args:
         folder (`str`): Folder or hub id of a vision transformer.
-        name (`str`, *optional*): Name of the teacher's row; by default, the folder's name.
+        name (`str`, *optional*): Name of the teacher in tables. Default: the folder's name.
         resolutions (sequence of `int`, *optional*):
-            Shorter sides of the smaller images in pixels. By default, images have about `SHARES` of the teacher's
-            patches; there are none if the teacher's positions cannot be resampled.
+            Shorter sides of the smaller images in pixels. Default: sizes with about `SHARES` of the teacher's patches,
+            or no smaller images if the teacher's position embeddings cannot be resampled.
         options: Further arguments of `load_model`.
     """
     anatomy, image_processor = load_teacher(folder, **options)
@@ -151,7 +151,8 @@ def load_teachers(
 
 
 def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Baseline:
-    """Describe a teacher on smaller images: an untrained student that keeps all patches, with resampled positions."""
+    """Describe a teacher on smaller images as a `Baseline`. Its model is an untrained student that keeps all patches
+    and has resampled position embeddings."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
     if anatomy.projection is not None and anatomy.classifier is None:
@@ -175,8 +176,9 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
 
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Baseline]:
-    """Load a SparseFormer as a baseline for each number of tokens that it is trained for, or one baseline of another
-    model. `method` defaults to "SparseFormer" for a SparseFormer with one number of tokens, otherwise to the name."""
+    """Load a student as baselines. A SparseFormer gives a baseline for each number of tokens that it was trained for.
+    Any other model gives one baseline. `method` defaults to "SparseFormer" for a SparseFormer with a single number of
+    tokens, and to the model's name otherwise."""
     model, image_processor = load_model(folder, "image-feature-extraction", **options)
     model = without_agent(model).requires_grad_(False).eval()
     size = size_made_by(image_processor)

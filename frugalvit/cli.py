@@ -1,4 +1,4 @@
-"""The `frugalvit` command: run `main(argv)` of a command's module, and print a user's error in one line."""
+"""The `frugalvit` command. It runs `main(argv)` of a command's module and prints user errors in one line."""
 
 import difflib
 import importlib
@@ -13,7 +13,7 @@ from .training.choices import OPEN_CLIP
 from .training.files import end_on_sigterm, find_model
 
 
-# For each command: its module, which is imported when the command runs, and its line of help.
+# Commands, with the module that runs each command and one line of help. A module is imported when it runs.
 COMMANDS = {
     "quickstart": ("frugalvit.quickstart", "make a ViT several times faster on photographs, in minutes"),
     "predict": ("frugalvit.predict", "label images and draw where the tokens look"),
@@ -43,12 +43,12 @@ A model is named by its folder, its hub id (owner/name@revision, too) or, if it 
 `frugalvit COMMAND --help` lists its options. --debug (or FRUGALVIT_DEBUG=1) prints an error's traceback."""
 
 
-# Options that name a model.
+# Options whose value is the name of a model.
 MODEL_OPTIONS = ("--model", "--teacher", "--student", "--vision-model", "--vision_model")
 
 
 def wrong_name(command: str, words: list[str]) -> str | None:
-    """Return an error message if a model or an image does not exist. The check precedes the command's slow import."""
+    """Return an error message if a model or an image does not exist. This check runs before slow imports."""
     for option, name in itertools.pairwise(words):
         if option in MODEL_OPTIONS and not name.startswith(OPEN_CLIP):
             try:
@@ -61,7 +61,7 @@ def wrong_name(command: str, words: list[str]) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Return 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
+    """Run a command and return its exit code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
     if "--debug" in argv:
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     if message := wrong_name(command, rest):
         print(f"frugalvit {command}: error: {message}", file=sys.stderr)
         return 1
-    # A terminal's encoding may lack characters that labels contain.
+    # The terminal's encoding may lack characters of the labels that a command prints.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
-        # The reader, for example `head`, has closed the pipe. Flushing at exit would raise the error again.
+        # Another program, such as `head`, closed the pipe. Without `dup2`, flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -102,6 +102,6 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug or not (message := user_message(error)):
             raise
-    # After the handler, progress bars are closed, so that the message has a line of its own.
+    # Print after the exception handler: progress bars are closed then, and the message gets its own line.
     print(f"frugalvit {command}: error: {message}", file=sys.stderr)
     return 1

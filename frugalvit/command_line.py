@@ -1,4 +1,4 @@
-"""Options that commands share. A command's options are a dataclass, which is parsed like training arguments."""
+"""Shared command-line options. Each command defines a dataclass of options, which `CommandParser` parses."""
 
 import argparse
 import inspect
@@ -13,8 +13,8 @@ AnyOptions = TypeVar("AnyOptions")
 
 
 class CommandParser(ArgumentParser):
-    """A parser for a command's dataclass of options; the dataclass's docstring describes the command. A field with
-    `positional` in its metadata is a positional argument; a boolean field is a switch without a value."""
+    """A parser for a command's dataclass of options. The dataclass's docstring is the command's description. A field
+    with `positional` in its metadata is a positional argument. A boolean field is a switch without a value."""
 
     def __init__(self, options: type, prog: str):
         super().__init__([options], prog, takes_config=False, description=inspect.getdoc(options))
@@ -25,11 +25,11 @@ class CommandParser(ArgumentParser):
             if not settings.pop("required", False):
                 settings["nargs"] = "*" if "nargs" in settings else "?"
         if settings.get("const") is True:
-            # If a switch could take a value, it would take the positional argument that follows it.
+            # A switch must not take a value: it would consume the positional argument that follows.
             settings = {name: value for name, value in settings.items() if name not in ("type", "nargs", "const")}
             settings["action"] = "store_true"
             if settings["default"]:
-                # Show only `--no_…`, because the switch is on by default.
+                # The switch is on by default, so the help shows only `--no_…`.
                 settings["help"] = argparse.SUPPRESS
         return super().add_argument(*names, **settings)
 
@@ -41,7 +41,7 @@ def read_options(options: type[AnyOptions], prog: str, argv: list[str] | None) -
 
 @dataclass(kw_only=True)
 class Options:
-    """Options of a command."""
+    """Base class for the options of a command."""
 
     def __post_init__(self):
         check_fields(self)

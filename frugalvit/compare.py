@@ -1,5 +1,4 @@
-"""`frugalvit compare`: accuracy and speed of students beside their teacher, and beside the teacher on smaller
-images."""
+"""`frugalvit compare`: measure students, their teacher, and the teacher on smaller images."""
 
 import dataclasses
 import itertools
@@ -37,14 +36,14 @@ from .versions import origin, versions
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 ERRORS = "accuracy ± half of a 68 % Wilson interval, differences ± standard error; "
-# Number of nearest images that are compared, and number of queries that search all images at once.
+# Number of nearest images that are compared, and number of images in one batch of the nearest-neighbor search.
 NEIGHBORS = 10
 QUERIES = 1024
 FOUND = (
     f"neighbors: of the {NEIGHBORS} images that the teacher finds nearest, the share that a model finds among its own "
 )
 FOUND += f"{NEIGHBORS}, both in the teacher's embeddings of these images, ± standard error; "
-# Scores that the picture may show, in the order of preference, and their titles.
+# Scores for the vertical axis of the plot in order of preference, and their titles.
 SCORES = {
     "accuracy": "accuracy, %",
     "mean_iou": "mean intersection over union, %",
@@ -59,10 +58,10 @@ PROG = "frugalvit compare"
 
 @dataclass(kw_only=True)
 class CompareOptions(SplitOptions, ReadingOptions, DeviceOptions):
-    """Compare students with their teacher, and with the teacher on smaller images: accuracy of classifiers, cosine
-    with the teacher's embedding, multiply-accumulates and images per second. Writes compare.json and compare.md after
-    each model, and compare.png at the end. The same command continues an interrupted comparison; speeds are measured
-    at the end, side by side."""
+    """Compare students with their teacher, and with the teacher on smaller images. The table has the accuracy of
+    classifiers, the cosine with the teacher's embedding, multiply-accumulates and images per second. Results are
+    written to compare.json and compare.md during the comparison, and to compare.png at the end. The same command
+    continues an interrupted comparison. Speeds are measured at the end; all models take turns."""
 
     teacher: str = argument(help="Folder or hub id of a vision transformer.", positional=True)
     students: list[str] = argument([], "Folders or hub ids of SparseFormers or other models.", positional=True)
@@ -125,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
         report=write,
         **reading_options(options),
     )
-    # The results are printed before anything is written, so that a full disk does not lose them.
+    # Print the results before writing them, so that they are not lost if the disk is full.
     print(f"{format_table(table_rows(rows))}\n\n{legend(rows)}")
     write(rows)
     save_figure(draw_comparison(rows), output / "compare.png")
@@ -134,8 +133,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str, int]:
-    """Load the images to compare on, `options.limit` of them at random. Return the readable images, the name of their
-    split and the number of unreadable images."""
+    """Load the images for the comparison, at random if `options.limit` is set. Return the readable images, the name of
+    their split and the number of unreadable images."""
     images, split = images_to_evaluate(dataclasses.replace(options, limit=None), held_back=True)
     if "label" in images.features:
         check_classes(class_names(images))
@@ -156,24 +155,24 @@ def compare(
     report: Callable[[list[dict[str, object]]], None] = lambda rows: None,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure baselines on the same images. Measuring speeds leaves their models in the last of `precisions`.
+    """Measure baselines on the same images. If speeds are measured, the models stay in the last of `precisions`.
 
     Args:
         baselines (sequence of `Baseline`): Models in float32, the teacher first.
-        test (`datasets.Dataset`): Images, as `load_images` returns them.
-        precisions (sequence of `str`, *optional*): Keys of `PRECISIONS` to measure speeds in.
-        rounds (`int`, *optional*, defaults to 10): Timed passes of each model; 0 measures no speeds.
-        folder (`Path`, *optional*): Folder that keeps embeddings, so that a repeated call need not compute them.
+        test (`datasets.Dataset`): Images from `load_images`.
+        precisions (sequence of `str`, *optional*): Precisions of the speed measurement, as keys of `PRECISIONS`.
+        rounds (`int`, *optional*, defaults to 10): Timed forward passes of each model. 0 skips the speed measurement.
+        folder (`Path`, *optional*): Folder where embeddings are saved, so that a repeated call can load them.
         report (`Callable`, *optional*):
-            Called with the rows so far, without speeds, after the baselines of each image processor.
-        reading: Arguments of `image_batches`.
+            Function that is called with the rows so far, without speeds, after the baselines of each image processor.
+        reading: Further arguments of `image_batches`.
 
     Returns:
         A row for each baseline: `model` (its name), `method`, `image_size`, `tokens`, `parameters`, `macs`, the
         fields of `describe_score` for the accuracy, `cosine` (mean cosine with the teacher's embeddings),
         `neighbors` and `neighbors_error` (see `neighbors_found`) and `images_per_second` by precision and batch size.
     """
-    # Classes are matched by name first, so that a mismatch is reported before anything is computed.
+    # Match classes by name first, so that a mismatch raises an error before the slow computations.
     class_indices = [
         torch.tensor(match_labels(class_names(test), baseline.id2label))
         if "label" in test.features and baseline.classifier is not None
@@ -227,8 +226,8 @@ def compare(
 
 
 def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datasets.Dataset, **reading):
-    """Return the result of `embed_all` for baselines that share weights. With `folder`, a file there keeps the result
-    for later calls; its name is a hash of weights, images, options and versions."""
+    """Call `embed_all` for baselines that share weights. With `folder`, the result is saved there and later calls load
+    it. The file's name is a hash of the weights, images, options and package versions."""
     if folder is None:
         return embed_all(baselines, images, **reading)
     origins = [(repr(baseline.model), baseline.image_size, baseline.tokens) for baseline in baselines]
@@ -245,11 +244,11 @@ def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datas
 def embed_all(
     baselines: Sequence[Baseline], images: datasets.Dataset, batch_size: int = 64, **reading
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Embed images by each baseline; an image is decoded once for each image processor.
+    """Embed images with each baseline. Baselines with the same image processor share the decoded images.
 
     Returns:
-        The embeddings of each baseline, `(draws, images, embedding_size)` float32 on the CPU, and the indices of the
-        images that could be read.
+        A list with the embeddings of each baseline, `(draws, images, embedding_size)` float32 on the CPU, and a list
+        with the indices of the readable images.
     """
     embeddings = [[] for _ in baselines]
     indices = []
@@ -269,21 +268,23 @@ def embed_all(
 
 @torch.inference_mode()
 def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the share of draws in which the baseline's classifier labels an image correctly, `(images,)` float64."""
+    """Return for each image the share of draws that are classified correctly, `(images,)` float64."""
     best = torch.stack([baseline.classifier(draw.to(baseline.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == labels).double().mean(0)
 
 
 def neighbors_found(embeddings: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Measure a model's embeddings as queries to an index of the teacher's embeddings; no image finds itself.
+    """Compare the nearest neighbors of the model's embeddings with those of the teacher's embeddings.
+
+    Both embeddings of an image are queries. Each query searches the teacher's embeddings of all other images.
 
     Args:
-        embeddings (`torch.Tensor` of shape `(images, embedding_size)`): The model's embeddings; `teacher`, the
-            teacher's, has the same shape.
+        embeddings (`torch.Tensor` of shape `(images, embedding_size)`): The model's embeddings.
+        teacher (`torch.Tensor` of shape `(images, embedding_size)`): The teacher's embeddings.
 
     Returns:
-        For each image, the share of the `NEIGHBORS` images found by the teacher's embedding that the model's embedding
-        finds among its own `NEIGHBORS`, `(images,)` float64.
+        For each image, the share of the teacher query's `NEIGHBORS` nearest images that the model's query finds among
+        its own `NEIGHBORS` nearest images, `(images,)` float64.
     """
     teacher = F.normalize(teacher, dim=-1)
     embeddings = F.normalize(embeddings, dim=-1)
@@ -300,7 +301,7 @@ def neighbors_found(embeddings: torch.Tensor, teacher: torch.Tensor) -> torch.Te
 
 
 def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | None) -> dict[str, float | None]:
-    """Describe a score of a model and its difference from the teacher's.
+    """Return a model's mean score, the difference from the teacher's mean score, and the errors of both values.
 
     Args:
         name (`str`): Name of the score.
@@ -309,11 +310,11 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
 
     Returns:
         The mean as `name`, half its Wilson interval for one standard deviation as `…_error`, the mean's difference
-        from the teacher's as `…_difference`, and the standard error of this difference as `…_difference_error`.
+        from the teacher's mean as `…_difference`, and the difference's standard error as `…_difference_error`.
     """
     count = len(correct)
     mean = correct.mean().item()
-    # The usual standard error would be zero if all answers are correct.
+    # Half of the Wilson interval: the usual standard error would be zero if all answers are correct.
     half = (mean * (1 - mean) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
     described = {name: mean, f"{name}_error": half, f"{name}_difference": None, f"{name}_difference_error": None}
     if teacher is not None:
@@ -325,7 +326,7 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
 
 
 def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Format the rows of `compare` for a table, with accuracies in percent and their errors."""
+    """Format the rows of `compare` as cells of a table. Accuracies and their errors are in percent."""
     table = []
     for row in rows:
         cells = {"model": row["model"], "method": row["method"]}
@@ -347,11 +348,11 @@ def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
 
 
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:
-    """Draw the rows of `compare`, with a line for each method and a point for each row.
+    """Plot the rows of `compare`, with a line for each method and a point for each row.
 
-    The vertical axis is the first of `SCORES` that all rows have, with its errors. The horizontal axis is the speed in
-    the first precision with the largest batches or, if there are no speeds, the multiply-accumulates. `size` is in
-    inches.
+    The vertical axis shows the first of `SCORES` that all rows have, with error bars. The horizontal axis shows the
+    speed in the first precision with the largest batches or, if there are no speeds, the multiply-accumulates. `size`
+    is the size of the figure in inches.
     """
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))
@@ -390,7 +391,7 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     axes.xaxis.set_major_formatter("{x:,.4g}")
     axes.xaxis.set_minor_formatter("{x:,.4g}")
     axes.grid(alpha=0.3)
-    # A name with dollar signs would be drawn as a formula.
+    # Without `set_parse_math(False)`, Matplotlib draws a name with dollar signs as a formula.
     for text in figure.legend(loc="outside lower center", ncols=2, fontsize=7.5, frameon=False).get_texts():
         text.set_parse_math(False)
     return figure

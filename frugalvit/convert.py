@@ -1,4 +1,4 @@
-"""Convert checkpoints of the reference implementation to model folders.
+"""Convert SparseFormer checkpoints of github.com/showlab/sparseformer to model folders.
 
 python -m frugalvit.convert CHECKPOINT --output FOLDER
 """
@@ -20,8 +20,8 @@ PROG = "python -m frugalvit.convert"
 
 @dataclass(kw_only=True)
 class ConvertOptions(OutputOptions):
-    """Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` loads. Widths,
-    tokens, points and blocks follow from the checkpoint, the rest from the variant."""
+    """Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` loads. The checkpoint
+    determines the widths and the numbers of tokens, points and blocks. The variant determines all other settings."""
 
     checkpoint: str = argument(help=".pth or .safetensors file.", positional=True)
     variant: str | None = argument(

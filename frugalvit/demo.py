@@ -1,4 +1,4 @@
-"""`frugalvit demo`: serve a page that labels images and shows where the tokens look."""
+"""`frugalvit demo`: serve a web page that labels images and shows where the tokens look."""
 
 import functools
 import os
@@ -26,7 +26,7 @@ CACHE_SECONDS = 3_600
 
 @dataclass(kw_only=True)
 class DemoOptions(DeviceOptions):
-    """Serve a page: choose a model, an image and a number of tokens, see labels and where tokens look."""
+    """Serve a web page. It shows the labels of an image and where the tokens of a chosen model look."""
 
     models: list[str] = argument([], "Classifiers. Default: those that ship.", positional=True)
     host: str | None = argument(None, "Address to serve on. Default: this machine alone.")
@@ -42,11 +42,11 @@ def main(argv: list[str] | None = None) -> None:
     folders = {Path(model).name: model for model in models}
     if len(folders) < len(models):
         raise ValueError("Two of the models have the same name; rename a folder.")
-    # Before the page is served, refuse models that cannot be loaded.
+    # Load the models once before the page is served, so that errors are raised early.
     for model in options.models:
         load_classifier(model, options.device, options.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
-        # gradio reads this variable once, when it is imported.
+        # Set the variable before the import, because gradio reads it only then.
         os.environ["GRADIO_TEMP_DIR"] = folder
         try:
             import gradio
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
         page = build_page(folders, options.device, options.trust_remote_code, write_examples(Path(folder)))
         page.launch(
-            # The default theme loads its fonts from Google.
+            # This theme uses the system's fonts. The default theme loads fonts from Google.
             theme=gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
             max_file_size="20mb",
             show_error=True,
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_examples(folder: Path) -> list[str]:
-    """Write example images into a folder and return their paths."""
+    """Write example images into a folder and return the images' paths."""
     paths = [str(folder / f"{index}.png") for index in range(8)]
     images = str(shipped_images("cifar10") / "test.parquet")
     for index, record in enumerate(load_images(images, f"train[:{len(paths)}]")):
@@ -73,7 +73,7 @@ def write_examples(folder: Path) -> list[str]:
 
 
 def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_code: bool, examples: list[str]):
-    """Build a `gradio.Interface` for models; `folders` maps the names shown to hub ids or folders, and `examples` are
+    """Build a `gradio.Interface`. `folders` maps the displayed names of models to folders or hub ids. `examples` are
     paths of example images."""
     import gradio as gr
 
@@ -88,12 +88,12 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
         nearest = min(token_counts(model), key=lambda count: abs(count - num_tokens), default=None)
         try:
             return look(model, image_processor, read_image(file, MAX_PIXELS), nearest)
-        # For broken files, decoders also raise errors other than OSError.
+        # Decoders raise errors of several types for broken files.
         except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise gr.Error(f"Cannot show the image: {error}") from error
 
     inputs = [
-        # Gradio passes a path, so that `read_image` checks the image's size before decoding.
+        # With a path instead of pixels, `read_image` can check the image's size before decoding.
         gr.Image(type="filepath", image_mode=None, label="Image", height=300),
         gr.Dropdown(list(folders), value=next(iter(folders)), label="Model"),
         gr.Slider(1, 256, 256, step=1, label="Number of tokens (rounded to one that the model was trained for)"),
@@ -114,7 +114,7 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
 
 
 def token_counts(model: PreTrainedModel) -> list[int]:
-    """List the numbers of tokens that a model is trained for; the list is empty if the model has no choice."""
+    """Return the numbers of tokens that a model was trained for, or an empty list if the model has no choice."""
     counts = getattr(model.config, "elastic_token_counts", None) or ()
     return list(counts) if hasattr(model, "set_num_tokens") else []
 
@@ -122,10 +122,10 @@ def token_counts(model: PreTrainedModel) -> list[int]:
 def look(
     model: PreTrainedModel, image_processor, image: Image.Image, num_tokens: int | None = None
 ) -> tuple[dict[str, float] | str, Figure | None]:
-    """Return the scores of an image's best labels, or a regression's numbers as text. Also return a picture of the
-    tokens' RoIs, or `None` if the model has none."""
+    """Return the scores of an image's best labels and a picture of the tokens' RoIs. For a regression, the scores are
+    replaced by text. For a model without RoIs, the picture is `None`."""
     draws_rois = has_rois(model)
     [prediction] = predict(model, image_processor, [image], num_tokens=num_tokens, output_rois=draws_rois)
     figure = draw_predictions([prediction], all_steps=True) if draws_rois else None
-    # The page displays scores as percentages, so a regression's numbers are passed as text.
+    # `gradio.Label` shows numbers as percentages, so the numbers of a regression are passed as text.
     return format_labels(prediction) if prediction.is_regression else dict(prediction.labels), figure

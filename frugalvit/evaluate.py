@@ -49,8 +49,8 @@ class ClassificationOptions(EvaluateOptions, SplitOptions, ReadingOptions, Token
 
 @dataclass(kw_only=True)
 class KnnOptions(EvaluateOptions, SplitOptions, ReadingOptions):
-    """Accuracy of nearest neighbors by a model's features. The labeled images with the highest cosine similarity vote,
-    with weights exp(cosine / 0.07) (DINO, Caron et al. 2021)."""
+    """Accuracy of a nearest-neighbor classifier on a model's embeddings. The labeled images with the highest cosine
+    similarity vote, with weights exp(cosine / 0.07) (DINO, Caron et al. 2021)."""
 
     model: str = argument(
         help="SparseFormer, vision transformer or CLIP: folder or hub id (@revision, too), or "
@@ -79,8 +79,8 @@ class SegmentationOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class ZeroShotOptions(EvaluateOptions, SplitOptions, ReadingOptions):
-    """Zero-shot accuracy of a CLIP. Images are compared with the mean embedding of sentences about each class (Radford
-    et al. 2021)."""
+    """Zero-shot accuracy of a CLIP. Each image is compared with the mean embedding of sentences about each class
+    (Radford et al. 2021)."""
 
     model: str = argument(help=CLIP)
     vision_model: str | None = argument(None, VISION_MODEL)
@@ -90,8 +90,8 @@ class ZeroShotOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class RetrievalOptions(EvaluateOptions, ReadingOptions):
-    """Recall of images by text and of text by images. It is measured in percent at 1, 5 and 10, among all images and
-    captions."""
+    """Recall of image-to-text and text-to-image retrieval. The results are recall at 1, 5 and 10 in percent, among all
+    images and captions."""
 
     model: str = argument(help=CLIP)
     vision_model: str | None = argument(None, VISION_MODEL)
@@ -105,7 +105,7 @@ class RetrievalOptions(EvaluateOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class ScienceQAOptions(EvaluateOptions, PlacedOptions):
-    """Accuracy of a LLaVA on ScienceQA's multiple-choice questions. An answer that names no option is wrong."""
+    """Accuracy of a LLaVA on ScienceQA's multiple-choice questions. Answers without an option are wrong."""
 
     batch_size: int = argument(8, "Questions of a batch.")
     dataset: list[str] = argument(help="Hub id or parquet files.")
@@ -127,7 +127,7 @@ TASKS = {
 
 @dataclass(kw_only=True)
 class TaskOptions(Options):
-    """Evaluate a model on a task. `frugalvit evaluate TASK --help` lists the options of one."""
+    """Evaluate a model on a task. `frugalvit evaluate TASK --help` lists the options of a task."""
 
     task: str = argument(
         help=" ".join(f"{name}: {inspect.getdoc(options).partition('.')[0]}." for name, options in TASKS.items()),
@@ -139,7 +139,7 @@ class TaskOptions(Options):
 def main(argv: list[str] | None = None) -> None:
     task, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if task not in TASKS:
-        # This prints the help or an error, and exits.
+        # `task` is an option or unknown, so `read_options` prints the help or an error, and exits.
         read_options(TaskOptions, PROG, [task])
     options = read_options(TASKS[task], f"{PROG} {task}", words)
     if options.output:

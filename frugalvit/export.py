@@ -1,4 +1,4 @@
-"""`frugalvit export`: write a model for a runtime without PyTorch, after comparing its outputs with the original's."""
+"""`frugalvit export`: write a model for a runtime without PyTorch, and compare its outputs with the original's."""
 
 import dataclasses
 import json
@@ -44,18 +44,19 @@ from .version import __version__
 
 
 PROG = "frugalvit export"
-# Least allowed mean cosine with the original's outputs, and least allowed share of images with the same label.
+# Smallest mean cosine with the original's outputs, and smallest share of images with the same label.
 LEAST = {"float32": 0.99, "bfloat16": 0.99, "int8": 0.97}
 BATCH_SIZE = 8
-# The format that writes a student as a model of its teacher's class.
+# Format that writes a student as a model of its teacher's class.
 PLAIN = "transformers"
 
 
 @dataclass(kw_only=True)
 class ExportOptions(OutputOptions, SplitOptions, TokenOptions):
-    """Write a model for another runtime: programs, preprocessing, labels and a card with lines that run it without
-    PyTorch and frugalvit. Before, its outputs are compared with the original's. predict, evaluate and demo take the
-    folder. Format transformers writes a student with an inherited start as a model of its teacher's class."""
+    """Write a model for another runtime. The folder has programs, preprocessing, labels, and a card with code that
+    runs the model without PyTorch and frugalvit. The outputs are compared with the original's first. The commands
+    predict, evaluate and demo can load the folder. The format transformers is for students with an inherited start: it
+    writes a model of the teacher's class."""
 
     model: str = argument(help="Model folder or hub id (@revision, too).")
     format: str = argument("onnx", "Runtime, or transformers.", choices=[*FORMATS, PLAIN])
@@ -99,12 +100,12 @@ def main(argv: list[str] | None = None) -> None:
 
 @torch.no_grad()
 def export_model(options: ExportOptions) -> dict[str, object]:
-    """Export a model, compare the programs with it, and write the folder; raise a ValueError if the outputs differ too
-    much, unless `force` is set. Return the contents of `report.json`."""
+    """Export a model, compare the programs with the model, and write the folder. Return the contents of `report.json`.
+    If the outputs differ too much and `force` is not set, raise a ValueError."""
     model = load_saved_model(options.model)
     image_processor = load_processor(options.model)
     image_format = ImageFormat.from_processor(image_processor)
-    # DINOv2's configuration has the image size of the position embeddings, but the processor makes smaller images.
+    # For DINOv2, `image_size` describes the position embeddings. The image processor makes smaller images.
     vision = vision_config_of(model.config)
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
@@ -123,7 +124,7 @@ def export_model(options: ExportOptions) -> dict[str, object]:
         "frugalvit": __version__,
         "format": options.format,
         "precision": options.precision,
-        # A path on this machine is private, so only the folder's name is written.
+        # A local path is private, so only the folder's name is written.
         "model": Path(options.model).name if Path(options.model).is_dir() else options.model,
         "architecture": type(model).__name__,
         "num_tokens": num_tokens_of(model),
@@ -144,7 +145,7 @@ def export_model(options: ExportOptions) -> dict[str, object]:
         report["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.*") if path.suffix != ".json")
         for processor in filter(None, (image_processor, tokenizer)):
             processor.save_pretrained(folder)
-        # `ExportedModule` needs the report; the comparison is added to the report below.
+        # `ExportedModule` reads this file. The comparison is added to it below.
         write_json(folder / REPORT, report)
         print(f"Comparing on {len(images):,} images.", file=sys.stderr)
         for name, part in parts.items():
@@ -163,8 +164,8 @@ def export_model(options: ExportOptions) -> dict[str, object]:
 
 @torch.no_grad()
 def export_plain(options: ExportOptions) -> dict[str, object]:
-    """Write a student as a model of its teacher's class, with an image processor for the size that this model takes.
-    Return `compare_outputs` of the two models, each with its own image processor."""
+    """Write a student as a model of its teacher's class, with an image processor for the new model's image size.
+    Return `compare_outputs` of student and new model, each with its own image processor."""
     student = load_saved_model(options.model)
     if not hasattr(student, "to_plain_vit"):
         raise ValueError(f"format {PLAIN} is for students with an inherited start; got a {type(student).__name__}.")
@@ -194,7 +195,7 @@ def export_plain(options: ExportOptions) -> dict[str, object]:
 
 
 def choose_images(options: ExportOptions) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Choose images to compare on and, for int8, others to calibrate with, both at random."""
+    """Choose images for the comparison at random and, for int8, other images for the calibration."""
     images, split = images_to_evaluate(dataclasses.replace(options, limit=None))
     columns = {"image_column": options.image_column, "name": options.dataset_config}
     if options.precision != "int8":
@@ -213,7 +214,7 @@ def choose_images(options: ExportOptions) -> tuple[datasets.Dataset, datasets.Da
 def batches_for(
     part: Part, image_processor, tokenizer, images: datasets.Dataset, batch_size: int = BATCH_SIZE
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches of a program's inputs: images, or sentences about the images' classes for a text encoder."""
+    """Yield batches of a program's inputs: images or, for a text encoder, sentences about the images' classes."""
     if part.kind != "text_embeds":
         for pixel_values, _ in image_batches(image_processor, images, batch_size, skip_corrupt=True):
             yield {"pixel_values": pixel_values}
@@ -221,7 +222,7 @@ def batches_for(
     texts = [f"a photo of a {name.replace('_', ' ')}." for name in class_names(images) or ["thing"]]
     length = part.model.config.text_config.max_position_embeddings
     inputs = tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    # Some tokenizers return no attention mask.
+    # Some tokenizers return no attention mask. This mask is then used.
     inputs = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
     for start in range(0, len(texts), batch_size):
         yield {name: inputs[name][start : start + batch_size] for name in ("input_ids", "attention_mask")}
@@ -230,11 +231,11 @@ def batches_for(
 def compare_outputs(
     part: Callable, exported: Callable, batches: Iterator[dict[str, torch.Tensor]]
 ) -> dict[str, object]:
-    """Run the original and the program on the same inputs.
+    """Compare the outputs of the original and of the program for the same inputs.
 
     Returns:
-        `compared` (number of inputs), `min_cosine` and `mean_cosine` between both models' first outputs (for feature
-        maps, the last map), and `agreement`, the share of images, or of a segmenter's pixels, with equal labels.
+        `compared` is the number of inputs. `min_cosine` and `mean_cosine` are between the first outputs of both (the
+        last of several feature maps). `agreement` is the share of images, or of pixels, with equal labels.
     """
     cosines = []
     agreements = []
@@ -257,12 +258,12 @@ def compare_outputs(
 
 
 def shortcomings(report: dict) -> list[str]:
-    """Return a line for each mean cosine or agreement below `LEAST`."""
+    """Return a message for each mean cosine or agreement below its limit in `LEAST`."""
     least = LEAST[report["precision"]]
     return [
         f"{measure.replace('_', ' ')} {part[measure]:.4f} of {name} on {part['compared']} inputs, expected {least}"
         for name, part in report["parts"].items()
         for measure in ("mean_cosine", "agreement")
-        # `agreement` is None for embeddings. Any comparison with NaN is false, so `not … >=` lists NaN, too.
+        # `agreement` is None for embeddings. `not … >=` is true for NaN, too, so NaN is listed.
         if part[measure] is not None and not part[measure] >= least
     ]

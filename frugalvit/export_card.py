@@ -1,4 +1,4 @@
-"""Cards of exported models: lines that run them, and a comparison with the original."""
+"""Model cards of exported models, with code that runs the model and a comparison with the original."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from .training.files import split_revision
 from .training.text import format_markdown
 
 
-# Notes on concurrency, by format.
+# Notes for the card on sharing a program among threads and processes, by format.
 SHARING = {
     "openvino": "Threads may share `program` if each call makes an infer request of its own, as above: a request "
     "that two threads use at once raises an error or gives one thread the other's result. A process compiles the "
@@ -32,10 +32,10 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
 
     Args:
         folder (`Path`): The exported folder, where `README.md` is written.
-        model (`PreTrainedModel`): The original.
-        image_format (`ImageFormat`): Image format of the original.
+        model (`PreTrainedModel`): The original model.
+        image_format (`ImageFormat`): Image format of the original model.
         report (`dict`): Contents of `report.json`.
-        name (`str`): Folder or hub id of the original, whose card names the license.
+        name (`str`): Folder or hub id of the original model. Its card names the license.
     """
     base = split_revision(name)[0]
     hub_id = None if Path(base).is_dir() else base
@@ -43,7 +43,7 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     is_onnx = report["format"] == "onnx"
     task = TASKS[auto_class(model)]
     if task == "zero-shot-image-classification":
-        # The programs of a CLIP return embeddings, not classes.
+        # A CLIP's programs return embeddings, not classes.
         task = "image-feature-extraction"
     about = f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. "
     if report["num_tokens"] is not None:
@@ -73,7 +73,7 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
 
 
 def example(image_format: ImageFormat, report: dict) -> str:
-    """Return lines of Python that read an image, run the program and print its label or the shapes of its outputs."""
+    """Return Python code that runs the program on an image and prints a label or the shapes of the outputs."""
     height, width = image_format.size
     part, about = next(iter(report["parts"].items()))
     program = program_file(report["format"], report["precision"], part)
@@ -96,7 +96,7 @@ outputs = program.create_infer_request().infer({inputs}).to_tuple()"""
 outputs = program.run(None, {inputs})"""
     show = "print(*(output.shape for output in outputs))"
     if about["outputs"][0] == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
-        # A regression prints its number in the same way.
+        # For a regression, this code prints the number.
         show = """labels = json.load(open("config.json"))["id2label"].values()
 print(max(zip(outputs[0][0].tolist(), labels)))"""
     return f"""import json
@@ -115,7 +115,7 @@ pixel_values = pixels.transpose(2, 0, 1)[None]
 
 
 def rows(report: dict) -> list[dict[str, object]]:
-    """Return the comparison of each program with the original as rows of a table."""
+    """Return a table row for each program that compares it with the original model."""
     return [
         {
             "program": program_file(report["format"], report["precision"], part),

@@ -1,4 +1,4 @@
-"""The page of an exported model: a static folder that labels images in the browser and needs no other host."""
+"""Write a static web page that labels images in the browser with an exported model."""
 
 import html
 import shutil
@@ -10,13 +10,13 @@ from pathlib import Path
 from .training.files import write_text
 
 
-# The browser's runtime: an npm package, and the files of this package that the page loads.
+# npm package of the browser's runtime, and the files of the package that the page loads.
 PACKAGE = "onnxruntime-web@1.30.0"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 
 
 def check_page(name: str):
-    """Raise a ValueError if browsers cannot run a format, or npm is not installed."""
+    """Raise a ValueError if browsers cannot run the format, or if npm is not installed."""
     if name != "onnx":
         raise ValueError(f"page runs ONNX in the browser; format is {name}, expected onnx.")
     if shutil.which("npm") is None:
@@ -24,7 +24,7 @@ def check_page(name: str):
 
 
 def write_page(folder: Path, title: str, program: str):
-    """Write the page and the runtime, fetched by npm, beside an exported model."""
+    """Write the page and the runtime into the folder of an exported model. npm downloads the runtime."""
     page = Path(__file__).with_name("page").joinpath("index.html").read_text(encoding="utf-8")
     write_text(folder / "index.html", page.replace("TITLE", html.escape(title)).replace("PROGRAM", program))
     command = [shutil.which("npm"), "pack", PACKAGE, "--silent", "--no-update-notifier", "--no-fund"]

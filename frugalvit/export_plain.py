@@ -1,4 +1,4 @@
-"""The image processor and the card of a student exported as a plain vision transformer."""
+"""Write the image processor and the card of a student that is exported as a plain vision transformer."""
 
 import types
 from pathlib import Path
@@ -14,8 +14,8 @@ from .training.preprocessing import ImageFormat
 
 
 def write_smaller_processor(folder: Path, image_format: ImageFormat, size: tuple[int, int]):
-    """Write an image processor that makes images of a smaller size in one bilinear step. A student resizes twice:
-    first by its image processor, then bilinearly in the model."""
+    """Write an image processor that resizes images to `size` in one bilinear step. The student resizes images in two
+    steps, first in its image processor and then in the model."""
     resize = image_format.resize and round(image_format.resize * min(size) / min(image_format.size))
     config = types.SimpleNamespace(
         image_size=size,
@@ -34,9 +34,9 @@ def write_plain_card(folder: Path, host: PreTrainedModel, size: tuple[int, int],
     Args:
         folder (`Path`): The exported folder, where `README.md` is written.
         host (`PreTrainedModel`): The plain vision transformer.
-        size (`tuple[int, int]`): Height and width of its images.
+        size (`tuple[int, int]`): Height and width of the model's images.
         report (`dict`): Result of `compare_outputs`.
-        name (`str`): Folder or hub id of the student, whose card names the license.
+        name (`str`): Folder or hub id of the student. Its card names the license.
     """
     base = split_revision(name)[0]
     loader = type(host).__name__

@@ -1,1 +1,1 @@
-"""Tasks of `frugalvit evaluate`, one module a task."""
+"""Tasks of `frugalvit evaluate`, each in its own module."""

@@ -1,4 +1,4 @@
-"""Top-1 and top-5 accuracy of an image classifier on plain, attacked or occluded images."""
+"""Top-1 and top-5 accuracy of an image classifier on unchanged, attacked or occluded images."""
 
 import argparse
 import time
@@ -47,18 +47,18 @@ def classification_accuracy(
     occluded_share: float | None = None,
     **reading,
 ) -> dict[str, object]:
-    """Measure the accuracy of an image classifier. Its classes are matched by name with the classes of the data set.
+    """Measure the accuracy of an image classifier. Its classes and the data set's classes are matched by name.
 
     Args:
         model (`PreTrainedModel`): The classifier.
-        image_processor: Its image processor.
-        images (`datasets.Dataset`): Columns `image`, not decoded, and `label`, of two classes or more.
-        fgsm_eps (`float`, *optional*): Step of an attack, see `fgsm`.
-        occluded_share (`float`, *optional*): Hidden share of an image's area, see `occlude_center`.
-        reading: Options of `image_batches`.
+        image_processor: The classifier's image processor.
+        images (`datasets.Dataset`): Images with the columns `image`, not decoded, and `label`, with several classes.
+        fgsm_eps (`float`, *optional*): Step size of the attack by `fgsm`. Default: no attack.
+        occluded_share (`float`, *optional*): Share of an image's area that `occlude_center` hides. Default: none.
+        reading: Further arguments of `image_batches`.
 
     Returns:
-        `dict`: `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second`, decoding included.
+        `dict`: `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second`, including decoding.
     """
     if class_names(images) is None:
         raise ValueError("The data set has no labels to compare with; name their column with label_column.")
@@ -93,8 +93,8 @@ def classification_accuracy(
 def fgsm(
     model: nn.Module, pixel_values: torch.Tensor, labels: torch.Tensor, eps: float, image_format: ImageFormat
 ) -> torch.Tensor:
-    """Attack images by one step of the fast gradient sign method (Goodfellow et al. 2015): add `eps` times the sign of
-    the loss's gradient to the colors, and clamp them to 0 to 1."""
+    """Attack images by one step of the fast gradient sign method (Goodfellow et al. 2015). The step adds `eps` times
+    the sign of the loss's gradient to the colors, and clamps the colors to the range from 0 to 1."""
     with torch.inference_mode(False), torch.enable_grad():
         pixel_values = pixel_values.clone().requires_grad_()
         loss = F.cross_entropy(model(pixel_values=pixel_values).logits, labels.clone())
@@ -106,8 +106,8 @@ def fgsm(
 
 
 def occlude_center(pixel_values: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Set the middle of images `(batch, channels, height, width)` to the mean color, 0 after normalization. The
-    rectangle has the image's aspect ratio and the share `ratio` of its area."""
+    """Hide a rectangle in the middle of images `(batch, channels, height, width)` behind the mean color, which is 0
+    after normalization. The rectangle has the image's aspect ratio and covers the share `ratio` of its area."""
     height, width = pixel_values.shape[-2:]
     rows, columns = (round(side * ratio**0.5) for side in (height, width))
     top = (height - rows) // 2

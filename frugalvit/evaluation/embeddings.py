@@ -1,4 +1,4 @@
-"""Image embeddings of all kinds of models."""
+"""Compute image embeddings with any supported model."""
 
 from collections.abc import Callable
 
@@ -12,23 +12,23 @@ from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.image_format import ImageFormat
 
 
-# Outputs of exported models that are embeddings of images.
+# Outputs of an exported model that are image embeddings, in the order of preference.
 EMBEDDINGS = ["image_embeds", "pooler_output"]
 
 
 def image_embedder(
     model: nn.Module, image_size: tuple[int, int] | None = None, num_tokens: int | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that embeds images with a model.
+    """Return a function that computes a model's image embeddings.
 
-    The embedding is the classifier's input or, if the model has no classifier, the features that a classifier would
-    read: pooled tokens of a transformer, a pooled feature map of a convolutional network. A CLIP, or a SparseFormer
-    bootstrapped from one, gives projected embeddings. Only an exported CLIP normalizes them.
+    The embedding is the classifier's input. In a model without a classifier, it is the pooled output of a transformer
+    or the pooled feature map of a convolutional network. In a CLIP, or in a SparseFormer bootstrapped from a CLIP, it
+    is the projected embedding. Only an exported CLIP normalizes its embeddings.
 
     Args:
         model (`nn.Module`): A model from `load_model` or `load_exported`.
         image_size (`tuple[int, int]`, *optional*): Height and width of the images in pixels.
-        num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
+        num_tokens (`int`, *optional*): Number of latent tokens of a SparseFormer.
 
     Returns:
         `Callable`: Maps pixel values `(batch, channels, height, width)` to embeddings `(batch, embedding_size)`.
@@ -58,12 +58,13 @@ def _pooled(outputs, anatomy: Anatomy) -> torch.Tensor:
 
 
 def without_agent(model: nn.Module) -> nn.Module:
-    """Return the vision transformer of a `BootstrappedViT`. Other models are returned as they are."""
+    """Return the `vit` of a `BootstrappedViTForImageClassification`. Any other model is returned unchanged."""
     return model.vit if getattr(getattr(model, "config", None), "model_type", "") == "bootstrapped_vit" else model
 
 
 def image_maker(image_processor):
-    """Return an image processor that makes images. A processor that makes patches (SigLIP 2 NaFlex) is replaced."""
+    """Return the image processor. A processor that makes patches instead of images (SigLIP 2 NaFlex) is replaced by
+    one that makes images."""
     if not hasattr(image_processor, "max_num_patches"):
         return image_processor
     image_format = ImageFormat.from_processor(image_processor)

@@ -1,4 +1,4 @@
-"""Embed many images."""
+"""Compute embeddings of many images."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,12 @@ from ..training.decoding import CorruptImageError
 def extract_features(
     model: nn.Module, image_processor, images: Sequence[Image.Image], batch_size: int = 64
 ) -> torch.Tensor:
-    """Compute the embedding of each image, see `image_embedder`, to search, cluster or classify images.
+    """Compute embeddings of images, for example for search, clustering or classification. See `image_embedder`.
 
     Args:
-        model (`nn.Module`): A SparseFormer, a vision transformer of Transformers, timm or open_clip with or without
-            classifier, or a CLIP.
-        image_processor: Its image processor.
+        model (`nn.Module`): A SparseFormer, a CLIP, or a vision transformer of Transformers, timm or open_clip, with
+            or without a classifier.
+        image_processor: The model's image processor.
         images (sequence of `PIL.Image.Image`): At least one image.
         batch_size (`int`, *optional*, defaults to 64): Number of images in a forward pass.
 
@@ -34,7 +34,7 @@ def extract_features(
 
 
 def embed_images(embed: Embedder, images: datasets.Dataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the embeddings `(images, embedding_size)` and labels `(images,)` of the images that can be read."""
+    """Return the embeddings `(images, embedding_size)` and the labels `(images,)` of the readable images."""
     found = list(tqdm(embed(images["image"]), "embed", len(images), leave=False, unit=" images", disable=None))
     read = [index for index, each in enumerate(found) if not isinstance(each, CorruptImageError)]
     if not read:

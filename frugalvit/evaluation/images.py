@@ -1,4 +1,4 @@
-"""Load the images to evaluate on, and batches of their pixel values."""
+"""Load images for an evaluation, and iterate over batches of their pixel values."""
 
 import argparse
 import sys
@@ -19,9 +19,9 @@ from ..training.text import shortened
 
 
 def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -> tuple[datasets.Dataset, str]:
-    """Load the images that the arguments name, and return them with their split: `split`, or the first split for
-    evaluation that has labels, or "train" if no split is for evaluation. `held_back` restricts this "train" to the
-    images that trainings hold back, see `hold_back`: a model trained on the data set has not learned from them."""
+    """Load images for an evaluation, and return them with the name of their split. Without `arguments.split`, the
+    split is the first evaluation split that has labels, or "train" if the data set has no evaluation split. With
+    `held_back`, only those images of "train" are returned that training commands hold back, see `hold_back`."""
     splits = [arguments.split]
     is_held_back = False
     if not arguments.split:
@@ -57,8 +57,8 @@ def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -
 
 
 def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset, str]:
-    """Load the images to learn from, the images to test on and the test split's name. Without a split for evaluation,
-    a tenth of the images is held back to test on. `limit` is not applied."""
+    """Load labeled images for training and for testing. Return both data sets and the name of the test split. Without
+    an evaluation split, a part of the training images is held back for testing. `limit` is not applied."""
     if arguments.split == arguments.train_split and not arguments.eval_dataset:
         raise ValueError(f"split and train_split are both {arguments.split!r}; expected different parts.")
     options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
@@ -72,24 +72,24 @@ def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
 
 
 def reading_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the options of `image_batches` among the arguments."""
+    """Select the arguments of `image_batches` from a command's arguments."""
     return {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "skip_corrupt")}
 
 
 def take_first(table: datasets.Dataset, limit: int | None) -> datasets.Dataset:
-    """Return the first `limit` records, or all records if there is no limit."""
+    """Return the first `limit` records, or all records if `limit` is `None`."""
     return table.select(range(min(limit, len(table)))) if limit else table
 
 
 def image_batches(
     image_processor, images: datasets.Dataset, batch_size: int = 64, num_workers: int = 0, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """Yield batches of pixel values and the indices of their images, and show a progress bar.
+    """Yield batches of pixel values with the indices of their images, and show a progress bar.
 
     Args:
         image_processor: Image processor of the model.
-        images (`datasets.Dataset`): A column `image`, not decoded.
-        batch_size (`int`, *optional*, defaults to 64): Images in a batch; unreadable images count, too.
+        images (`datasets.Dataset`): Images in the column `image`, not decoded.
+        batch_size (`int`, *optional*, defaults to 64): Number of images in a batch, including unreadable images.
         num_workers (`int`, *optional*, defaults to 0): Number of decoding threads, see `count_threads`.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
     """

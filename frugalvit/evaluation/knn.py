@@ -13,7 +13,7 @@ from .features import embed_images
 from .images import read_labeled_parts, take_first
 
 
-# Temperature of the neighbors' weights, as in DINO.
+# Temperature of the neighbors' weights. The value is DINO's.
 TEMPERATURE = 0.07
 
 
@@ -45,16 +45,16 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def neighbor_scores(
     known: torch.Tensor, labels: torch.Tensor, features: torch.Tensor, neighbors: int = 20
 ) -> torch.Tensor:
-    """Score each class by the votes of the nearest labeled images, weighted by exp(cosine / 0.07).
+    """Score classes by the votes of the nearest labeled images. A vote has a weight of exp(cosine / 0.07).
 
     Args:
-        known (`torch.Tensor`): Embeddings `(labeled images, embedding_size)`.
-        labels (`torch.Tensor`): Their labels `(labeled images,)`.
+        known (`torch.Tensor`): Embeddings of the labeled images, `(labeled images, embedding_size)`.
+        labels (`torch.Tensor`): Labels of the labeled images, `(labeled images,)`.
         features (`torch.Tensor`): Embeddings to classify, `(images, embedding_size)`.
         neighbors (`int`, *optional*, defaults to 20): Number of neighbors that vote.
 
     Returns:
-        `torch.Tensor`: Scores `(images, classes)`; each row sums to 1.
+        `torch.Tensor`: Scores `(images, classes)`. Each row sums to 1.
     """
     if len(known) < neighbors:
         raise ValueError(f"neighbors is {neighbors}, expected at most the {len(known)} labeled images.")

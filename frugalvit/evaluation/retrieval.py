@@ -14,7 +14,7 @@ from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
-# Queries compared at once: the similarities of 30,000 images with 150,000 captions are 4.5 billion numbers.
+# Number of queries in one matrix product. 30,000 images and 150,000 captions have 4.5 billion similarities.
 CHUNK = 256
 
 
@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 def read_karpathy(
     path: str, folder: Path, split: str = "test", limit: int | None = None
 ) -> tuple[datasets.Dataset, list[list[str]]]:
-    """Read images and captions of a split from a file in the format of Karpathy's splits of COCO and Flickr30k."""
+    """Read images and captions of a split from a file in the format of Karpathy's COCO and Flickr30k splits."""
     try:
         entries = json.loads(read_text(path))["images"]
         entries = [entry for entry in entries if entry["split"] == split][:limit]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
-        # COCO's images lie in a folder for each year.
+        # COCO's images of each year are in a folder, `filepath`.
         names = [Path(entry.get("filepath", "")) / entry["filename"] for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -59,7 +59,7 @@ def read_karpathy(
 
 @torch.inference_mode()
 def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: int, num_workers: int) -> torch.Tensor:
-    """Compute normalized embeddings of many images, `(images, width)`, on the CPU."""
+    """Return the normalized embeddings `(images, width)` of images, on the CPU."""
     batches = image_batches(towers.image_processor, images, batch_size, num_workers)
     embeddings = torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
     check_scores(embeddings, "embeddings")
@@ -69,17 +69,17 @@ def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: in
 def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor
 ) -> dict[str, float]:
-    """Measure recall at 1, 5 and 10, in percent. If wrong candidates are as similar as the best right one, a query
-    counts with the probability that a random order of them puts the right one among the first k.
+    """Measure recall at 1, 5 and 10 in percent. If wrong candidates are as similar as the best correct candidate, the
+    query counts with the probability that the correct candidate is among the first k in a random order of all these.
 
     Args:
         image_embeddings (`torch.Tensor`): Normalized embeddings `(images, width)`.
         text_embeddings (`torch.Tensor`): Normalized embeddings `(captions, width)`.
-        owners (`torch.Tensor`): Image of each caption, `(captions,)`; every image has at least one caption.
+        owners (`torch.Tensor`): Index of each caption's image, `(captions,)`. Every image has at least one caption.
 
     Returns:
-        `dict`: `image_to_text@k`, the share of images with one of their captions among the k most similar captions,
-        and `text_to_image@k`, the share of captions with their image among the k most similar images.
+        `dict`: `image_to_text@k` is the share of images with one of their captions among the k most similar captions.
+        `text_to_image@k` is the share of captions with their image among the k most similar images.
     """
     images = torch.arange(len(image_embeddings))
     recall = {}

@@ -1,4 +1,4 @@
-"""Accuracy of a LLaVA on ScienceQA (Lu et al. 2022): multiple-choice questions, some of them about an image."""
+"""Accuracy of a LLaVA on ScienceQA (Lu et al. 2022), a set of multiple-choice questions, some with an image."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ from ..training.splits import default_split
 from .images import take_first
 
 
-# Prompt of LLaVA 1.5's evaluation on ScienceQA.
+# Prompt of LLaVA 1.5 for its evaluation on ScienceQA.
 PROMPT = "USER: {image}{question}\nAnswer with the option's letter from the given choices directly. ASSISTANT:"
 COLUMNS = ("image", "question", "choices", "answer")
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Dataset, str]:
-    """Load the questions of a split, images not decoded, and return them with the split's name."""
+    """Load the questions of a split without decoding images. Return the questions and the split's name."""
     split = split or default_split(dataset)
     questions = load_table(dataset, split)
     if missing := [column for column in COLUMNS if column not in questions.column_names]:
@@ -52,18 +52,18 @@ def read_questions(dataset: list[str], split: str | None) -> tuple[datasets.Data
 
 
 def format_question(question: str, choices: Sequence[str], hint: str | None = None) -> str:
-    """Format a question as lines: its context, the question, and a line for each option with its letter."""
+    """Format a question as lines: the context, the question, and one line for each option with its letter."""
     options = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False)]
     return "\n".join([*([f"Context: {hint}"] if hint else []), question, *options])
 
 
 def read_answer(text: str, num_choices: int) -> int | None:
-    """Return the number of the option that an answer names, or `None`.
+    """Return the index of the option that an answer names, or `None` if the answer names no option.
 
-    An option is named by its letter alone or before a punctuation mark, or by "the answer is" and its letter.
+    An answer names an option by a letter alone, a letter before a punctuation mark, or "answer is" and a letter.
     """
     letters = ascii_uppercase[:num_choices]
-    # The "A" in the answer "A dog" is an article and names no option.
+    # A letter before a word does not count, because the "A" in "A dog" is an article.
     match = re.match(rf"\s*\(?([{letters}])\s*(?:[).:,]|$)", text, re.MULTILINE) or re.search(
         rf"answer is:?\s*\(?([{letters}])\b", text, re.IGNORECASE
     )
@@ -75,17 +75,17 @@ def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size
 
     Args:
         model, processor: The LLaVA and its processor.
-        questions (`datasets.Dataset`): Questions of `read_questions`.
+        questions (`datasets.Dataset`): Questions from `read_questions`.
         batch_size (`int`, *optional*, defaults to 8): Questions in a batch.
 
     Returns:
-        `dict`: `questions`, `accuracy`, `image_accuracy` and `text_accuracy` (with and without an image; `None`
-        without questions), and `unanswered`, the number of answers that name no option.
+        `dict`: `questions`, `accuracy`, `image_accuracy` (questions with an image), `text_accuracy` (questions without
+        an image) and `unanswered` (number of answers that name no option). An accuracy of no questions is `None`.
     """
     right = {True: [], False: []}
     unanswered = 0
     has_image = [image is not None for image in questions["image"]]
-    # The processor takes images for all questions of a batch or for none.
+    # The processor needs an image for every question of a batch or for none, so the two kinds are not mixed.
     groups = [[index for index, has in enumerate(has_image) if has == kind] for kind in (True, False)]
     batches = [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]
     for indices in tqdm(batches, desc="questions", leave=False, disable=None):
@@ -106,8 +106,8 @@ def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size
 
 @torch.inference_mode()
 def answer_questions(model, processor, records: Sequence[dict], indices: Sequence[int]) -> list[str]:
-    """Generate answers to questions. Either all questions have an image, or none has. `indices` are the questions'
-    numbers, for messages."""
+    """Generate answers to a batch of questions. Either all questions have an image, or none has one. Error messages
+    name a question by its number in `indices`."""
     images = None
     token = ""
     if records[0]["image"] is not None:
@@ -115,7 +115,7 @@ def answer_questions(model, processor, records: Sequence[dict], indices: Sequenc
         token = f"{processor.image_token}\n"
     questions = [format_question(record["question"], record["choices"], record.get("hint")) for record in records]
     texts = [PROMPT.format(image=token, question=question) for question in questions]
-    # Padding at the left lets all answers begin at the same position.
+    # With padding at the left, all answers begin at the same position.
     inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
     generated = model.generate(**inputs.to(input_device(model)), max_new_tokens=8, do_sample=False)
     return processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Mean IoU of a semantic segmentation model, at the resolution of the masks."""
+"""Mean IoU of a semantic segmentation model at the resolution of the masks."""
 
 import argparse
 
@@ -67,17 +67,17 @@ def segmentation_scores(
     window: int | None = None,
     skip_corrupt: bool = False,
 ) -> dict[str, object]:
-    """Measure a semantic segmentation model, whose logits may have any resolution.
+    """Measure a semantic segmentation model. Its logits are resized to the resolution of the masks.
 
     Args:
         model (`PreTrainedModel`): The segmentation model.
         image_format (`ImageFormat`): Size and normalization of the model's images.
-        images (`datasets.Dataset`): Columns `image` and `mask`, not decoded.
+        images (`datasets.Dataset`): Images with the columns `image` and `mask`, not decoded.
         read_mask (`MaskReader`): Reader of the masks.
         batch_size (`int`, *optional*, defaults to 16): Images, or windows of one image, in a forward pass.
         window (`int`, *optional*):
-            Side in pixels of a square window, which slides in steps of two thirds of its side over the image, after
-            the image's shorter side was resized to it. Without a window, the image is resized to the model's size.
+            Side of a square sliding window in pixels. The image's shorter side is resized to this length, and the
+            window moves in steps of two thirds of its side. By default, images are resized to the model's size.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
 
     Returns:
@@ -116,7 +116,7 @@ def _resize(picture: Image.Image, size: tuple[int, ...], image_format: ImageForm
 
 
 def _logits(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Compute logits `(batch, classes, height, width)` at the resolution of the images, float32."""
+    """Compute float32 logits `(batch, classes, height, width)` at the resolution of the images."""
     logits = model(pixel_values=pixel_values.to(model.device)).logits.float()
     check_scores(logits)
     return F.interpolate(logits, pixel_values.shape[-2:], mode="bilinear")
@@ -125,7 +125,7 @@ def _logits(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
 def _slide(
     model: PreTrainedModel, image_format: ImageFormat, picture: Image.Image, window: int, batch_size: int
 ) -> torch.Tensor:
-    """Average each pixel's logits over the windows around it: `(1, classes, height, width)` of the resized image."""
+    """Return logits of the resized image, `(1, classes, height, width)`, averaged over overlapping windows."""
     if max(picture.size) > LONGEST * min(picture.size):
         raise ValueError(
             f"An image has {picture.width:,} x {picture.height:,} pixels; where a window slides it may be {LONGEST} "

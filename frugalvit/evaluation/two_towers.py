@@ -1,4 +1,4 @@
-"""CLIPs and SigLIPs, with their own vision model or a SparseFormer."""
+"""Load a CLIP or SigLIP, with its own vision model or a SparseFormer, and embed images and texts."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..training.scores import check_scores
 
 @dataclass
 class TwoTowers:
-    """A CLIP or SigLIP, its tokenizer and its image processor."""
+    """A CLIP or SigLIP with its tokenizer and its image processor."""
 
     model: PreTrainedModel
     tokenizer: object
@@ -27,29 +27,29 @@ class TwoTowers:
         return self.model.device
 
     def embed_images(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Compute normalized embeddings `(batch, width)` of pixel values, float32."""
+        """Compute normalized float32 embeddings `(batch, width)` of pixel values."""
         return F.normalize(self.model.get_image_features(pixel_values).pooler_output.float(), dim=-1)
 
     def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
-        """Compute normalized embeddings `(batch, width)` of texts, float32."""
+        """Compute normalized float32 embeddings `(batch, width)` of texts."""
         config = self.model.config
         lengths = {"padding": True}
         if "siglip" in config.model_type:
-            # SigLIP was trained on texts padded to one length, which some of its tokenizers do not store.
+            # SigLIP was trained on texts padded to one length. Some of its tokenizers do not store this length.
             lengths = {"padding": "max_length", "max_length": config.text_config.max_position_embeddings}
         inputs = self.tokenizer(list(texts), **lengths, truncation=True, return_tensors="pt").to(self.device)
         return F.normalize(self.model.get_text_features(**inputs).pooler_output.float(), dim=-1)
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the names of the models, for the results."""
+    """Return the names of the models for the table of results."""
     return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})
 
 
 def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:
-    """Load a CLIP or SigLIP, whose vision model is replaced by the SparseFormer `vision_model` if one is given."""
+    """Load a CLIP or SigLIP. If `vision_model` is given, this SparseFormer replaces the CLIP's vision model."""
     model, image_processor = load_model(name, "zero-shot-image-classification", device, trust_remote_code)
     tokenizer = load_tokenizer(name, model.config.text_config.vocab_size, trust_remote_code)
     if vision_model:
@@ -69,11 +69,11 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
     """Load a CLIP's tokenizer.
 
     Raises:
-        ValueError: If the tokenizer's files are missing. From other files, Transformers may make a tokenizer that has
-            no vocabulary and maps all texts to the same tokens.
+        ValueError: If the tokenizer's files are missing. In this case, Transformers may make a tokenizer that has no
+            vocabulary and maps all texts to the same tokens.
     """
     tokenizer = load_processor(name, "a CLIP with a tokenizer", trust_remote_code, AutoTokenizer)
-    # The counts may differ a little: an embedding matrix may have more rows than the tokenizer has tokens.
+    # Only a large difference is an error: an embedding matrix may have more rows than the tokenizer has tokens.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
             f"The tokenizer of {name!r} has {len(tokenizer):,} tokens and its model {vocab_size:,}; put its files "
@@ -84,7 +84,7 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
 
 @torch.inference_mode()
 def embed_all_texts(towers: TwoTowers, texts: Sequence[str], batch_size: int) -> torch.Tensor:
-    """Compute normalized embeddings of many texts, `(texts, width)`, on the CPU."""
+    """Return the normalized embeddings `(texts, width)` of texts, on the CPU."""
     starts = tqdm(range(0, len(texts), batch_size), desc="texts", leave=False, disable=None)
     embeddings = torch.cat([towers.embed_texts(texts[start : start + batch_size]).cpu() for start in starts])
     check_scores(embeddings, "embeddings")

@@ -1,4 +1,4 @@
-"""Zero-shot classification of images by sentences about each class."""
+"""Zero-shot classification of images with sentences about each class."""
 
 import argparse
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
-    """Return class names: ImageNet's for `"imagenet"`, otherwise the lines of a file or the data set's names."""
+    """Return ImageNet's class names for "imagenet", the data set's for `None`, or the lines of the file `source`."""
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with label_column.")
@@ -47,7 +47,7 @@ def read_lines(file: str) -> list[str]:
 
 
 def read_templates(source: str) -> list[str]:
-    """Read templates of sentences, with `{}` for the name of a class."""
+    """Return sentence templates: ImageNet's for "imagenet", or the lines of a file. `{}` stands for a class name."""
     if source == "imagenet":
         return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
     templates = read_lines(source)
@@ -59,8 +59,8 @@ def read_templates(source: str) -> list[str]:
 def zero_shot_classifier(
     towers: TwoTowers, names: Sequence[str], templates: Sequence[str], batch_size: int = 64
 ) -> torch.Tensor:
-    """Compute the weights `(width, classes)` of a zero-shot classifier: for each class, the normalized mean embedding
-    of the sentences about it."""
+    """Compute the weights `(width, classes)` of a zero-shot classifier. The weights of a class are the normalized mean
+    embedding of the sentences about this class."""
     texts = [template.format(name) for name in names for template in templates]
     embeddings = embed_all_texts(towers, texts, batch_size).unflatten(0, (len(names), len(templates)))
     return torch.nn.functional.normalize(embeddings.mean(1), dim=-1).mT
@@ -78,8 +78,8 @@ def zero_shot_accuracy(
     Args:
         towers (`TwoTowers`): The CLIP or SigLIP.
         classifier (`torch.Tensor`): Weights `(width, classes)` of `zero_shot_classifier`.
-        images (`datasets.Dataset`): Columns `image`, not decoded, and `label`.
-        reading: Options of `image_batches`.
+        images (`datasets.Dataset`): Images with the columns `image`, not decoded, and `label`.
+        reading: Further arguments of `image_batches`.
 
     Returns:
         `dict`: `images`, `skipped`, `accuracy` and `top5_accuracy`.
