@@ -1,4 +1,4 @@
-"""Maps the repository's folders to the packages they are installed as; everything else stands in pyproject.toml."""
+"""Map the repository's folders to the installed packages. All other settings are in pyproject.toml."""
 
 from setuptools import setup
 
@@ -21,7 +21,7 @@ setup(
         "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md", "launch/*.yaml", "recipes/*.yaml"],
         "frugalvit.checkpoints": ["*/*"],
     },
-    # In the repository alone, for its size.
+    # These files are only in the repository, because they are large.
     exclude_package_data={
         "": ["__pycache__/*", "*/__pycache__/*"],
         "frugalvit.checkpoints": ["caltech101-*/*"],

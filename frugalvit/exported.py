@@ -1,4 +1,4 @@
-"""Models as programs of OpenVINO or ONNX Runtime, written and run by Transformers' exporters."""
+"""Write and run models as programs of OpenVINO or ONNX Runtime, with Transformers' exporters."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ REPORT = "report.json"
 
 
 class Format(NamedTuple):
-    """An export format: prefix of the names of Transformers' classes for it, required packages and precisions."""
+    """An export format: prefix of the names of Transformers' exporter classes, required packages and precisions."""
 
     prefix: str
     packages: tuple[str, ...]
@@ -39,12 +39,12 @@ class Format(NamedTuple):
 
 FORMATS = {
     "openvino": Format("OpenVINO", ("openvino",), ("float32", "bfloat16", "int8")),
-    # ONNX Runtime's CPU kernels have no bfloat16.
+    # ONNX Runtime cannot compute in bfloat16 on the CPU.
     "onnx": Format("Onnx", ("onnx", "onnxruntime", "onnxscript"), ("float32", "int8")),
 }
 PRECISIONS = FORMATS["openvino"].precisions
 
-# Outputs of a model that its program keeps, and their descriptions.
+# Outputs of a model that an exported program keeps, and their descriptions.
 OUTPUTS = {
     "logits": "scores of the labels",
     "image_embeds": "the image's embedding, of norm 1",
@@ -58,11 +58,11 @@ OUTPUTS = {
 
 
 class Part(nn.Module):
-    """A part of a model that becomes one program. It maps images, or a CLIP's texts, to named tensors.
+    """A part of a model that is exported as one program. It maps images, or a CLIP's texts, to named tensors.
 
     Args:
         model (`PreTrainedModel`): The model.
-        kind (`str`): `"model"`, or `"image_embeds"` or `"text_embeds"` for the sides of a CLIP.
+        kind (`str`): `"model"`, or `"image_embeds"` or `"text_embeds"` for the image or text side of a CLIP.
         output_rois (`bool`, *optional*, defaults to `False`): Return RoIs and sampling points, too.
     """
 
@@ -100,13 +100,13 @@ class Part(nn.Module):
 
 
 def num_tokens_of(model: PreTrainedModel) -> int | None:
-    """Return the number of latent tokens of a SparseFormer, alone or in a CLIP; `None` for other models."""
+    """Return the number of latent tokens of a SparseFormer, alone or in a CLIP, or `None` for other models."""
     config = vision_config_of(model.config)
     return config.default_num_tokens if is_sparseformer(config) else None
 
 
 def parts_of(model: PreTrainedModel, output_rois: bool = False) -> dict[str, Part]:
-    """Return the parts of a model that become programs, by the names of the programs."""
+    """Return the parts of a model that are exported as programs, with the programs' names as keys."""
     if hasattr(model, "get_text_features"):
         return {"vision_model": Part(model, "image_embeds"), "text_model": Part(model, "text_embeds")}
     if hasattr(model, "get_image_features"):
@@ -115,7 +115,7 @@ def parts_of(model: PreTrainedModel, output_rois: bool = False) -> dict[str, Par
 
 
 def check_format(name: str, precision: str):
-    """Raise a ValueError if a format does not take a precision, or a package that it needs is not installed."""
+    """Raise a ValueError if a format does not support a precision, or if a required package is not installed."""
     found = FORMATS[name]
     if precision not in found.precisions:
         raise ValueError(f"precision {precision} is not for {name}, which takes {', '.join(found.precisions)}.")
@@ -124,7 +124,7 @@ def check_format(name: str, precision: str):
 
 
 def program_file(name: str, precision: str, part: str) -> str:
-    """Return a program's path within its folder. ONNX files have the names that transformers.js expects."""
+    """Return a program's path in the exported folder. ONNX files have the names that transformers.js expects."""
     if name == "openvino":
         return f"openvino_{part}.xml"
     return f"onnx/{part}_quantized.onnx" if precision == "int8" else f"onnx/{part}.onnx"
@@ -137,7 +137,7 @@ def export_parts(
     folder: Path,
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
 ):
-    """Write a model's parts as programs, and a configuration. For int8, `calibration` has inputs for each part."""
+    """Export a model's parts as programs, and write a configuration. int8 needs `calibration`, each part's inputs."""
     prefix = FORMATS[name].prefix
     components = {}
     with _quiet():
@@ -150,7 +150,7 @@ def export_parts(
                 make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
                 options["quantizer"] = make_quantizer(part, calibration[part_name])
             if precision == "bfloat16":
-                # OpenVINO can compute in bfloat16 from float16 weights, which keep more digits than bfloat16 weights.
+                # OpenVINO can compute in bfloat16 from float16 weights, which are more precise than bfloat16 weights.
                 options["compress_to_fp16"] = True
             with torch.no_grad():
                 exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
@@ -159,7 +159,7 @@ def export_parts(
             if name == "onnx":
                 import onnx_ir
 
-                # Browsers load one file, without external data; transformers.js expects an axis called batch.
+                # transformers.js expects an axis called batch. The weights are in the same file for browsers.
                 for value in (*component.program.graph.inputs, *component.program.graph.outputs):
                     value.shape = onnx_ir.Shape(["batch", *value.shape[1:]])
                 (folder / file).parent.mkdir(exist_ok=True)
@@ -172,8 +172,8 @@ def export_parts(
 
 
 def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
-    """Return the contents of a program's `config.json`: labels, the images' size, the number of latent tokens and a
-    model type for which transformers.js has a class that can run the program."""
+    """Return the contents of a program's `config.json`: labels, image size, number of latent tokens, and a model type
+    that transformers.js can run."""
     config = model.config
     num_tokens = num_tokens_of(model)
     name = type(model).__name__
@@ -193,18 +193,18 @@ def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
 
 
 def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
-    """Return NNCF's quantizer for transformers. The layer that reads the pixels is the most sensitive one and stays in
-    float32."""
+    """Return NNCF's quantizer for transformers. The first layer, whose inputs are the pixels, is the most sensitive
+    layer and stays in float32."""
     import nncf
 
     config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        # Sums of 8-bit products saturate on AVX2, unless the weights are restricted to half of their range.
+        # On AVX2, sums of 8-bit products saturate. This option halves the range of the weights to avoid that.
         config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
     if part.kind != "text_embeds":
         layers = (module for name, module in part.model.named_modules() if not name.startswith("text_"))
         first = next(module for module in layers if isinstance(module, nn.Conv2d | nn.Linear))
-        # OpenVINO's converter numbers the layers of each kind from 0, in the order of the program.
+        # OpenVINO's converter numbers the layers of each kind from 0, so the first layer has the number 0.
         kind = "convolution" if isinstance(first, nn.Conv2d) else "linear"
         config.ignored_scope = nncf.IgnoredScope(patterns=[f"{kind}_0/.*"], validate=False)
     return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)
@@ -220,7 +220,7 @@ def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence the exporters and the packages that they call, except for errors."""
+    """Suppress the exporters' printed text, warnings, and log messages that are no errors."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -237,14 +237,14 @@ def is_exported(folder: str | os.PathLike) -> bool:
 
 
 def read_report(folder: Path) -> dict:
-    """Read the `report.json` of an exported folder; raise a ValueError if the folder could run code or is damaged."""
+    """Read the `report.json` of an exported folder. Raise a ValueError if the folder could run code or is damaged."""
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         manifest = (folder / MANIFEST).read_text(encoding="utf-8")
-        # Transformers' other formats are pickled, and a pickle can run code.
+        # Refuse Transformers' other formats: their programs are pickled, and a pickle can run code.
         if report["format"] not in FORMATS or report["format"] != json.loads(manifest)["export_format"]:
             raise ValueError(f"format {report['format']!r}, expected {' or '.join(FORMATS)} in both files")
-        # To rebuild a defaultdict, PyTorch would import a module that the manifest names.
+        # Refuse a defaultdict: to load it, PyTorch would import a module that the manifest names.
         if any(text in manifest for text in ("default_factory", "\\u")):
             raise ValueError(f"{MANIFEST} has more than dicts, lists and tuples of tensors")
         for part in report["parts"].values():
@@ -257,12 +257,12 @@ def read_report(folder: Path) -> dict:
 
 
 class ExportedModule(nn.Module):
-    """A program in a folder that `frugalvit export` wrote. It is called like the original model, and has a `config`, a
-    `device` and named outputs. Threads may share it; unpickling opens the folder again.
+    """A program that `frugalvit export` wrote. It is called like the original model, and has a `config`, a `device`
+    and named outputs. Threads may share it. A pickled module stores only its folder and loads the program again.
 
     Args:
         folder (`str` or `os.PathLike`): The exported folder.
-        part (`str`, *optional*): Name of the program; by default, the program that reads images.
+        part (`str`, *optional*): Name of the program. Default: the program whose inputs are images.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str | None = None):
@@ -273,7 +273,7 @@ class ExportedModule(nn.Module):
         self.precision = self.report.get("precision")
         check_format(self.format, self.precision)
         components = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))["components"]
-        # `parts_of` lists the program that reads images first.
+        # The first program is the one for images, see `parts_of`.
         self.part = part or next(iter(components))
         if self.part not in components or self.part not in self.report["parts"]:
             raise ValueError(f"{str(self.folder)!r} has no program {self.part!r}, expected one of {[*components]}.")
@@ -287,11 +287,11 @@ class ExportedModule(nn.Module):
                 exported = exporters.ExportedModel({self.part: component}, self.format)
                 exported.to("cpu", **_runner_options(self.format, self.precision))
                 self.config = PreTrainedConfig.from_pretrained(self.folder)
-        # Each runtime has its own types of errors.
+        # Each runtime has its own types of errors, so this catches all of them.
         except Exception as error:
             raise ValueError(f"Cannot load {str(self.folder)!r} in {self.format}: {first_line(error)}") from error
         self._runner = exported.runners[self.part]
-        # Runners that no call uses at the moment.
+        # Runners that are not in use by a call.
         self._idle_runners = [self._runner]
         self.outputs = self.report["parts"][self.part]["outputs"]
         self.device = torch.device("cpu")
@@ -301,7 +301,7 @@ class ExportedModule(nn.Module):
     def forward(
         self, pixel_values: torch.Tensor | None = None, output_rois: bool | None = None, **inputs
     ) -> ModelOutput:
-        """Run the program on inputs of the original model."""
+        """Run the program. The inputs are those of the original model."""
         if output_rois and "rois" not in self.outputs:
             raise ValueError("The model was exported without its RoIs; `frugalvit export --output_rois` keeps them.")
         if pixel_values is not None:
@@ -311,10 +311,10 @@ class ExportedModule(nn.Module):
 
     @contextlib.contextmanager
     def _exclusive_runner(self):
-        """Lend a runner to one call. Transformers' runner for OpenVINO has a single infer request, in which concurrent
-        calls would overwrite each other's results; the runner for ONNX Runtime binds tensors for each call."""
+        """Reserve a runner for one call. Concurrent calls of a single OpenVINO runner would overwrite each other's
+        results, because the runner has a single infer request. An ONNX Runtime runner binds tensors for each call."""
         try:
-            # A list's `pop` and `append` are atomic, so threads need no lock.
+            # A list's `pop` and `append` are atomic, so no lock is needed.
             runner = self._idle_runners.pop()
         except IndexError:
             runner = copy.copy(self._runner)
@@ -326,17 +326,17 @@ class ExportedModule(nn.Module):
             self._idle_runners.append(runner)
 
     def __reduce__(self):
-        # A compiled program cannot be pickled.
+        # A compiled program cannot be pickled, so the copy loads the program again.
         return type(self), (self.folder.absolute(), self.part)
 
 
 def load_exported(
     name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str]
 ) -> ExportedModule:
-    """Load from an exported folder the program that reads images.
+    """Load the program whose inputs are images from an exported folder.
 
     Raises:
-        ValueError: If the device is no CPU, or the program computes none of `outputs`; the message names `kind`.
+        ValueError: If `device` is not the CPU, or if the program has none of `outputs`. The message names `kind`.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
@@ -349,7 +349,7 @@ def load_exported(
 def load_classifier(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, object]:
-    """Load an image classifier, exported or not, and its image processor. See `load_model` for the arguments."""
+    """Load an image classifier, exported or not, and its image processor. See `load_model` for arguments."""
     if not is_exported(name):
         return load_model(name, "image-classification", device, trust_remote_code)
     kind = "an image classifier"
@@ -357,7 +357,7 @@ def load_classifier(
 
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:
-    """Return options of a runtime: PyTorch's number of threads and, for OpenVINO, the precision of the export."""
+    """Return a runtime's options: PyTorch's number of threads and, for OpenVINO, the precision of the export."""
     if name == "openvino":
         hint = openvino_precision(precision)
         return {"config": {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": torch.get_num_threads()}}
@@ -365,12 +365,11 @@ def _runner_options(name: str, precision: str) -> dict[str, object]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    # Threads that spin between calls would take cores that PyTorch needs before and after each call.
+    # Turn off spinning: waiting threads would occupy CPU cores that PyTorch needs between the calls.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return {"session_options": options}
 
 
 def openvino_precision(precision: str) -> str:
-    """Return the precision in which OpenVINO computes all layers that are not int8. OpenVINO's default depends on the
-    machine."""
+    """Return OpenVINO's precision for all layers that are not int8. OpenVINO's default depends on the machine."""
     return "bf16" if precision == "bfloat16" else "f32"

@@ -1,4 +1,4 @@
-"""`Embedder` and `Classifier`: embeddings and scores of photographs, for applications."""
+"""`Embedder` and `Classifier` compute embeddings and class scores of images in applications."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,10 +24,10 @@ from .training.text import first_line
 
 
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
-    """Set the number of tokens of a model, if one is given.
+    """Set a model's number of tokens if `num_tokens` is given, and check that the model supports both arguments.
 
     Raises:
-        ValueError: If the model has no choice of tokens, or cannot choose their number by a given `confidence`.
+        ValueError: If the model does not support the given `num_tokens` or `confidence`.
     """
     if num_tokens is not None:
         if not hasattr(model, "set_num_tokens"):
@@ -40,7 +40,7 @@ def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | 
 
 
 def as_record(image: object) -> Path | Mapping | Image.Image:
-    """Convert an image of any supported type to an argument of `open_record`; raise a ValueError for other types."""
+    """Convert an image of a supported type to an argument of `open_record`. Raise a ValueError for other types."""
     if isinstance(image, str | os.PathLike):
         return Path(image)
     if isinstance(image, bytes):
@@ -54,10 +54,10 @@ def as_record(image: object) -> Path | Mapping | Image.Image:
 
 
 class _Application:
-    """A model that is called with any number of images and yields an array for each, in order. Threads may share it,
-    and it can be pickled."""
+    """Base class of `Embedder` and `Classifier`. A call with images yields an array for each image, in order. Threads
+    may share an instance, and an instance can be pickled."""
 
-    # The arrays' contents, for messages.
+    # Contents of the arrays, for error messages.
     what: str
 
     def __init__(
@@ -74,11 +74,11 @@ class _Application:
     ):
         """
         Args:
-            model (`str`, `os.PathLike` or `nn.Module`): Name of a model that ships, folder, hub id, or loaded model.
-            image_processor (*optional*): The image processor of a loaded model.
-            num_tokens (`int`, *optional*): Latent tokens of a SparseFormer.
-            num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one a CPU.
-            return_errors (`bool`, *optional*): Yield the `CorruptImageError` of an image, rather than raise it.
+            model (`str`, `os.PathLike` or `nn.Module`): A shipped model's name, a folder, a hub id or a loaded model.
+            image_processor (*optional*): The image processor, which a loaded model requires.
+            num_tokens (`int`, *optional*): Number of latent tokens of a SparseFormer.
+            num_workers (`int`, *optional*, defaults to 0): Number of decoding threads, see `count_threads`.
+            return_errors (`bool`, *optional*): Yield a `CorruptImageError` instead of raising the error.
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, expected 1 or more.")
@@ -97,21 +97,21 @@ class _Application:
         self.num_workers = num_workers
         self.return_errors = return_errors
         self.prepare = image_maker(image_processor)
-        # An exported program has no parameters and takes float32 on the CPU.
+        # An exported program has no parameters. It computes in float32 on the CPU, like this empty tensor.
         parameter = next(model.parameters(), torch.empty(0))
         self.device = parameter.device
         self.dtype = parameter.dtype
 
     def __call__(self, images: Iterable) -> Iterator[np.ndarray | CorruptImageError]:
-        """Yield an array for each image, in order. `images` may be endless; an image is a path, `bytes`, a
+        """Yield an array for each image, in order. `images` may be endless. An image is a path, `bytes`, a
         `PIL.Image.Image`, a uint8 array `(height, width, channels)`, a uint8 tensor `(channels, height, width)` or an
-        undecoded record of `datasets`. Threads decode up to two batches ahead."""
+        undecoded record of `datasets`. Threads decode up to two batches in advance."""
         is_array = isinstance(images, np.ndarray | torch.Tensor) and images.ndim < 4
         if is_array or isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
         pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
-            # A training may have set the model to training mode since the last batch.
+            # The caller may have set the model to training mode since the last batch.
             self.model.eval()
             read = [future.result() for _, future in batch]
             pixels = [each for each in read if isinstance(each, torch.Tensor)]
@@ -126,7 +126,7 @@ class _Application:
         try:
             with open_record(as_record(image)) as opened:
                 return prepare_images(self.prepare, [to_rgb(opened)])[0]
-        # Decoders raise errors of any type for broken files.
+        # For a broken file, decoders raise errors of any type.
         except Exception as error:
             name = f" {str(image)!r}" if isinstance(image, str | os.PathLike) else ""
             return CorruptImageError(f"Image {index}{name} cannot be read ({first_line(error)}).")
@@ -139,7 +139,7 @@ class _Application:
 
 
 class Embedder(_Application):
-    """Embeddings of images, `(embedding_size,)` float32, not normalized.
+    """A model that computes image embeddings `(embedding_size,)`, float32 and not normalized.
 
     ```python
     embed = frugalvit.Embedder("student")
@@ -157,7 +157,7 @@ class Embedder(_Application):
         return image_embedder(self.model, size_made_by(self.image_processor), self.num_tokens)
 
     def __getstate__(self) -> dict:
-        # `_run` is a closure, which cannot be pickled.
+        # `_run` is a closure and cannot be pickled.
         return {name: value for name, value in vars(self).items() if name != "_run"}
 
     def __setstate__(self, state: dict):
@@ -174,7 +174,7 @@ class Embedder(_Application):
 
 
 class Classifier(_Application):
-    """Scores of images for each class, `(classes,)` float32, see `class_scores`.
+    """A model that computes class scores of images, `(classes,)` float32, see `class_scores`.
 
     ```python
     classify = frugalvit.Classifier("caltech101-sparseformer", num_tokens=16)
@@ -182,8 +182,8 @@ class Classifier(_Application):
         print(path, classify.labels[scores.argmax()])
     ```
 
-    With `confidence`, a number from 0 to 1, the model computes with few tokens first, and with more for images whose
-    likeliest class has a lower probability (`SparseFormerForImageClassification.classify_adaptively`).
+    With `confidence`, a number from 0 to 1, the model computes with few tokens first. It repeats the images whose best
+    class has a lower probability with more tokens (see `SparseFormerForImageClassification.classify_adaptively`).
     """
 
     what = "scores"

@@ -26,9 +26,9 @@ PROG = "frugalvit info"
 
 @dataclass(kw_only=True)
 class InfoOptions(Options):
-    """List each model's tokens (latent and [CLS]), image size, parameters, and multiply-accumulates for one image,
-    both without and with the two matrix products of attention. For a CLIP or a LLaVA, all but the parameters describe
-    its image side."""
+    """List each model's tokens (latent and [CLS]), image size, parameters, and multiply-accumulates for one image. The
+    multiply-accumulates are listed without and with the two matrix products of attention. For a CLIP or a LLaVA, the
+    parameters are those of the whole model; the other columns describe its vision model."""
 
     models: list[str] = argument(
         [],
@@ -66,13 +66,13 @@ def describe(name: str) -> dict[str, object]:
         name (`str`): A variant of the papers, a shipped model, a model folder or a hub id.
 
     Returns:
-        `name`, `tokens` (with [CLS]; `None` if the model computes feature maps), `image_size`, `parameters` and the
-        fields of `Macs`.
+        `name`, `tokens` (including [CLS], or `None` if the model computes feature maps), `image_size`, `parameters`
+        and the fields of `Macs`.
     """
     architecture, config = architecture_of(name)
     folder = Path(split_revision(name)[0])
     if folder.is_dir():
-        # On the meta device, only the header of the weights' file is read.
+        # On the meta device, only the header of the weights file is read.
         options = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
         with loading_errors(name, COUNTED):
             model, report = architecture.from_pretrained(folder, **options)
@@ -83,7 +83,7 @@ def describe(name: str) -> dict[str, object]:
     vision = image_side(model)
     height, width = pair(vision.config.image_size)
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
-        # DINOv2's configuration has the image size of the position embeddings, but the processor makes smaller images.
+        # For DINOv2, `image_size` describes the position embeddings. The image processor makes smaller images.
         height, width = size_made_by(load_processor(folder, COUNTED))
     if is_sparseformer(vision.config):
         tokens = vision.config.default_num_tokens + vision.config.num_prefix_tokens
@@ -101,11 +101,11 @@ def describe(name: str) -> dict[str, object]:
 
 
 def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torch.device) -> list[dict[str, object]]:
-    """Measure the models of `describe`'s rows, with random weights.
+    """Measure the speed of the models in the rows of `describe`, with random weights.
 
     Returns:
-        For each model and each number of tokens that it is trained for, the model's row with the tokens and costs of
-        this number, `num_tokens` (`None` for models without a choice) and `images/s`.
+        A row for each model and each number of tokens that the model is trained for. The row has the costs of this
+        number, `num_tokens` (`None` for a model without a choice) and `images/s`.
     """
     measured = []
     models = {}

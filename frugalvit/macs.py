@@ -21,19 +21,19 @@ class Macs(NamedTuple):
 def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> Macs:
     """Count the multiply-accumulates of convolutions, linear layers and matrix products for one image.
 
-    As in the papers, all tokens pass through all blocks; a classifier that reads [CLS] alone may compute less, see
-    `output_tokens` of `SparseFormerModel`. The mixing products of a SparseFormer are in both counts.
+    As in the papers, all tokens pass through all blocks. A SparseFormer may compute fewer tokens in its last block,
+    see `output_tokens` of `SparseFormerModel`. Both counts include the mixing products of a SparseFormer.
 
     Args:
-        model (`nn.Module`): Model of Transformers, timm or open_clip, on any device, the meta device included.
+        model (`nn.Module`): Model of Transformers, timm or open_clip, on any device, including the meta device.
         image_size (`int` or `tuple[int, int]`): Height and width in pixels.
         num_channels (`int`, *optional*, defaults to 3): Channels of the image.
 
     Returns:
-        `macs`, without the two products of attention (queries with keys, weights with values), as many counters report
-        it, and `macs_with_attention`.
+        `Macs`: `macs` excludes the two matrix products of attention (queries with keys, weights with values), as many
+        counters do. `macs_with_attention` includes both products.
     """
-    # PyTorch's counter misses the fused attention of some devices, so attention is not fused here.
+    # Fused attention is turned off, because PyTorch's counter misses it on some devices.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         _run(model, image_size, num_channels)
     flops = counter.get_flop_counts()
@@ -49,8 +49,9 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels
 
 
 def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> int:
-    """Count the operations that Context Broadcasting adds for one image, as in the paper's tables S5 and S6: one for
-    each token and channel, two for `cb_hybrid`. For the arguments, see `count_macs`, which does not count them."""
+    """Count the operations that Context Broadcasting adds for one image (the paper's tables S5 and S6). Each token and
+    channel needs one operation, or two for `cb_hybrid`. `count_macs` has the same arguments, but does not count these
+    operations."""
     operations = []
 
     def count(module: ContextBroadcast, args, output: torch.Tensor):
@@ -68,7 +69,7 @@ def count_context_broadcast(model: nn.Module, image_size: int | tuple[int, int],
 @torch.no_grad()
 def _run(model: nn.Module, image_size: int | tuple[int, int], num_channels: int):
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    # Count all tokens of the last block, where a SparseFormer skips tokens that its classifier does not read.
+    # A SparseFormer may skip tokens in its last block. For the count, the block computes all tokens.
     skipping = [module for module in model.modules() if getattr(module, "skips_unread_tokens", False)]
     for module in skipping:
         module.skips_unread_tokens = False

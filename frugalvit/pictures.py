@@ -1,4 +1,4 @@
-"""Pictures of RoIs and sampling points."""
+"""Draw RoIs and sampling points."""
 
 import os
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from .training.files import atomic_file, check_file_path
 
 
-# Width of the margin around the image, as a share of the image's side; boxes are cut off beyond the margin.
+# Width of the margin around an image, as a share of the image's side. Boxes are cut off beyond the margin.
 MARGIN = 0.15
-# Largest number of overlapping boxes that readers can distinguish.
+# Largest number of boxes that are drawn if they overlap.
 MOST_BOXES = 16
 PANEL_SIZE = 2.1
 FONT_SIZE = 8
@@ -31,19 +31,20 @@ def draw_rois(
     captions: Sequence[str] | None = None,
     all_steps: bool = False,
 ) -> Figure:
-    """Draw where the tokens look, one row for each image: the image, the token RoIs of the first, third and last
-    focusing step, and the last sampling points (figure 3 of the bootstrapping paper).
+    """Draw where the tokens look (figure 3 of the bootstrapping paper). Each image has a row with the image, the RoIs
+    of the first, third and last focusing step, and the last sampling points.
 
     Args:
         images (sequence of `torch.Tensor` of shape `(channels, height, width)`):
-            The model's inputs, 0 to 1, see `restore_images`.
+            The model's input images with values from 0 to 1, see `restore_images`.
         rois (sequence of `torch.Tensor` of shape `(images, tokens, 4)`):
-            RoIs of the model's output with `output_rois=True`. If tokens overlap, at most `MOST_BOXES` are drawn.
+            RoIs of each step from the model's output with `output_rois=True`. If the RoIs overlap, at most
+            `MOST_BOXES` of them are drawn.
         sampling_points (sequence of `torch.Tensor` of shape `(images, tokens, points, 2)`, *optional*):
-            Sampling points of the same output.
+            Sampling points from the same output.
         captions (sequence of `str`, *optional*): Captions of the rows.
         all_steps (`bool`, *optional*, defaults to `False`):
-            Draw the RoIs after every adjustment (figures 1 and 2 of the supplement).
+            Draw the RoIs of all steps (figures 1 and 2 of the supplement).
     """
     images = [_to_numpy(image).clip(0, 1).transpose(1, 2, 0).repeat(3 // len(image), axis=2) for image in images]
     steps = [_to_numpy(step) for step in rois]
@@ -65,14 +66,14 @@ def draw_rois(
     parts = figure.subfigures(len(images), 1, height_ratios=heights, squeeze=False)[:, 0]
     for row, (image, part) in enumerate(zip(images, parts, strict=True)):
         if captions:
-            # Cut the caption to the figure's width: a character is at most two thirds as wide as the font size.
+            # Cut the caption to the figure's width. A character's width is at most two thirds of the font size.
             caption = " ".join(captions[row].split())[: int(figure_width * 72 / (0.67 * FONT_SIZE))]
             part.suptitle(caption, x=0.01, ha="left", fontsize=FONT_SIZE, parse_math=False)
         first, *panels = part.subplots(1, len(headings), squeeze=False)[0]
         height, width = image.shape[:2]
         gray = 0.57 + 0.43 * image.mean(axis=2, keepdims=True).repeat(3, axis=2)
         for axes in (first, *panels):
-            # The origin is the upper left corner. Interpolation keeps images of 32 pixels recognizable.
+            # The origin is the upper left corner. Interpolation keeps images of 32 x 32 pixels recognizable.
             shades = image if axes is first else gray
             axes.imshow(shades, extent=(0, width, height, 0), interpolation="bicubic")
             axes.set(xlim=(-MARGIN * width, (1 + MARGIN) * width), ylim=((1 + MARGIN) * height, -MARGIN * height))
@@ -80,7 +81,7 @@ def draw_rois(
         for axes, step in zip(panels, shown, strict=False):
             left, top, right, bottom = steps[step][row][drawn].T * np.array([[width], [height]] * 2)
             corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
-            # Draw small boxes last, so that large ones do not cover them.
+            # Draw small boxes last, so that large boxes do not cover them.
             order = np.argsort(-np.abs((right - left) * (bottom - top)))
             boxes = PolyCollection(corners[order], facecolors="none", edgecolors=colors[order])
             axes.add_collection(boxes, autolim=False)
@@ -94,7 +95,7 @@ def draw_rois(
 
 
 def save_figure(figure: Figure, path: str | os.PathLike) -> None:
-    """Write a figure to a file, atomically, in the format that the file's ending names."""
+    """Write a figure to a file atomically. The file's ending determines the format."""
     path = check_picture_path(path)
     options = {"pil_kwargs": {"quality": 90, "method": 6}} if path.suffix.lower() == ".webp" else {}
     with atomic_file(path) as aside:
@@ -102,7 +103,7 @@ def save_figure(figure: Figure, path: str | os.PathLike) -> None:
 
 
 def check_picture_path(path: str | os.PathLike) -> Path:
-    """Return the path if a picture can be written there; otherwise raise the error that `save_figure` would raise."""
+    """Return the path if a picture can be written there. Otherwise raise the error that `save_figure` would raise."""
     path = Path(path)
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
@@ -111,5 +112,5 @@ def check_picture_path(path: str | os.PathLike) -> Path:
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    # RoIs may lie far outside of the image, or be infinite in half precision, which Matplotlib cannot draw.
+    # Matplotlib cannot draw RoIs far outside of the image, or infinite RoIs of half-precision models.
     return np.nan_to_num(torch.as_tensor(tensor).detach().float().cpu().numpy()).clip(-100, 100)

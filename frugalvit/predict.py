@@ -38,7 +38,7 @@ MAX_DRAWN = 8
 
 @dataclass(kw_only=True)
 class PredictOptions(DeviceOptions, ReadingOptions, TokenOptions):
-    """Print the top labels of images; with rois, draw where the tokens of a SparseFormer look."""
+    """Print the top labels of images. The option rois draws where the tokens of a SparseFormer look."""
 
     images: list[str] = argument(help="Files, folders, 'photos/*.jpg', .parquet files.", positional=True)
     model: str = argument("cifar10-sparseformer", "Folder, hub id or name of a model that ships.")
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     predicted = predict_files(
         model,
         image_processor,
-        # The limit counts readable images only, so with `skip_corrupt` the loop below applies it.
+        # The limit counts only readable images. With `skip_corrupt`, the loop below applies the limit.
         images if options.skip_corrupt else islice(images, options.limit),
         batch_size=options.batch_size,
         num_workers=options.num_workers,
@@ -121,15 +121,15 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass
 class Prediction:
-    """The labels of an image, the best first, and where the tokens look.
+    """The labels of an image, and where the tokens look.
 
     Args:
-        labels (`list[tuple[str, float]]`): Labels and their scores.
-        num_tokens (`int`, *optional*): Number of latent tokens; None unless the option `confidence` is given.
-        view (`torch.Tensor` of shape `(channels, height, width)`, *optional*): The model's input, 0 to 1.
-        rois (`list[torch.Tensor]`): `(tokens, 4)` after every adjustment.
-        sampling_points (`list[torch.Tensor]`): `(tokens, points, 2)` of every sampling, if the model samples.
-        is_regression (`bool`): Whether scores are a regression's numbers.
+        labels (`list[tuple[str, float]]`): Labels and their scores, the best label first.
+        num_tokens (`int`, *optional*): Number of latent tokens, if the option `confidence` is given.
+        view (`torch.Tensor` of shape `(channels, height, width)`, *optional*): Input image, with values from 0 to 1.
+        rois (`list[torch.Tensor]`): RoIs `(tokens, 4)` after each focusing step.
+        sampling_points (`list[torch.Tensor]`): Points `(tokens, points, 2)` of each sampling, if the model samples.
+        is_regression (`bool`): Whether the scores are outputs of a regression.
     """
 
     labels: list[tuple[str, float]]
@@ -149,15 +149,15 @@ def predict_files(
     num_workers: int = 0,
     **options,
 ) -> Iterator[tuple[str, Prediction | CorruptImageError]]:
-    """Label images in batches, which threads read ahead.
+    """Label images in batches. Threads read and decode the images in advance.
 
     Args:
-        images (iterable of `tuple[str, Path | dict]`): Names and files or records, see `find_files`.
-        num_workers (`int`, *optional*, defaults to 0): Threads that decode; 0 for one a CPU.
-        options: Arguments of `predict_pixels`.
+        images (iterable of `tuple[str, Path | dict]`): Names of images with their files or records, see `find_files`.
+        num_workers (`int`, *optional*, defaults to 0): Number of decoding threads, see `count_threads`.
+        options: Further arguments of `predict_pixels`.
 
     Yields:
-        The name of each image with its prediction, or with the error of an image that cannot be read.
+        The name of each image with its prediction or, if the image cannot be read, with the error.
     """
 
     def read(image: tuple[str, Path | dict]) -> torch.Tensor | CorruptImageError:
@@ -165,7 +165,7 @@ def predict_files(
         try:
             with open_record(source) as opened:
                 return prepare_images(image_processor, [to_rgb(opened)])[0]
-        # Decoders raise errors of any type for broken files.
+        # For a broken file, decoders raise errors of any type.
         except Exception as error:
             return CorruptImageError(first_line(error))
 
@@ -180,7 +180,7 @@ def predict_files(
 
 
 def predict(model: PreTrainedModel, image_processor, images: Sequence[Image.Image], **options) -> list[Prediction]:
-    """Label RGB images in one batch; `options` are arguments of `predict_pixels`."""
+    """Label RGB images in one batch. `options` are further arguments of `predict_pixels`."""
     return predict_pixels(model, image_processor, prepare_images(image_processor, images), **options)
 
 
@@ -194,13 +194,13 @@ def predict_pixels(
     confidence: float | None = None,
     output_rois: bool = False,
 ) -> list[Prediction]:
-    """Label a batch of prepared images.
+    """Label a batch of preprocessed images.
 
     Args:
         pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Images.
         top (`int`, *optional*, defaults to 5): Number of labels for each image.
-        num_tokens (`int`, *optional*): Latent tokens of this call; the model's own by default.
-        confidence (`float`, *optional*): Compute with few tokens first, and with more for images of a lower score.
+        num_tokens (`int`, *optional*): Number of latent tokens. Default: the model's number.
+        confidence (`float`, *optional*): Use few tokens first, and more tokens for images with a lower score.
         output_rois (`bool`, *optional*, defaults to `False`): Return views, RoIs and sampling points, too.
     """
     config = model.config
@@ -260,7 +260,7 @@ def format_prediction(name: str, prediction: Prediction) -> str:
 
 
 def find_images(names: Sequence[str]) -> list[Path]:
-    """Find image and parquet files. Names are files, patterns, or folders, which are searched at any depth."""
+    """Find image and parquet files. A name is a file, a pattern, or a folder, which is searched recursively."""
     found = []
     for name in names:
         path = Path(name).expanduser()
@@ -270,9 +270,9 @@ def find_images(names: Sequence[str]) -> list[Path]:
                 leave_out(unread, NOT_READ)
             files = [file for file in files if file not in unread and file.name not in METADATA_FILES]
         else:
-            # At `**`, `Path.glob` does not follow links, because they may lead in circles.
+            # For `**`, `Path.glob` does not follow links, because links may form cycles.
             matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            # Leave out pipes, as reading one waits for its writer, and hidden files whose names are not given.
+            # Leave out pipes, which would block the reading, and hidden files whose names are not given.
             files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")
@@ -285,7 +285,7 @@ def _hidden(path: Path) -> set[str]:
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield each image file's name and path, and the name and record of each image in a parquet file."""
+    """Yield the name of each image with its path or, for an image in a parquet file, with its record."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):
@@ -295,7 +295,7 @@ def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterat
 
 
 def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
-    """Yield the undecoded images of a parquet file, from the column that training would read."""
+    """Yield the undecoded images of a parquet file. The image column is chosen in the same way as for training."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:

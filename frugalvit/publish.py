@@ -1,5 +1,5 @@
-"""`frugalvit publish`: upload a model to the hub, with weights in half precision, after a check that the model runs
-where frugalvit is not installed."""
+"""`frugalvit publish`: upload a model to the hub, with weights in half precision. The command checks that the model
+runs without frugalvit before the upload."""
 
 import functools
 import json
@@ -41,16 +41,16 @@ from .without_package import outputs_of
 
 
 PROG = "frugalvit publish"
-# Placeholder for the hub id in cards of models that have none yet.
+# Placeholder in a model card for a hub id that is not known yet.
 UNNAMED = "path/or/id"
-# Form of the hub's license identifiers, such as `apache-2.0`. The hub refuses cards with any other license.
+# Form of the hub's license identifiers, such as `apache-2.0`. The hub refuses cards with other licenses.
 LICENSE_ID = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
 ACCESS_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
 @dataclass(kw_only=True)
 class PublishOptions(Options):
-    """Upload a model to the hub, in half the bytes."""
+    """Upload a model to the hub, with weights in half precision."""
 
     model: str = argument(help="Model folder, for example the output folder of a training.", positional=True)
     repo_id: str | None = argument(None, "Hub repository to upload to, in one commit.", positional=True)
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def upload(folder: Path, repo_id: str, private: bool = False):
-    """Upload a folder in one commit to a repository, which is created if it does not exist."""
+    """Upload a folder to a hub repository in one commit. The repository is created if it does not exist."""
     api = HfApi()
     try:
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
@@ -111,8 +111,8 @@ def upload(folder: Path, repo_id: str, private: bool = False):
 
 
 def save_compact(model: PreTrainedModel, folder: Path):
-    """Save a float32 model in half precision; it is loaded as float32 again. Weights that the model's class declares
-    as needing float32 are saved in float32."""
+    """Save a float32 model with float16 weights. Weights that the model's class keeps in float32 are saved in float32.
+    The saved model loads as float32."""
     strict = tuple(model._keep_in_fp32_modules_strict or ())
     weights = {
         name: tensor.to(torch.float16) if tensor.is_floating_point() and not name.endswith(strict) else tensor
@@ -120,30 +120,30 @@ def save_compact(model: PreTrainedModel, folder: Path):
     }
     if wrong := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise ValueError(f"The weights {wrong[0]} have values that are not finite in half precision.")
-    # The sub-configurations name the private folders that they were loaded from.
+    # The sub-configurations store the folders that they were loaded from. These paths are private.
     for name in getattr(model.config, "sub_configs", ()):
         getattr(model.config, name)._name_or_path = ""
-    # The model itself stays float32, and so does the dtype in its configuration.
+    # Only the saved weights are float16. The dtype in the configuration stays float32.
     model.save_pretrained(folder, state_dict=weights)
     if not isinstance(model, HubModel):
-        # The `auto_map` of another library's model may name code of a third party, which `check_outputs` would run.
+        # Another library's `auto_map` may name third-party code, which `check_outputs` would run.
         strip_auto_map(folder)
 
 
 def copy_companions(source: Path, folder: Path):
-    """Copy the card with its pictures, processors and tokenizers."""
+    """Copy the card with its pictures, and the files of processors and tokenizers."""
     card = source / "README.md"
     text = read_text(card) if card.is_file() else ""
     for path in sorted(source.glob("*")):
         if is_picture_of(text, path) or any(fnmatch(path.name, pattern) for pattern in COMPANIONS):
-            # A link may lead to a private file.
+            # A link is an error, because it may lead to a private file.
             if path.is_symlink():
                 raise ValueError(f"{str(path)!r} is a link; put the file itself there, or remove it.")
             shutil.copyfile(path, folder / path.name)
 
 
 def write_card(model: PreTrainedModel, folder: Path, license: str | None = None, repo_id: str | None = None):
-    """Complete the card in the folder: write a short card if there is none, and fill in license and hub id."""
+    """Fill in the license and the hub id of the card in the folder. If there is no card, write a short one first."""
     file = folder / "README.md"
     if not file.is_file():
         model_card(model).save(file)
@@ -164,7 +164,7 @@ def write_card(model: PreTrainedModel, folder: Path, license: str | None = None,
 
 
 def check_texts(folder: Path):
-    """Raise a ValueError if a text holds an access token of the hub, or names code that is not in the folder."""
+    """Raise a ValueError if a file holds an access token of the hub, or names code that is not in the folder."""
     for path in sorted(folder.iterdir()):
         text = "" if path.suffix in (".safetensors", ".png") else path.read_text(encoding="utf-8", errors="replace")
         if ACCESS_TOKEN.search(text):
@@ -174,9 +174,9 @@ def check_texts(folder: Path):
 
 
 def check_code(path: Path, part: dict) -> dict:
-    """Return a part of a JSON file; raise a ValueError if its `auto_map` names code that is not beside the file."""
+    """Return an object of a JSON file. Raise a ValueError if its `auto_map` names code that is not beside the file."""
     for names in dict(part.get("auto_map") or {}).values():
-        # A tokenizer's entry is a list of a slow and a fast class, either of which may be None.
+        # A tokenizer's entry lists a slow and a fast class. Each class may be None.
         for name in filter(None, [names] if isinstance(names, str) else names):
             if f"{name.partition('.')[0]}.py" not in os.listdir(path.parent):
                 raise ValueError(f"The auto_map of {path.name} names code that is not published, {name!r}; remove it.")
@@ -184,7 +184,7 @@ def check_code(path: Path, part: dict) -> dict:
 
 
 def check_outputs(folder: Path):
-    """Raise a ValueError unless the folder's model loads without frugalvit and computes the same outputs."""
+    """Raise a ValueError if the folder's model does not load without frugalvit or computes different outputs there."""
     model = load_saved_model(folder)
     image_processor = load_processor(folder)
     images = [Image.effect_noise((64, 64), 50).convert("RGB") for _ in range(2)]
@@ -199,7 +199,7 @@ def check_outputs(folder: Path):
         files = [f"{home}/inputs", f"{home}/outputs"]
         save_file(inputs, files[0])
         command = [sys.executable, "-c", source, str(folder.absolute()), loader, *files]
-        # Transformers caches models' code in HF_HOME. An empty folder makes sure that only this folder's code runs.
+        # Transformers caches models' code in HF_HOME. With an empty cache, only the folder's code can run.
         environment = os.environ | {"HF_HOME": home, "HF_HUB_OFFLINE": "1"}
         process = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
         if process.returncode:
@@ -207,7 +207,7 @@ def check_outputs(folder: Path):
             raise ValueError(f"The model does not load without frugalvit: {last}")
         computed = load_file(files[1])
     for number, values in outputs_of(model, inputs).items():
-        # Results vary in the last digit with the number of threads and the alignment of memory.
+        # The outputs depend slightly on the number of threads and the alignment of memory.
         if not torch.allclose(computed[number], values, rtol=1e-4, atol=1e-5):
             difference = (computed[number] - values).abs().max().item()
             raise ValueError(f"Without frugalvit the model computes something else, by up to {difference:.2g}.")

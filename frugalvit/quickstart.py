@@ -1,4 +1,4 @@
-"""`frugalvit quickstart`: bootstrap a SparseFormer from a ViT on photographs, in minutes, and compare both."""
+"""`frugalvit quickstart`: bootstrap a SparseFormer from a ViT on photographs, and compare the two models."""
 
 import time
 from dataclasses import dataclass
@@ -23,26 +23,26 @@ from .versions import origin
 PROG = "frugalvit quickstart"
 TEACHER = "caltech101-vit"
 TOKENS = [9, 16, 25, 36, 49, 64]
-# Numbers of tokens to compare, and image sizes at which the teacher costs about as much as students with 16 and 36.
+# Numbers of tokens to compare, and image sizes for the teacher with about the cost of 16 and 36 tokens.
 COMPARED_TOKENS = [9, 16, 36]
 RESOLUTIONS = [56, 84]
-# Numbers of photographs to learn from and to test on.
+# Numbers of photographs for training and for testing.
 NUM_IMAGES = (560, 300)
 QUICK_NUM_IMAGES = (56, 30)
-# Measured passes for each speed.
+# Timed forward passes of each model.
 ROUNDS = 2
-# On few photographs, more and smaller steps than in the default recipe give better students.
+# On few photographs, a smaller batch size and learning rate than the defaults give better students.
 BATCH_SIZE = 8
 LEARNING_RATE = 5e-4
-# Tokens of the student in the picture of RoIs.
+# Number of tokens in the picture of RoIs.
 DRAWN_TOKENS = 16
 
 
 @dataclass(kw_only=True)
 class QuickstartOptions(Options):
-    """Turn a ViT that comes with the repository into a SparseFormer that is several times faster, on photographs
-    without labels, and compare both on other photographs. Writes student/, comparison.png, rois.png and results.json.
-    """
+    """Turn a ViT that comes with the repository into a SparseFormer that is several times faster. The training needs
+    photographs without labels. Both models are then compared on other photographs. The output folder has student/,
+    comparison.png, rois.png and results.json."""
 
     output: str = argument("quickstart", "Output folder.", metavar="FOLDER")
     seed: int = argument(0, "Seed of the order and the crops of the photographs.")

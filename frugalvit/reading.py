@@ -11,7 +11,7 @@ import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Largest number of decoding threads; more would decode faster than a model computes.
+# Largest default number of decoding threads. Eight threads decode faster than a model computes.
 MOST_THREADS = 8
 
 
@@ -23,7 +23,7 @@ def stack_pixels(pixels: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def count_threads(num_workers: int = 0) -> int:
-    """Return `num_workers` or, for 0, the number of CPUs that the process may use, up to `MOST_THREADS`."""
+    """Return `num_workers` or, if it is 0, the number of usable CPUs up to `MOST_THREADS`."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return num_workers if num_workers > 0 else min(usable, MOST_THREADS)
 
@@ -31,7 +31,7 @@ def count_threads(num_workers: int = 0) -> int:
 def read_ahead(
     read: Callable[[Item], Result], items: Iterable[Item], ahead: int, num_workers: int = 0
 ) -> Iterator[tuple[Item, Future]]:
-    """Yield each item with the future of `read(item)`, in order; threads compute up to `ahead` items in advance."""
+    """Yield each item with the future of `read(item)`, in order. Threads process up to `ahead` items in advance."""
     pending = deque()
     pool = ThreadPoolExecutor(count_threads(num_workers), thread_name_prefix="read")
     try:
@@ -42,8 +42,8 @@ def read_ahead(
         while pending:
             yield pending.popleft()
     finally:
-        # If the iteration ends early, nothing reads the remaining futures.
+        # If the iteration ends early, the remaining results are not needed.
         for _, future in pending:
             future.cancel()
-        # The generator may be garbage-collected in one of the pool's threads, which cannot wait for itself.
+        # Do not wait: Python may close this generator in a thread of the pool, which cannot wait for itself.
         pool.shutdown(wait=False)

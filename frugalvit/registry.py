@@ -5,7 +5,7 @@ import importlib
 import transformers
 
 
-# The public names of a family are the `__all__` of `modeling_<family>.py`.
+# Model families. The public names of a family are listed in `__all__` of `modeling_<family>.py`.
 FAMILIES = (
     "agent_cnn",
     "bootstrapped_vit",

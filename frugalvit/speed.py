@@ -1,4 +1,4 @@
-"""Images per second of models, measured in turns."""
+"""Measure the speed of models in images per second."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 
-# Rounds at the start that do not count.
+# Number of warm-up rounds, which are not measured.
 WARMUP = 2
 
 
@@ -18,17 +18,17 @@ def images_per_second(
     pixel_values: torch.Tensor | Mapping[Hashable, torch.Tensor],
     rounds: int = 20,
 ) -> dict[Hashable, float]:
-    """Measure the images per second of models. The models take turns in each round, so that ratios hold on a machine
-    whose speed drifts.
+    """Measure the images per second of models. Each round runs all models in turn, so that a change of the machine's
+    speed affects all models alike.
 
     Args:
         models (`Mapping[Hashable, Callable]`): Models by name.
-        pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)` or a mapping of them by name):
-            One batch for all models, or one for each.
-        rounds (`int`, *optional*, defaults to 20): Measured rounds, after `WARMUP` rounds that do not count.
+        pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)` or a mapping from names to tensors):
+            One batch for all models, or one batch for each model.
+        rounds (`int`, *optional*, defaults to 20): Number of measured rounds, after `WARMUP` other rounds.
 
     Returns:
-        Images per second by name, from the median of the rounds.
+        Images per second by name, from the median time of the rounds.
     """
     batches = pixel_values if isinstance(pixel_values, Mapping) else dict.fromkeys(models, pixel_values)
     seconds = {name: [] for name in models}

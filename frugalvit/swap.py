@@ -1,4 +1,4 @@
-"""`frugalvit swap`: put a SparseFormer into the place of a vision-language model's vision tower."""
+"""`frugalvit swap`: replace the vision tower of a vision-language model by a SparseFormer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ PROG = "frugalvit swap"
 
 @dataclass(kw_only=True)
 class SwapOptions(OutputOptions):
-    """Write a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision and its processor, after replacing the vision tower
-    by a SparseFormer that was bootstrapped from this tower. The language model stays unchanged."""
+    """Replace the vision tower of a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision by a SparseFormer, and write
+    the model and its processor. The SparseFormer must be bootstrapped from this vision tower. The language model is
+    not trained."""
 
     model: str = argument(help="The vision-language model: folder or hub id (@revision, too).")
     vision_model: str = argument(help="The SparseFormer: a folder that `frugalvit bootstrap` wrote.")
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         num_patches = image_grid(vlm.config) ** 2
         about = f", in {options.dtype}"
         if options.quantize:
-            # The quantized weights are written unchanged, so loading needs the same quantizer and configuration.
+            # The quantized weights are written unchanged, so loading needs the quantizer and its configuration.
             model.hf_quantizer = vlm.hf_quantizer
             model.config.quantization_config = vlm.config.quantization_config
             about += f", its language model in {options.quantize}"
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
 def pixel_pairs(
     processor, old_processor, images: datasets.Dataset, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield batches of the same images, prepared by both processors, for `match_channels_`."""
+    """Yield the same images as batches of the new and of the old processor, for `match_channels_`."""
     both = [
         image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)

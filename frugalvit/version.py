@@ -1,3 +1,3 @@
-"""The version, in a module of its own, which setuptools reads without importing anything else."""
+"""The version of frugalvit. setuptools reads this module without importing the package."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Versions of packages and a description of the machine, for files of results."""
+"""Return versions of packages and a description of the machine for files of results."""
 
 import importlib.metadata
 import platform
@@ -9,19 +9,19 @@ import torch
 
 
 def origin() -> dict[str, dict]:
-    """Return `versions` and `machine` for a file of results."""
+    """Return the versions of packages and the description of the machine."""
     return {"versions": versions(), "machine": machine()}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of packages that results depend on, and, in a clone, the commit."""
+    """Return the versions of Python and of the packages that affect results. In a git clone, add the commit."""
     packages = ("frugalvit", "torch", "torchvision", "transformers", "accelerate", "datasets")
     found = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
     return found | ({"commit": known} if (known := commit()) else {})
 
 
 def commit() -> str | None:
-    """Return the commit of the clone that holds this file, marked if files differ from it; None without a clone."""
+    """Return the commit of this git clone, marked if files were changed, or `None` outside of a clone."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
@@ -33,7 +33,7 @@ def commit() -> str | None:
 
 
 def machine() -> dict[str, object]:
-    """Return the processor, the number of threads and the GPUs of this process."""
+    """Return the name of the CPU, the number of PyTorch's threads and the names of the GPUs."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text("utf-8").splitlines() if info.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]

@@ -1,7 +1,7 @@
-"""Run a model by the code in its folder. `publish.py` starts this file in a process that cannot import frugalvit.
+"""Run a model with the code in its folder. `publish.py` starts this file in a process that cannot import frugalvit.
 
-Arguments: the folder, the class that loads it (an Auto class, or `module.Class` in the folder), the file of the inputs
-and the file of the outputs.
+Arguments: the folder, the class that loads the model (an Auto class, or `module.Class` in the folder), the file of
+inputs and the file of outputs.
 """
 
 import sys
@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 @torch.inference_mode()
 def outputs_of(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compute the outputs of a model from images and, for a CLIP, texts. Return the tensors, numbered in order."""
+    """Compute a model's outputs for images and, if the model is a CLIP, texts. Number the output tensors in order."""
     if hasattr(model, "get_image_features"):
         outputs = [model.get_image_features(inputs["pixel_values"]).pooler_output]
         if hasattr(model, "get_text_features"):
@@ -26,7 +26,7 @@ def outputs_of(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 if __name__ == "__main__":
-    # This entry makes `import frugalvit` fail.
+    # With this entry, `import frugalvit` fails.
     sys.modules["frugalvit"] = None
     folder, loader, file, output = sys.argv[1:]
     if hasattr(transformers, loader):

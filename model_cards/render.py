@@ -1,4 +1,4 @@
-"""Write a card for each recipe (`papers/NAME.md`), a card for each template (in `checkpoints/`), and a list of cards.
+"""Write a card for each recipe (`papers/NAME.md`) and each template (in `checkpoints/`), and a list of the cards.
 
 python model_cards/render.py
 """
@@ -17,7 +17,7 @@ from frugalvit.training.arguments import RECIPES
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS, RESULTS = HERE.parent / "checkpoints", HERE.parent / "results"
-# Auto class, and code that runs the model and reads its outputs, by the kind of model.
+# For each kind of model, the Auto class and code that runs the model.
 KINDS = {
     "classifier": ("AutoModelForImageClassification", "logits = model(**inputs).logits  # (1, classes)"),
     "vision tower": ("AutoModel", "embedding = model(**inputs).image_embeds  # (1, channels), beside a CLIP's texts"),
@@ -36,10 +36,10 @@ COUNTED = re.compile(r"Counted: ([\d,]+) parameters(?: of both)?(?:, ([\d.]+) G 
 
 
 def describe_recipe(file: Path) -> dict:
-    """Read the arguments of a recipe, and the description, commands and notes in its comments."""
+    """Read a recipe's arguments, and the description, commands and notes in the recipe's comments."""
     text = file.read_text(encoding="utf-8")
     lines = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
-    # Commands are indented.
+    # Indented lines are commands.
     prose = "\n".join("" if line.startswith("  ") else line for line in lines)
     about, *notes = (" ".join(part.split()) for part in re.split(r"\n{2,}", prose))
     return {
@@ -52,7 +52,7 @@ def describe_recipe(file: Path) -> dict:
 
 
 def kind_of(recipe: dict) -> str:
-    """Return the kind of model that a recipe trains, a key of `KINDS`."""
+    """Return the kind of model that a recipe trains, as a key of `KINDS`."""
     command, arguments = recipe["commands"][0].split()[1], recipe["arguments"]
     if command == "segment":
         return "segmenter"
@@ -83,8 +83,8 @@ def card_of(name: str, recipe: dict) -> str:
 def render_card(template: Path, results: Path = RESULTS) -> str:
     """Render the Jinja template of a shipped model's card.
 
-    In a template, `results("name")` is the content of `name.json`, and `row("name", "value", "column")` is the first
-    row of its table with that value in the column.
+    In a template, `results("name")` returns the contents of `name.json`. `row("name", "value", "column")` returns the
+    first row of this file that has the value in the column.
     """
 
     def read(name: str) -> dict:
@@ -134,7 +134,7 @@ def list_of(recipes: dict[str, dict]) -> str:
 
 
 def render() -> dict[str, str]:
-    """Return all texts that this program writes, by path relative to this folder."""
+    """Return the texts of the list and of all cards, with their paths relative to this folder as keys."""
     recipes = {name: describe_recipe(file) for name, file in RECIPES.items()}
     cards = {f"papers/{name}.md": card_of(name, recipe) for name, recipe in recipes.items()}
     for template in HERE.glob("templates/c*.md"):
