@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def command(monkeypatch):
-    """Function that registers another function as the command `frugalvit fake`."""
+    """Return a function that registers its argument as the command `frugalvit fake`."""
 
     def install(function):
         module = types.ModuleType("frugalvit.fake")
@@ -63,7 +63,7 @@ def test_the_program_lists_all_commands():
 
 
 def test_choices_list_every_defined_name():
-    """The choices of options, which are written out to keep imports light, equal the names that modules define."""
+    """`frugalvit.training.choices` repeats names of other modules, because importing these modules takes long."""
     from frugalvit import PatchSparseFormerConfig
     from frugalvit.configuration import configuration_bootstrapped_vit
     from frugalvit.configuration.configuration_vit_context_broadcast import (

@@ -30,7 +30,7 @@ def run(*arguments) -> int:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """Folder that a comparison wrote, and the content of its compare.json."""
+    """Run a comparison, and return its output folder and the content of compare.json."""
     folder = tmp_path_factory.mktemp("compare") / "out"
     students = [STUDENT, checkpoint_path("cifar10-convmixer")]
     assert run(VIT, *students, "--split", SPLIT, "--rounds", 1, "--output", folder) == 0
@@ -78,7 +78,7 @@ def test_rows_files_and_picture(outcome):
 
 
 def test_an_interrupted_comparison_resumes(outcome, tmp_path, monkeypatch):
-    """A resumed comparison of the same images embeds only models without a row. Speeds are measured at the end."""
+    """A comparison that resumes on the same images embeds only models without a row. Speeds are measured last."""
     embedded, folder = [], tmp_path / "out"
 
     def embed(baselines, images, **reading):
@@ -114,7 +114,7 @@ def test_a_teacher_runs_in_its_own_library(kind):
 
 
 def test_lower_resolution():
-    """The baseline computes the logits of a teacher whose position embeddings are resampled for smaller images."""
+    """The baseline's logits equal those of a teacher whose position embeddings are resized for smaller images."""
     model = ViTForImageClassification.from_pretrained(VIT).eval()
     baseline = at_lower_resolution(read_anatomy(model), None, (16, 16))
     view = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -127,12 +127,12 @@ def test_lower_resolution():
 
 
 def test_errors_are_paired():
-    """The standard error of a difference in accuracy is computed from the differences for each image."""
+    """The standard error of a difference in accuracy is computed from the difference of each image."""
     teacher = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 1], dtype=torch.float64)
     right = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
     found = describe_score("accuracy", right, teacher)
     assert found["accuracy"] == 0.625 and found["accuracy_difference"] == -0.125
-    # If the accuracy were at an end of the Wilson interval, the measured one would be one standard deviation away.
+    # An end p of the Wilson interval is one standard deviation, sqrt(p (1 - p) / 8), from the measured accuracy.
     end = (0.625 + 1 / 16) / (1 + 1 / 8) + found["accuracy_error"]
     assert (end - 0.625) ** 2 == pytest.approx(end * (1 - end) / 8)
     assert describe_score("accuracy", torch.ones(8), None)["accuracy_error"] > 0.05
@@ -140,7 +140,7 @@ def test_errors_are_paired():
 
 
 def test_images_without_a_split_and_models_without_speeds(tmp_path):
-    """Without a split, images that trainings hold back are compared; without speeds, the plot's x-axis shows MACs."""
+    """Without `--split`, images are held back. With `--no_speed`, the plot's x-axis shows multiply-accumulates."""
     draw_classes(tmp_path / "images", 20, ("cat", "dog"))
     (tmp_path / "images" / "cat" / "broken.png").write_bytes(b"no image")
     out = tmp_path / "out"
@@ -154,12 +154,12 @@ def test_images_without_a_split_and_models_without_speeds(tmp_path):
 
 @pytest.mark.parametrize("queries", [4, 1024])
 def test_neighbors_are_those_of_the_teacher(queries, monkeypatch):
-    """Embeddings one degree apart on a circle, rotated by 2.1 degrees, find eight of the ten nearest neighbors."""
+    """The embeddings lie on a circle, one degree apart. A rotation by 2.1 degrees changes two of ten neighbors."""
     monkeypatch.setattr(compare, "QUERIES", queries)
     angles = torch.stack([torch.arange(60.0), torch.arange(60.0) + 2.1]).deg2rad()
     teacher, rotated = torch.stack([angles.cos(), angles.sin()], dim=2)
     assert compare.neighbors_found(3 * teacher, teacher).tolist() == [1] * 60
-    # The check omits images near an end of the arc, because they have neighbors on one side only.
+    # Images near an end of the arc are not checked, because they have neighbors on one side only.
     assert compare.neighbors_found(rotated, 2 * teacher)[10:50].tolist() == pytest.approx([0.8] * 40)
 
 

@@ -40,7 +40,7 @@ def to_showlab(model) -> dict[str, torch.Tensor]:
     """Return a model's weights under the reference implementation's names."""
     weights = model.state_dict()
     names = list(checkpoint_of("v1" if model.config.is_v1 else "bootstrapped"))
-    # The fixtures have few blocks, so the names of weights in the last block are repeated for deeper models.
+    # The fixtures have few blocks. For deeper models, the names of the last block's weights are repeated.
     last = max(name.split(".")[1] for name in names if name.startswith("layers."))
     block = [name.partition(f"layers.{last}.")[2] for name in names if name.startswith(f"layers.{last}.")]
     names += [f"layers.{index}.{name}" for index in range(int(last) + 1, 60) for name in block]
@@ -67,7 +67,7 @@ class TestInference:
         "name", ["v1-tiny", "augreg-base-80-320", "augreg-base-49-224-untruncated", "clip-large-144-336"]
     )
     def test_variants_of_the_papers(self, name):
-        """The configuration that is inferred from the weights of a variant equals that variant in every field."""
+        """The configuration that is inferred from a variant's weights equals the variant's configuration."""
         expected = config_class(name).from_variant(name)
         with torch.device("meta"):
             state_dict = to_showlab(showlab_model_class(expected)(expected))
@@ -77,7 +77,7 @@ class TestInference:
         assert infer_showlab_variant(state_dict) == kinds[name.split("-")[0]]
 
     def test_one_focusing_iteration(self):
-        """A checkpoint with one focusing iteration, and thus without a stage embedding, is converted."""
+        """A checkpoint with one focusing iteration has no stage embedding."""
         expected = SparseFormerConfig.from_variant("augreg-base-49-224", num_focusing_iterations=1)
         with torch.device("meta"):
             state_dict = to_showlab(showlab_model_class(expected)(expected))
@@ -94,7 +94,7 @@ class TestCommand:
     @pytest.mark.parametrize("variant", ["v1", "bootstrapped"])
     @torch.no_grad()
     def test_classifiers(self, tmp_path, capsys, variant, suffix):
-        """The converted model computes the fixture's logits, whether the variant is given or inferred."""
+        """The converted model computes the fixture's logits. `--variant` is given for one file format only."""
         source = tmp_path / f"checkpoint{suffix}"
         if suffix == ".pth":
             torch.save({"model": checkpoint_of(variant)}, source)
@@ -123,7 +123,7 @@ class TestCommand:
         config = AutoConfig.from_pretrained(tmp_path / "out")
         assert config.architectures == ["SparseFormerVisionModelWithProjection"]
         assert (config.projection_dim, config.hidden_act) == (10, "quick_gelu")
-        # The fixture's logits come from a model with GELU and a classifier bias, and CLIP's projection has no bias.
+        # The fixture's model has GELU and a classifier bias. So GELU is set here, and the bias is subtracted.
         model = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path / "out", hidden_act="gelu")
         reference = load_file(FIXTURES["bootstrapped"])
         expected = reference["logits"] - reference["state.proj.bias"]
@@ -131,7 +131,7 @@ class TestCommand:
 
 
 REFUSED = {
-    # Each value has a checkpoint, arguments, and a part of the error message.
+    # Each value holds a checkpoint, command arguments, and a part of the expected error message.
     "bootstrapped as v1": (checkpoint_of("bootstrapped"), ["--variant", "v1"], "does not fit a v1 SparseFormer"),
     "objects": ({"model": Path("x")}, [], "Cannot read tensors"),
 }

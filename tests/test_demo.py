@@ -21,7 +21,7 @@ NAMES = ("cifar10-sparseformer", "cifar10-vit-context-broadcast")
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
-    """Function that sends an image to the served page and returns the labels and the picture of RoIs."""
+    """Serve the page. Yield a function that sends an image to the page and returns labels and a picture of RoIs."""
     import gradio_client
 
     folders = [str(frugalvit.checkpoint_path(name)) for name in NAMES]
@@ -41,7 +41,7 @@ def image_file(tmp_path_factory) -> str:
 
 
 def picture(update: dict) -> np.ndarray:
-    """Return the gray pixels of a plot that the page shows."""
+    """Decode a plot of the page to gray pixels."""
     encoded = update["plot"].partition("base64,")[2]
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("L"))
 
@@ -63,7 +63,7 @@ def test_page_shows_labels_and_rois(ask, image_file):
 
 def test_unreadable_images_are_errors(ask, tmp_path):
     file = tmp_path / "image.png"
-    # PNG compresses 60 million equal pixels to a small file.
+    # This small file decodes to 60 million pixels, more than the limit of 50 million.
     Image.new("1", (10_000, 6_000)).save(file)
     with pytest.raises(Exception, match="at most 50 million"):
         ask("cifar10-sparseformer", str(file))

@@ -34,7 +34,7 @@ from tiny import make_llava, make_processor, word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {str(file.relative_to(ROOT)): file for file in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-# Commands that start with one of the keys are skipped. The values give the reasons.
+# Commands that start with a key of this dict are skipped. The value is the reason.
 NOT_HERE = {
     "pip install": "tests do not change the environment; .ci/run installs",
     "pytest": "this test is part of it",
@@ -52,7 +52,7 @@ NOT_HERE = {
     "frugalvit align-llava --model LLAVA --vision_model dinov2-tower": "tests/training/test_align_llava.py",
     "frugalvit compare": "tests/test_compare.py",
 }
-# The keys are texts in pages. The values, which name tiny models and small data, replace them.
+# Each key is a text in the pages. Its value, with which the tests replace the key, is a tiny model or small data.
 STAND_INS = {
     "facebook/dinov2-small": "dinov2",
     "path/to/teacher": "teacher",
@@ -67,7 +67,7 @@ STAND_INS = {
     "OTHER": "checkpoints/cifar10-vit",
     'num_train_epochs=1, output="student"': 'num_train_epochs=1, output="student", per_device_train_batch_size=8',
 }
-# Options that are appended to a command to make it short.
+# These options are appended to commands to shorten their runs.
 TRAINS = ["--num_train_epochs", "1", "--per_device_train_batch_size", "8"]
 NARROW = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=32"
 NARROW_AGENT = "hidden_size=32,num_hidden_layers=2,intermediate_size=32"
@@ -93,7 +93,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def steps(page: Path) -> list[tuple[str, str]]:
-    """Return the language and the code of each step of a page, in order. A step is one command or a Python block."""
+    """Return the language and the code of each step of a page, in order. A step is one command or one Python block."""
     found = []
     for language, code in blocks(page):
         if language == "python":
@@ -111,7 +111,7 @@ def draw(path: Path, number: int):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Folder with tiny models, images, questions and captions."""
+    """Write tiny models, images, questions and captions to a folder, and return the folder."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -172,14 +172,14 @@ def write_questions(folder: Path):
 
 
 def stand_in(text: str) -> str:
-    """Replace the names in `STAND_INS`."""
+    """Replace each key of `STAND_INS` in a text by its value."""
     for name, own in STAND_INS.items():
         text = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w/.-])", own, text)
     return text
 
 
 def run(line: str, monkeypatch):
-    """Run a command of a page in this process, with options that make it short."""
+    """Run a command of a page in this process, with options that shorten the run."""
     program, *arguments = shlex.split(stand_in(line), comments=True)
     if program == "python":
         script, *arguments = arguments
@@ -196,7 +196,7 @@ def run(line: str, monkeypatch):
     assert main([name, *arguments]) == 0, line
 
 
-# Code of pages may cause warnings in PyTorch and `Trainer`, which are no faults of this library.
+# PyTorch and `Trainer` may warn when the code of a page runs. These warnings are not errors of this library.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "teacher"),
@@ -204,9 +204,9 @@ def run(line: str, monkeypatch):
 )
 def test_pages_run_from_top_to_bottom(name, teacher, models, hub, imported_once, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Each page gets a copy, because pages write into the folder.
+    # Each page gets its own copy of the folder, because its code writes files there.
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
-    # The folder `teacher` must not exist before a page that trains it.
+    # The folder `teacher` must not exist if the page itself trains this model.
     if "--output_dir teacher" not in PAGES[name].read_text(encoding="utf-8"):
         Path("teacher").symlink_to(teacher)
     for folder in ("checkpoints", "docs"):

@@ -1,4 +1,4 @@
-"""Tests of `frugalvit export`: exported programs compute the outputs of their models in the runtimes."""
+"""Tests of `frugalvit export`: exported programs compute the same outputs as the PyTorch models."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ from frugalvit.training.data import class_names, load_images
 from tiny import randomize, word_tokenizer
 
 
-# Untrained weights give nearly equal scores, so int8 programs may fail the check of labels; hence `--force` below.
+# Untrained weights give nearly equal scores, so int8 programs may change labels. Exports here need `--force`.
 FEW = ["--limit", "16", "--calibration-images", "8"]
 ONNX = ("--format", "onnx", "--output-rois")
 INT8 = ("--format", "onnx", "--precision", "int8")
@@ -55,7 +55,7 @@ new MutationObserver(() => {
   close();
 }).observe(shown, { childList: true });
 </script>"""
-# This code blocks the import of packages that the example code in cards must not need.
+# The example code in model cards must not need these packages, so this code blocks their import.
 BLOCKED = """
 import sys
 
@@ -70,7 +70,7 @@ sys.meta_path.insert(0, Blocker())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Folder of a small SparseFormer whose processor resizes and crops."""
+    """Save a small SparseFormer whose image processor resizes and crops, and return its folder."""
     config = frugalvit.PatchSparseFormerConfig(
         image_size=32,
         resize_size=36,
@@ -93,7 +93,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def write(folder, tmp_path_factory):
-    """Function that exports the model; equal arguments share one export."""
+    """Return a function that exports the model. Calls with equal arguments share one export."""
 
     @functools.cache
     def export_it(*arguments: str) -> Path:
@@ -106,7 +106,7 @@ def write(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory) -> Path:
-    """Folder of a classifier whose weights come from a ViT."""
+    """Save a classifier that inherits the weights of a ViT, and return its folder."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.ViTConfig(image_size=32, patch_size=4, num_labels=10, **sizes)
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_a_student_is_exported_as_a_model_of_transformers(student, tmp_path, cap
     ],
 )
 def test_a_program_computes_the_logits_of_the_model(arguments, tolerance, write, folder):
-    """For batches of any size, logits are equal at float32 and similar at lower precision."""
+    """For every batch size, logits are equal at float32 and similar at lower precision."""
     output = write(*arguments)
     model, _ = load_classifier(folder)
     program, _ = load_classifier(output)
@@ -172,7 +172,7 @@ def test_a_program_computes_the_logits_of_the_model(arguments, tolerance, write,
     measured = report["parts"]["model"]
     assert measured["compared"] == 16
     assert 0.9 < measured["min_cosine"] <= measured["mean_cosine"] <= 1 + 1e-6
-    # The report compares programs of lower precision with the float32 model, so their outputs differ.
+    # The report compares each program with the float32 model, so outputs differ at lower precision.
     assert tolerance or measured["min_cosine"] < 1 - 1e-7
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
     assert report["num_tokens"] == json.loads((output / "config.json").read_text())["num_tokens"] == 4
@@ -190,7 +190,7 @@ def test_attention_pooling_is_exported_for_every_batch_size(folder):
 
 @pytest.mark.parametrize("arguments", [ONNX, ("--format", "openvino")])
 def test_threads_and_processes_share_a_program(arguments, write):
-    """Each thread gets the output of its own image, and a pickled classifier gives equal outputs."""
+    """Each thread gets the output for its own image. A pickled classifier gives equal outputs in another process."""
     classify = frugalvit.Classifier(write(*arguments))
     images = [noise(seed=seed) for seed in range(7)]
     alone = [next(classify([image])) for image in images]
@@ -206,7 +206,7 @@ def test_code_of_the_card_needs_only_the_runtime(arguments, write, tmp_path):
     output = write(*arguments)
     [code] = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
     script = BLOCKED + code.replace("photo.jpg", str(DOG))
-    # The code runs in a copy of the folder, because the folder must be complete.
+    # The code must run in a copy of the folder, without other files.
     copied = shutil.copytree(output, tmp_path / "elsewhere")
     process = subprocess.run([sys.executable, "-c", script], cwd=copied, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
@@ -216,7 +216,7 @@ def test_code_of_the_card_needs_only_the_runtime(arguments, write, tmp_path):
 
 
 def npm_file(package: str) -> Path:
-    """Return the main file of a package in NODE_PATH. Skip the test if node or the package is missing."""
+    """Return the main file of an npm package. Skip the test if node or the package is missing."""
     if shutil.which("node"):
         command = ["node", "-p", f'require.resolve("{package}")']
         process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -227,7 +227,7 @@ def npm_file(package: str) -> Path:
 
 @pytest.fixture(scope="module")
 def transformers_js():
-    """Function that runs a pipeline of transformers.js in node."""
+    """Return a function that runs a pipeline of transformers.js in node."""
 
     def run(task: str, output: Path, picture: Path):
         command = ["node", "-e", PIPELINE, task, str(output.parent), output.name, str(picture)]
@@ -257,7 +257,7 @@ def test_transformers_js_embeds_a_picture(folder, transformers_js, tmp_path):
 
 
 def test_inexact_programs_need_force(folder, tmp_path, capsys, monkeypatch):
-    """A program that differs too much from its model is written only with `--force`, and its card has a warning."""
+    """A program that differs too much from its model is written only with `--force`. Its model card has a warning."""
     output = tmp_path / "out"
     monkeypatch.setattr(export, "LEAST", dict.fromkeys(export.LEAST, 1))
     command = ["export", "--model", str(folder), "--output", str(output), *FEW]
@@ -292,7 +292,7 @@ def test_unsupported_precisions_are_refused(folder, tmp_path, capsys):
 
 
 def test_a_clip_is_exported_as_two_programs(folder, tmp_path, capsys):
-    """The outputs of the text program are compared with the model's, for one sentence about each class."""
+    """The report compares the text program with the model on one sentence for each class."""
     vision = frugalvit.PatchSparseFormerConfig.from_pretrained(folder)
     words = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "a", "photo", "of", "airplane", "cat"]
     text = {"vocab_size": len(words), "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -346,7 +346,7 @@ def test_the_page_shows_the_scores_of_pytorch_in_a_browser(folder, tmp_path, mon
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs Chromium")
-    # A local package stands in for onnxruntime-web, because npm can pack it without a network.
+    # A local package replaces onnxruntime-web, because npm can pack a local package without a network.
     package, output = tmp_path / "package", tmp_path / "out"
     (package / "dist").mkdir(parents=True)
     (package / "package.json").write_text('{"name": "runtime", "version": "1.0.0"}')
@@ -365,5 +365,5 @@ def test_the_page_shows_the_scores_of_pytorch_in_a_browser(folder, tmp_path, mon
     shown = process.stderr.partition(":CONSOLE")[2]
     found = {label: float(share) / 100 for label, share in re.findall(r"(\w+)\t+([\d.]+) %", shown)}
     [prediction] = predict(*load_classifier(folder), [Image.open(DOG)])
-    # Browsers and Pillow resize images a little differently.
+    # Browsers and Pillow resize images differently, so the scores differ a little.
     assert found == pytest.approx(dict(prediction.labels), abs=0.01), shown

@@ -58,7 +58,7 @@ def elastic(**fields) -> PatchSparseFormerForImageClassification:
 
 
 def test_embeddings_are_those_of_the_model(images, tmp_path):
-    """A generator may mix paths, bytes, images, records, arrays and tensors, and the last batch may be smaller."""
+    """A generator may mix paths, bytes, images, records, arrays and tensors. The last batch may be smaller."""
     model = SparseFormerForImageClassification.from_pretrained(MODEL).eval()
     expected = extract_features(model, AutoImageProcessor.from_pretrained(MODEL), images)
     images[0].save(tmp_path / "0.png")
@@ -74,7 +74,7 @@ def test_embeddings_are_those_of_the_model(images, tmp_path):
 
 
 def test_scores_are_those_of_the_model(images):
-    """`num_tokens` of a classifier or an embedder does not change the configuration of its model."""
+    """The argument `num_tokens` of `Classifier` and `Embedder` does not change the model's configuration."""
     model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
     classify = frugalvit.Classifier(model, processor, num_tokens=4)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_scores_are_those_of_the_model(images):
 
 @pytest.mark.parametrize("kind", [frugalvit.Classifier, frugalvit.Embedder])
 def test_threads_and_processes_share_a_model(kind, images):
-    """Each thread gets the output for its image and number of tokens. A pickled application gives equal outputs."""
+    """Each thread gets the output for its own image and number of tokens. Outputs are equal after pickling."""
     model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
     applications = [kind(model, processor, num_tokens=count) for count in (4, 9, None)]
     images = images[:7]
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_refused(given, options, message):
 
 
 def test_reading_ahead_keeps_the_order():
-    """Results come in the order of the items, an item's error is its result, and few items are read ahead."""
+    """Results come in the order of the items. `result()` raises the error of its item. Few items are read ahead."""
     started = []
 
     def read(item: int) -> int:

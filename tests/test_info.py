@@ -15,8 +15,8 @@ from frugalvit.macs import count_macs
 from frugalvit.training.text import format_table
 
 
-# Each variant has its tokens, image size and parameters, and the reference implementation's GMACs without and with the
-# two matrix products of attention (None: not counted there). The counts of v1 include the matrix products of mixing.
+# The columns are tokens, image size, parameters, and the reference implementation's GMACs without and with the two
+# matrix products of attention. None means: not counted. The GMACs of v1 include the matrix products of mixing.
 REFERENCE = {
     "v1-tiny": (49, 224, 31_522_212, 2.160, None),
     "v1-small": (64, 224, 47_575_056, 3.949, None),
@@ -66,7 +66,7 @@ def timm_vit() -> timm.models.VisionTransformer:
 
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
-# The terms count the embedding of 64 patches, 2 blocks on 65 tokens, and the classifier on one token.
+# The terms are the embedding of 64 patches, 2 encoder blocks on 65 tokens, and the classifier on one token.
 VIT_MACS = 64 * 48 * 48 + 2 * 65 * (4 * 48 * 48 + 2 * 48 * 96) + 48 * 10
 VIT_ATTENTION_MACS = 2 * 2 * 65 * 65 * 48
 
@@ -84,7 +84,7 @@ def test_shipped_models(name):
     weights = frugalvit.checkpoint_path(name) / "model.safetensors"
     with safe_open(weights, "pt") as file:
         stored = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    # Files also hold running means and fixed filters, which `num_parameters` does not count.
+    # The file also holds buffers, such as running means and fixed filters. `num_parameters` does not count buffers.
     others = [key for key in stored if "running" in key or "batches" in key or "spatial_mixing" in key]
     assert row["parameters"] == sum(math.prod(shape) for key, shape in stored.items() if key not in others)
     if "clip" in name or "llava" in name:
@@ -97,7 +97,7 @@ def test_the_table(capsys):
 
 
 def test_speed_with_each_number_of_tokens(capsys):
-    """An elastic model has a row for each number of tokens. The costs differ; the number of parameters does not."""
+    """An elastic model has one row for each number of tokens. Only the costs differ, not the number of parameters."""
     name = "caltech101-sparseformer"
     main([name, "cifar10-vit", "--speed", "--batch-size", "1", "--device", "cpu", "--json"])
     rows = json.loads(capsys.readouterr().out)

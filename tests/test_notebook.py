@@ -1,4 +1,4 @@
-"""Run the notebooks of published folders and of docs/."""
+"""Run the notebooks of published model folders and of docs/."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ SIZES = {
 
 
 def execute(file: Path, replaced: dict[str, str], folder: Path) -> list[str]:
-    """Run a notebook in a folder after replacing texts in the notebook's cells. Return the output of each cell."""
+    """Replace texts in a notebook's cells, run the notebook in a folder, and return the output of each cell."""
     notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:

@@ -41,7 +41,7 @@ def numbers(content) -> list[float]:
 
 
 def tables(text: str) -> list[tuple[str, str]]:
-    """Return the results files and the lines of each table that follows a comment with names of results files."""
+    """Find each table below an HTML comment that names results files. Return the file names and the table's lines."""
     return re.findall(r"^<!-- (results/.*?) -->\n(\|.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
 
 
@@ -51,20 +51,20 @@ def test_numbers_are_those_of_the_results(files, table):
     header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
     for row in rows:
         for title, cell in zip(header[1:], row[1:], strict=True):
-            # Numbers in brackets are skipped, because they follow from others. The title may name a column's unit.
+            # Numbers in brackets are skipped, because they follow from other numbers. The unit may be in the title.
             units = re.search(rf"(?:^|\W)({'|'.join(SCALES)}) ", title)
             for number, rest in re.findall(r"(\d+(?:\.\d+)?)(?=(.*))", re.sub(r"\(.*?\)", "", cell)):
                 unit = re.search(rf" ({'|'.join(SCALES)})(?!\w)", rest) or units
-                # A results file may store a value in the unit of the table, as its field's name states.
+                # Results files store some values in the table's unit already, so the scale 1 is tried, too.
                 scales = {SCALES[unit[1]], 1.0} if unit else {1.0}
-                # The limit is 0.51 rather than 0.5, because numbers may have been rounded twice.
+                # The tolerance is 0.51 of the last digit instead of 0.5, because numbers may have been rounded twice.
                 within = 0.51 * 10 ** -len(number.partition(".")[2])
                 found = (abs(abs(value) * scale - float(number)) <= within for value in known for scale in scales)
                 assert any(found), (row, number)
 
 
 class Section:
-    """The text below a heading, the numbers in its tables, and the numbers of the results files that it names."""
+    """Text below a heading, with the numbers in its tables and in the results files that the text names."""
 
     def __init__(self, text: str, page: str):
         names = re.findall(r"results/[\w*-]+\.json", text) or re.findall(r"results/[\w*-]+\.json", page)
@@ -78,7 +78,7 @@ class Section:
         self.sentences = re.split(r"(?<=[.:;]) (?=[\"A-Z(*])", running)
         self.tests = [number(n) for n in re.findall(r"(\d[\d,]*) (?:\w+ )?(?:test|held-back) (?:images|ph)", running)]
         in_text = [measure for sentence in self.sentences for measure in measures(sentence)]
-        # A pair of numbers may be compared if one of them is in the text, or both are in one row or column.
+        # Two numbers form a pair if one of them is in the running text, or both are in one row or column of a table.
         lines = [in_text]
         for table in tables:
             header, _, *rows = [line[1:-1].split("|") for line in table.splitlines() if line.startswith("|")]
@@ -88,7 +88,7 @@ class Section:
         self.pairs = {pair for line in lines for pair in itertools.product({*line}, repeat=2)}
 
     def supports(self, text: str, unit: str, sentence: str) -> bool:
-        """Return whether a number is one of the results or follows from two other numbers of the section."""
+        """Return whether a number is in the results files or can be computed from two other numbers of the section."""
         value = number(text)
         digit = 10 ** -len(text.partition(".")[2])
         pairs = [(number(a), number(b)) for (a, of_a), (b, of_b) in self.pairs if of_a == of_b]
@@ -98,7 +98,7 @@ class Section:
         elif unit.startswith("point"):
             pairs = [(number(a), number(b)) for (a, of_a), (b, of_b) in self.pairs if of_a == of_b == "%"]
             found = [abs(a - b) for a, b in pairs]
-            # Both numbers of a difference were rounded.
+            # Both numbers were rounded, so the tolerance of their difference is twice as large.
             digit *= 2
         elif unit == "%" and f"{text} % of the" in sentence:
             found = self.known + [100 * a / b for a, b in pairs if b]
@@ -114,7 +114,7 @@ def number(text: str) -> float:
 
 
 def is_quoted(text: str, unit: str) -> bool:
-    """Return whether a percentage is in a table of a paper, or points are the difference of two numbers in one."""
+    """Return whether a paper's table has this percentage, or has two numbers that differ by this many points."""
     within = 0.51 * 10 ** -len(text.partition(".")[2])
     for table in QUOTED:
         found = [abs(a - b) for a, b in itertools.combinations(table, 2)] if unit.startswith("point") else table
@@ -132,7 +132,7 @@ def measures(sentence: str) -> list[tuple[str, str]]:
 
 
 def printed(title: str, cell: str) -> list[tuple[str, str]]:
-    """Return each number of a cell with its unit, without standard errors and numbers in brackets."""
+    """Return each number of a table cell with its unit. Skip standard errors and numbers in brackets."""
     units = re.search(rf"(?:{'|'.join(SCALES)}|images/s)(?!\w)", f"{cell} {title}")
     unit = units[0] if units else "%" if "accuracy" in title else title
     return [(text, unit) for text in re.findall(r"\d[\d,]*(?:\.\d+)?", re.sub(r"± [\d.]+|\(.*?\)", "", cell))]
@@ -140,9 +140,9 @@ def printed(title: str, cell: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "page"), [*PAGES.items(), *CARDS.items()], ids=[*PAGES, *CARDS])
 def test_numbers_in_running_text_follow_from_the_results(name, page):
-    """Sentences about a paper may also quote the paper's numbers."""
+    """In a sentence that mentions a paper, a number may also be quoted from the paper."""
     page = re.sub(r"\A---\n.*?^---$", "", page, flags=re.MULTILINE | re.DOTALL)
-    # Only pages are split into sections; a card is checked as a whole.
+    # Pages are split into sections. A model card is one section.
     for text in re.split(r"^(?=#)", page, flags=re.MULTILINE) if name in PAGES else [page]:
         section = Section(text, page)
         for sentence in section.sentences:

@@ -20,7 +20,7 @@ from frugalvit.versions import versions
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Each of these folders may import only from itself and from folders before it.
+# A module may import only from its own folder and from the folders before it in this tuple.
 ROOMS = ("configuration", "modeling", "training", "frugalvit")
 
 
@@ -73,7 +73,7 @@ SOURCES = sorted(path for folder in ROOMS for path in (ROOT / folder).rglob("*.p
 
 
 def test_imports_point_one_way():
-    """All imports, including imports in functions, follow the order of `ROOMS`."""
+    """A module imports only from its own folder and from folders before it in `ROOMS`, also inside functions."""
     for path in SOURCES:
         room, *folders = path.relative_to(ROOT).parent.parts
         package = ".".join(["frugalvit", *([] if room == "frugalvit" else [room]), *folders])
@@ -109,12 +109,12 @@ def test_wheel_holds_code_data_and_checkpoints(wheel):
         expected |= {f"frugalvit/{folder}/{path.name}" for path in (ROOT / folder).iterdir() if path.is_file()}
     assert {*expected, "frugalvit/py.typed"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(("tests", "benchmarks"))]
-    # Large models and photographs would make the wheel too large.
+    # The models and photographs of Caltech-101 would make the wheel too large.
     assert not [name for name in names if "caltech101" in name]
 
 
 def test_wheel_works_when_installed(wheel, tmp_path):
-    """The wheel has the CIFAR-10 models. For other models, the error states that a clone has them."""
+    """The wheel contains the CIFAR-10 models. For the other models, the error message refers to a clone."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     clone = sorted(path.parent.name for path in (ROOT / "checkpoints").glob("*/config.json"))
     code = f"""
@@ -135,7 +135,7 @@ for name in {clone}:
 
 @pytest.mark.nightly
 def test_bytecode_alone_loads_models(tmp_path):
-    """A package of bytecode without sources, such as PyInstaller makes, loads models."""
+    """Programs made by PyInstaller contain bytecode and no source files."""
     for room in ("", "configuration", "modeling", "training", "checkpoints"):
         ignored = shutil.ignore_patterns("__pycache__", "*.parquet", "caltech101-*", "*-vit*", "*-clip", "*-llava")
         place = tmp_path / "frugalvit" / room
@@ -150,11 +150,11 @@ print(frugalvit.SparseFormerForImageClassification.from_pretrained(frugalvit.che
 
 
 def test_a_clone_named_frugalvit_does_not_hide_the_package(tmp_path):
-    """Beside a clone, Python imports the installed package. If none is installed, the error explains how to do it."""
+    """`import frugalvit` finds the installed package. If no package is installed, the error gives the pip command."""
     (tmp_path / "frugalvit").symlink_to(ROOT)
     code = "import frugalvit.modeling.hosts, frugalvit.training; print(frugalvit.__version__)"
     assert python(code, tmp_path).stdout == f"{frugalvit.__version__}\n"
-    # `-S` hides installed packages.
+    # Python's option `-S` hides installed packages.
     for place in (tmp_path, ROOT):
         ran = python("import frugalvit", place, "-S")
         assert ran.returncode == 1 and "pip install -e ." in ran.stderr.splitlines()[-1]

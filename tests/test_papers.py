@@ -1,4 +1,4 @@
-"""Check that the functions, commands and files in docs/papers.md exist, and functions named in other pages."""
+"""Check that functions named in docs/ exist, and that commands and files named in docs/papers.md exist."""
 
 import ast
 import functools
@@ -30,7 +30,7 @@ LINES = read_lines()
 
 
 def named(cell: str) -> list[str]:
-    """Return the names in backticks."""
+    """Return the names in backticks in a table cell."""
     return re.findall(r"`([^`]+)`", cell)
 
 

@@ -26,7 +26,7 @@ SIZES = {"id2label": dict(enumerate(LABELS)), "label2id": {label: i for i, label
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """Folder of a SparseFormer with RoIs that differ between images."""
+    """Save a SparseFormer whose RoIs differ between images, and return its folder."""
     torch.manual_seed(0)
     model = KINDS["bootstrapped"].classifier(KINDS["bootstrapped"].config(num_labels=4, **SIZES))
     torch.nn.init.normal_(model.sparseformer.focusing_layer.roi_deltas.out_proj.weight, std=0.2)
@@ -38,7 +38,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture
 def images(tmp_path):
-    """Folder with three images, one of them in a subfolder, and with other files."""
+    """Write three images and some other files to a folder and its subfolder. Return the folder."""
     folder = tmp_path / "images"
     (folder / "more").mkdir(parents=True)
     for seed, name in enumerate(("a.png", "b.jpg", "more/c.webp")):
@@ -58,7 +58,7 @@ def run(*arguments, capsys) -> tuple[int, str, str]:
 
 
 def fails(*arguments, capsys) -> str:
-    """Run a command that fails and return its error, which is one line."""
+    """Check that the command fails with one line of error, and return this line."""
     code, output, error = run(*arguments, capsys=capsys)
     assert code == 1 and not output
     assert error.startswith("frugalvit predict: error: ") and error.count("\n") == 1
@@ -86,7 +86,7 @@ def test_folders_patterns_and_batches_as_json(model_folder, images, capsys):
         assert sum(label["score"] for label in result["labels"]) == pytest.approx(1)
     _, output, _ = run(images, *arguments, 2, "--limit", 2, capsys=capsys)
     assert json.loads(output) == results[:2]
-    # A search must not follow a link to a folder that contains the link, because the search would never end.
+    # This link points to a folder that contains the link. A search that follows the link would never end.
     (images / "more" / "again").symlink_to(images)
     for image in (images / "[ab].*g", images / "**" / "[!.]*.webp"):
         _, output, _ = run(image, *arguments, 1, capsys=capsys)

@@ -50,7 +50,7 @@ A card with results.
 
 @pytest.fixture(autouse=True)
 def imports(request):
-    """Use the faster `imported_once`, except in the test `…_from_nothing`, which checks in a new Python process."""
+    """Use the fixture `imported_once`, which is faster. Only the test `…_from_nothing` starts a new Python process."""
     if "from_nothing" not in request.node.name:
         request.getfixturevalue("imported_once")
 
@@ -96,7 +96,6 @@ def test_uploads_all_in_one_commit_and_checks_from_nothing(trained, tmp_path, hu
 
 
 def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
-    """A model that `Trainer` saved without a card is published with a short one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes))
@@ -145,7 +144,7 @@ def test_unsafe_folders_are_not_uploaded(trained, tmp_path, hub, capsys):
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, trained / "model.safetensors", {"format": "pt"})
     refused("The weights classifier.bias have values that are not finite")
-    # Changed code affects only processes that load the folder without frugalvit.
+    # Only processes that load the folder without frugalvit use the changed code.
     spoil("modeling_sparseformer.py", "pooler_output=", "pooler_output=2 * ")
     with pytest.raises(ValueError, match="Without frugalvit the model computes something else, by up to"):
         publish.check_outputs(trained)
@@ -155,7 +154,7 @@ def test_unsafe_folders_are_not_uploaded(trained, tmp_path, hub, capsys):
 
 
 def test_cards_are_as_rendered():
-    """Committed cards equal the cards that `python model_cards/render.py` writes."""
+    """The committed model cards equal the model cards that `python model_cards/render.py` writes."""
     cards, folder = render(), ROOT / "model_cards"
     assert {str(path.relative_to(folder)) for path in folder.glob("papers/*.md")} < cards.keys()
     for path, text in cards.items():
@@ -168,7 +167,7 @@ def test_small_shipped_models_are_as_published(card, tmp_path):
     publish.main([str(source), "--output", str(folder), "--no-code"])
     ours, theirs = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (folder, source))
     assert ours.keys() == theirs.keys()
-    # Configurations are compared only if written by this version of Transformers, because versions differ in fields.
+    # Configurations of another version of Transformers are not compared, because they may have other fields.
     if json.loads(theirs["config.json"])["transformers_version"] != transformers.__version__:
         for files, name in itertools.product((ours, theirs), ("config.json", "generation_config.json")):
             files.pop(name, None)

@@ -1,4 +1,4 @@
-"""Check commands, names and links in README, docs and results; `test_docs.py` runs the pages."""
+"""Check commands, names and links in README, docs and results. tests/test_docs.py runs the code of the pages."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file 
 
 
 CARDS = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("checkpoints/*/README.md"))]
-# Cards that name an older commit are left out, because their commands may run at that commit only.
+# Model cards that name an older commit are left out, because their commands may not run at later commits.
 CURRENT = [*PAGES.values(), *(card for card in CARDS if "at the commit that" not in card)]
 COMMAND_LINES = [
     line.strip()
@@ -38,7 +38,7 @@ COMMAND_LINES = [
 
 
 def test_code_of_every_card_runs(tmp_path, monkeypatch):
-    """The example code in cards of shipped models and of a saved CLIP runs."""
+    """The example code in the model cards of shipped models and of a saved CLIP can be run."""
     monkeypatch.chdir(tmp_path)
     image = Image.new("RGB", (48, 40), "red")
     image.save("image.png")
@@ -53,12 +53,12 @@ def test_code_of_every_card_runs(tmp_path, monkeypatch):
 
 
 class ParsedError(Exception):
-    """Raised when a command has parsed its options."""
+    """Error that ends a command after its options are parsed."""
 
 
 @pytest.fixture
 def stop_after_parsing(monkeypatch):
-    """Make commands raise `ParsedError` after parsing."""
+    """Make commands raise `ParsedError` after their options are parsed."""
 
     def stopping(read):
         def read_and_stop(self, *args, **kwargs):
@@ -93,8 +93,8 @@ def commands_of_results(content) -> Iterator[dict]:
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("results/*.json")), ids=lambda file: file.stem)
 def test_commands_of_results_parse_or_name_their_commit(file, stop_after_parsing, monkeypatch, tmp_path):
-    """Each command can be parsed, unless the key `as_of` beside it names an older commit that can parse it."""
-    # Benchmarks create folders while they parse.
+    """A command beside a key `as_of` is skipped, because it is for the older commit that the key names."""
+    # Benchmarks create folders while they parse their options, so the test changes to a temporary folder.
     monkeypatch.chdir(tmp_path)
     for part in commands_of_results(json.loads(file.read_text(encoding="utf-8"))):
         if "as_of" not in part:
@@ -123,7 +123,7 @@ def test_targets_of_links_exist(name):
 
 
 def test_names_and_commands_exist():
-    # tests/test_papers.py checks docs/papers.md.
+    # docs/papers.md is left out, because tests/test_papers.py checks this page.
     text = "\n".join(page for name, page in PAGES.items() if name != "docs/papers.md")
     families = r"\b(?:SparseFormer|ViTImpulseInit|ViTContextBroadcast|ConvMixer|AgentCNN|BootstrappedViT)[A-Z]\w+"
     assert {*re.findall(families, text)} <= {*frugalvit.__all__}
@@ -135,7 +135,7 @@ def test_every_public_name_is_documented():
 
 
 def test_every_shipped_model_loads_by_the_command(monkeypatch):
-    """The command in docs/models.md loads the model of each row of that page's table, with the class of the row."""
+    """The loading command in docs/models.md works for each row of the table, with the row's model and class."""
     monkeypatch.chdir(ROOT)
     page = PAGES["docs/models.md"]
     rows = dict(re.findall(r"^\| `((?:cifar10|caltech101)-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", page, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Check that commands run no code of a model folder, unless the user allows it."""
+"""Check that commands do not run code from a model folder by default."""
 
 import builtins
 import json
@@ -41,7 +41,7 @@ AUTO_MAP = {"AutoConfig": "foreign.Config"} | {f"AutoModel{task}": "foreign.Mode
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """List that collects the prompts of `input`. Each prompt is answered with yes."""
+    """Answer each prompt of `input` with yes, and return the list of prompts."""
     found = []
     monkeypatch.setattr(builtins, "input", lambda prompt="": found.append(prompt) or "y")
     return found
@@ -49,7 +49,7 @@ def prompts(monkeypatch):
 
 @pytest.fixture(params=["model", "image processor"])
 def foreign(request, tmp_path):
-    """Folder of a model with its own code, which creates the file `ran` when it is imported."""
+    """Create a model folder with its own Python code. When the code is imported, it creates the file `ran`."""
     folder = tmp_path / "foreign"
     if request.param == "model":
         folder.mkdir()
@@ -99,12 +99,12 @@ def test_code_does_not_run_by_default(command, foreign, data, prompts, tmp_path,
     code = main(words)
     error = capsys.readouterr().err
     assert not prompts and not (tmp_path / "ran").exists()
-    # `info` does not load the image processor, so it may succeed.
+    # `frugalvit info` does not load the image processor, so this command may succeed.
     assert code == 1 and "error:" in error or code == 0 and words[0] == "info"
 
 
 def test_exported_programs_of_torch_are_not_loaded(tmp_path, monkeypatch):
-    """Torch programs that Transformers exported are refused, because they are pickles."""
+    """A program in PyTorch's format .pt2 is refused, because it may contain a pickle."""
     ViTConfig().save_pretrained(tmp_path)
     (tmp_path / "model.pt2").touch()
     report = {"format": "onnx", "precision": "float32", "parts": {"model": {"outputs": ["logits"]}}}
@@ -119,7 +119,7 @@ def test_exported_programs_of_torch_are_not_loaded(tmp_path, monkeypatch):
 
 
 class Trap:
-    """Object whose pickle creates a folder when it is loaded."""
+    """Object that creates a folder when it is unpickled."""
 
     def __reduce__(self):
         return Path.mkdir, (Path("trapped"),)

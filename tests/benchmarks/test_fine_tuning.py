@@ -1,4 +1,4 @@
-"""Tests of benchmarks/fine_tuning.py on few images."""
+"""Tests of benchmarks/fine_tuning.py with few images."""
 
 import json
 

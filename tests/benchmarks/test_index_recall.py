@@ -12,14 +12,14 @@ from frugalvit import PatchSparseFormerForImageClassification
 from tiny import save_vit
 
 
-# Embeddings lie on a circle, one degree apart, two for each label.
+# The embeddings lie on a circle, one degree apart. Each label has two embeddings.
 DEGREES = torch.arange(60.0)
 INDEX = torch.stack([DEGREES.deg2rad().cos(), DEGREES.deg2rad().sin()], dim=1)
 LABELS = torch.arange(60) // 2
 
 
 def test_scores_of_a_rotated_query():
-    """A query at 5.2 degrees instead of 0 finds images 1 to 10 instead of 0 to 9."""
+    """The ten images nearest to 0 degrees are 0 to 9. The ten images nearest to 5.2 degrees are 1 to 10."""
     angle = math.radians(5.2)
     queries = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]])
     truth = index_recall.nearest(queries[:1], 5 * INDEX, leave_out=False)
@@ -52,7 +52,7 @@ def test_rows_have_every_model_in_every_role(tmp_path, write_parquet, monkeypatc
     argv += ["--data", "Two", index, queries, "--data", "One", index]
     monkeypatch.setattr("sys.argv", ["index_recall.py", *argv])
     index_recall.main()
-    # A second call reads the stored embeddings.
+    # The second call has no `embed_all`, so it must read the embeddings that the first call stored.
     monkeypatch.delattr(index_recall, "embed_all")
     index_recall.main()
 

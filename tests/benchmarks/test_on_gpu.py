@@ -9,7 +9,7 @@ from transformers import ViTConfig
 
 
 def test_an_interrupted_run_resumes(tmp_path, monkeypatch):
-    """A second run measures only the rows that are missing or failed."""
+    """A second run measures only rows that are missing or have failed."""
     calls = []
 
     def measure(value, fails=False):
@@ -47,6 +47,6 @@ def test_every_section_is_measured(tmp_path, monkeypatch):
     on_gpu.main()
     rows = json.loads((tmp_path / "on_gpu.json").read_text())["rows"]
     assert {row["section"] for row in rows} == set(on_gpu.SECONDS)
-    # FlashAttention needs a GPU.
+    # FlashAttention needs a GPU, so its rows fail on a CPU.
     failed = {row["row"] for row in rows if "error" in row and "flash_attention_2" not in row["row"]}
     assert not failed and len(rows) > 20

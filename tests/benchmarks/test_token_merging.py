@@ -1,4 +1,4 @@
-"""Tests of the baselines ToMe, Adaptive Patch Transformer and NaFlexViT without their checkouts."""
+"""Tests of the baselines ToMe, Adaptive Patch Transformer, NaFlexViT and random patches."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from frugalvit.modeling.hosts.running import make_example
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """Folder with a package `tome` whose patch changes nothing."""
+    """Create a folder with a package `tome`, whose `patch.timm` returns the ViT unchanged."""
     package = tmp_path / "checkout" / "tome"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("class patch:\n    timm = staticmethod(lambda vit, trace_source: vit)\n")
@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "i
 
 
 def tiny_dinov2(model_class=Dinov2ForImageClassification):
-    """Build a DINOv2 with random layer scale and positions for 56 x 56 pixels."""
+    """Build a small DINOv2 for images of 56 x 56 pixels, with random layer scale."""
     torch.manual_seed(0)
     model = model_class(Dinov2Config(**SIZES, image_size=56, patch_size=14, num_labels=5)).eval()
     for name, parameter in model.named_parameters():
@@ -38,7 +38,7 @@ def tiny_dinov2(model_class=Dinov2ForImageClassification):
 
 @pytest.mark.parametrize("size", [(28, 28), (42, 70), (56, 56)])
 def test_timm_copy_of_dinov2_gives_its_logits(size, checkout):
-    """A timm copy with layer scale and interpolated positions gives the embedding and the logits of its DINOv2."""
+    """The DINOv2 has layer scale. For other image sizes, its position embeddings are interpolated."""
     teacher, pixel_values = tiny_dinov2(), torch.randn(2, 3, *size)
     anatomy = read_anatomy(teacher, size)
     model = token_merging.tome(anatomy, checkout, 8)
@@ -65,7 +65,7 @@ def test_baselines_of_placement_embed_a_whole_grid_equally():
 
 
 def test_random_patches():
-    """All patches in random order give the teacher's embedding, each call with few patches a different one."""
+    """With all patches, the embedding equals the teacher's. With 9 patches, each call gives another embedding."""
     anatomy = read_anatomy(KINDS["vit"].make())
     images = make_example(anatomy)
     with torch.no_grad():

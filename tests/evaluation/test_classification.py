@@ -24,7 +24,7 @@ COUNT = 23
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folder of a ViT with random weights for 7 classes."""
+    """Save a ViT with random weights for 7 classes, and return its folder."""
     folder = tmp_path_factory.mktemp("models") / "vit"
     model = make_vit(id2label=dict(enumerate(LABELS)), label2id={label: i for i, label in enumerate(LABELS)})
     torch.nn.init.normal_(model.classifier.weight)
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def write_images(path, names=LABELS):
-    """Write random images with labels to a parquet file; return the encoded images and the labels."""
+    """Write random images with labels to a parquet file. Return the encoded images and the labels."""
     generator = np.random.default_rng(0)
     encoded = [encode(generator.integers(0, 256, (24, 40, 3), dtype=np.uint8)) for _ in range(COUNT)]
     labels = generator.integers(0, len(names), COUNT).tolist()
@@ -45,7 +45,7 @@ def write_images(path, names=LABELS):
 
 
 def brute_force(folder, encoded, labels, change=lambda model, pixels, label: pixels) -> dict[str, float]:
-    """Compute scores image by image; `change` alters the pixels first."""
+    """Compute the scores one image at a time, after `change` has altered the image's pixels."""
     model = AutoModelForImageClassification.from_pretrained(folder)
     processor = AutoImageProcessor.from_pretrained(folder)
     top1, top5, loss = 0, 0, 0.0
@@ -74,7 +74,7 @@ def hide(model, pixels, label):
 
 
 def fails(*arguments, capsys) -> str:
-    """Run a command that fails, and return the last line of its standard error."""
+    """Check that the command fails, and return the last line of its standard error."""
     assert main(["evaluate", "classification", *map(str, arguments)]) == 1
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -137,7 +137,7 @@ def test_a_single_class_is_refused(task, tmp_path, capsys):
         (["crane", "Crane"], ["Crane", "crane"], [1, 0]),
         (["CAF\u00c9"], ["dog", "cafe\u0301"], [1]),
         (["tabby", "dog"], ["cat", "dog", "frog"], "does not know the classes tabby \\(1\\)"),
-        # A name that two classes of the model share is ambiguous.
+        # Two classes of the model have the name "cat", so the name is ambiguous.
         (["cat", "dog"], ["cat", "cat", "dog"], "has classes 0, 1 called 'cat'"),
         (["Cat", "cat"], ["cat", "dog"], "The classes 'Cat' and 'cat' are both the model's 'cat'"),
         (["1", "0", "01"], ["a", "b"], "The classes '1' and '01' are both the model's 'b'"),

@@ -1,4 +1,4 @@
-"""Tests of zero-shot accuracy, retrieval and ScienceQA."""
+"""Tests of the commands `frugalvit evaluate zero-shot`, `retrieval` and `scienceqa`."""
 
 import io
 import json
@@ -47,7 +47,7 @@ STUDENT = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, 
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory):
-    """Function that saves a model with random weights, and its processor."""
+    """Return a function that saves a model with random weights, and its processor."""
     root = tmp_path_factory.mktemp("models")
 
     def write(name, model, processor=None):
@@ -75,7 +75,7 @@ def student_folder(clip_folder, save):
 
 @pytest.fixture(scope="module")
 def siglip_folder(save):
-    """Folder of a SigLIP whose tokenizer is like SigLIP 2's: lower case, no attention mask and no maximum length."""
+    """Save a SigLIP. Like SigLIP 2's tokenizer, its tokenizer lowercases texts and gives no attention mask."""
     text = TOWER | {"vocab_size": 40, "max_position_embeddings": 24, "pad_token_id": 0}
     text |= {"bos_token_id": None, "eos_token_id": None}
     vision = {**TOWER, "image_size": 32, "patch_size": 8}
@@ -94,14 +94,14 @@ def picture(seed: int) -> Image.Image:
 
 
 def pixels() -> torch.Tensor:
-    """Return the 20 images, normalized with mean and std of 0.5."""
+    """Return 20 random images, normalized with a mean and std of 0.5."""
     images = torch.stack([torch.tensor(np.array(picture(seed))) for seed in range(20)])
     return (images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
 
 
 @pytest.fixture(scope="module")
 def labeled(tmp_path_factory):
-    """Parquet file of 20 images, and their labels."""
+    """Write 20 images with labels to a parquet file, and return its path and the labels."""
     path = tmp_path_factory.mktemp("data") / "images.parquet"
     labels = np.random.default_rng(1).integers(0, len(NAMES), 20).tolist()
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
@@ -131,7 +131,7 @@ def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, t
         sentences = F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1)
         classes.append(F.normalize(sentences.mean(0), dim=-1))
     if has_student:
-        # The student normalizes with mean and std of 0.5, as `pixels` does, and not as the CLIP does.
+        # The student and `pixels` normalize with a mean and std of 0.5. The CLIP has other values.
         embeddings = SparseFormerVisionModelWithProjection.from_pretrained(student_folder)(pixels()).image_embeds
     else:
         pixel_values = processor(images=[picture(seed) for seed in range(20)], return_tensors="pt")["pixel_values"]
@@ -144,7 +144,7 @@ def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, t
 
 @torch.no_grad()
 def test_a_siglip(siglip_folder):
-    """Embeddings equal those of Transformers' SigLIP if texts are padded to the model's maximum length."""
+    """The embeddings equal those of `SiglipModel` for texts that are padded to the model's maximum length."""
     towers, siglip = load_two_towers(str(siglip_folder), device="cpu"), SiglipModel.from_pretrained(siglip_folder)
     texts = [f"the {name}" for name in NAMES]
     ids = towers.tokenizer(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]

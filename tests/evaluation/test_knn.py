@@ -33,7 +33,7 @@ def decode(split: str) -> list[Image.Image]:
 
 
 def pooled(split: str) -> torch.Tensor:
-    """Compute the inputs of the ViT's classifier, image by image."""
+    """Compute the inputs of the ViT's classifier, one image at a time."""
     model = AutoModelForImageClassification.from_pretrained(VIT)
     processor = AutoImageProcessor.from_pretrained(VIT)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def labels_of(split: str) -> torch.Tensor:
 
 
 def vote(features, labels, queries, neighbors) -> list[int]:
-    """Return for each query the class whose neighbors have the largest sum of exp(cosine / 0.07)."""
+    """Return the class of each query. The neighbors of this class have the largest sum of exp(cosine / 0.07)."""
     best = []
     for one in queries:
         cosines = [F.cosine_similarity(one, other, dim=0).item() for other in features]
@@ -68,7 +68,7 @@ def test_neighbors_equal_brute_force(tmp_path):
 
 
 def test_neighbors_weigh_by_similarity():
-    """One near neighbor outvotes two that are less similar."""
+    """One near neighbor has more weight than two neighbors that are less similar."""
     known, labels = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, 0.8]]), torch.tensor([0, 1, 1])
     queries = torch.tensor([[2.0, 0.1], [1.2, 1.6]])
     scores = neighbor_scores(known, labels, queries, 3)

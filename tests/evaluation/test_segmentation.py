@@ -13,7 +13,7 @@ from frugalvit.training.masks import MaskReader, load_masked_images
 
 
 class ByColor(torch.nn.Module):
-    """Segmentation model whose logits at a pixel depend on this pixel's color only."""
+    """Segmentation model whose logits at a pixel depend only on the pixel's color."""
 
     config = SimpleNamespace(num_labels=4)
     device = torch.device("cpu")
