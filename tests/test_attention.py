@@ -40,7 +40,7 @@ def test_finds_the_impulses_of_the_initialization():
     config = ViTImpulseInitConfig(image_size=32, patch_size=4, initialization_options={"mass": 0.8}, **SIZES)
     model = ViTImpulseInitModel(config).eval()
     with torch.no_grad():
-        # Without the contents of patches, attention depends on positions only.
+        # Without patch embeddings, attention depends only on position embeddings.
         model.embeddings.patch_embeddings.projection.weight.zero_()
     first = measure_attention(model, batches())[0]
     assert len(set(first.offset)) == 4 and all(abs(dy) <= 1 and abs(dx) <= 1 for dy, dx in first.offset)

@@ -78,7 +78,7 @@ def test_rows_files_and_picture(outcome):
 
 
 def test_an_interrupted_comparison_resumes(outcome, tmp_path, monkeypatch):
-    """A comparison that resumes on the same images embeds only models without a row. Speeds are measured last."""
+    """A comparison that resumes runs only models that have no row in the results. Speeds are measured last."""
     embedded, folder = [], tmp_path / "out"
 
     def embed(baselines, images, **reading):
@@ -127,12 +127,12 @@ def test_lower_resolution():
 
 
 def test_errors_are_paired():
-    """The standard error of a difference in accuracy is computed from the difference of each image."""
+    """The standard error of the difference between two models is computed from their differences on each image."""
     teacher = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 1], dtype=torch.float64)
     right = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.float64)
     found = describe_score("accuracy", right, teacher)
     assert found["accuracy"] == 0.625 and found["accuracy_difference"] == -0.125
-    # An end p of the Wilson interval is one standard deviation, sqrt(p (1 - p) / 8), from the measured accuracy.
+    # At each end p of the Wilson interval, |p - accuracy| equals one standard deviation, sqrt(p * (1 - p) / 8).
     end = (0.625 + 1 / 16) / (1 + 1 / 8) + found["accuracy_error"]
     assert (end - 0.625) ** 2 == pytest.approx(end * (1 - end) / 8)
     assert describe_score("accuracy", torch.ones(8), None)["accuracy_error"] > 0.05
@@ -140,7 +140,7 @@ def test_errors_are_paired():
 
 
 def test_images_without_a_split_and_models_without_speeds(tmp_path):
-    """Without `--split`, images are held back. With `--no_speed`, the plot's x-axis shows multiply-accumulates."""
+    """Without `--split`, models are compared on held-back images. With `--no_speed`, the plot's x-axis shows MACs."""
     draw_classes(tmp_path / "images", 20, ("cat", "dog"))
     (tmp_path / "images" / "cat" / "broken.png").write_bytes(b"no image")
     out = tmp_path / "out"

@@ -37,7 +37,7 @@ def config_class(variant: str) -> type:
 
 
 def to_showlab(model) -> dict[str, torch.Tensor]:
-    """Return a model's weights under the reference implementation's names."""
+    """Return a model's weights with the parameter names of the reference implementation."""
     weights = model.state_dict()
     names = list(checkpoint_of("v1" if model.config.is_v1 else "bootstrapped"))
     # The fixtures have few blocks. For deeper models, the names of the last block's weights are repeated.

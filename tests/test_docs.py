@@ -52,7 +52,7 @@ NOT_HERE = {
     "frugalvit align-llava --model LLAVA --vision_model dinov2-tower": "tests/training/test_align_llava.py",
     "frugalvit compare": "tests/test_compare.py",
 }
-# Each key is a text in the pages. Its value, with which the tests replace the key, is a tiny model or small data.
+# Texts in the pages (keys) and their replacements in the tests (values): tiny models and small data.
 STAND_INS = {
     "facebook/dinov2-small": "dinov2",
     "path/to/teacher": "teacher",
@@ -204,7 +204,7 @@ def run(line: str, monkeypatch):
 )
 def test_pages_run_from_top_to_bottom(name, teacher, models, hub, imported_once, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Each page gets its own copy of the folder, because its code writes files there.
+    # Each page runs in its own copy of the folder, because the page's code writes files.
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     # The folder `teacher` must not exist if the page itself trains this model.
     if "--output_dir teacher" not in PAGES[name].read_text(encoding="utf-8"):

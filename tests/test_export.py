@@ -31,7 +31,7 @@ from frugalvit.training.data import class_names, load_images
 from tiny import randomize, word_tokenizer
 
 
-# Untrained weights give nearly equal scores, so int8 programs may change labels. Exports here need `--force`.
+# The scores of untrained weights are nearly equal, so int8 may change labels. `--force` allows these exports.
 FEW = ["--limit", "16", "--calibration-images", "8"]
 ONNX = ("--format", "onnx", "--output-rois")
 INT8 = ("--format", "onnx", "--precision", "int8")
@@ -206,7 +206,7 @@ def test_code_of_the_card_needs_only_the_runtime(arguments, write, tmp_path):
     output = write(*arguments)
     [code] = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.DOTALL)
     script = BLOCKED + code.replace("photo.jpg", str(DOG))
-    # The code must run in a copy of the folder, without other files.
+    # The code runs in a copy of the exported folder, so it cannot use files outside the folder.
     copied = shutil.copytree(output, tmp_path / "elsewhere")
     process = subprocess.run([sys.executable, "-c", script], cwd=copied, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
@@ -292,7 +292,7 @@ def test_unsupported_precisions_are_refused(folder, tmp_path, capsys):
 
 
 def test_a_clip_is_exported_as_two_programs(folder, tmp_path, capsys):
-    """The report compares the text program with the model on one sentence for each class."""
+    """The report compares the text program with the PyTorch model on one sentence for each class."""
     vision = frugalvit.PatchSparseFormerConfig.from_pretrained(folder)
     words = ["[PAD]", "[UNK]", "[BOS]", "[EOS]", "a", "photo", "of", "airplane", "cat"]
     text = {"vocab_size": len(words), "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}

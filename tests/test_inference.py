@@ -91,7 +91,7 @@ def test_scores_are_those_of_the_model(images):
 
 @pytest.mark.parametrize("kind", [frugalvit.Classifier, frugalvit.Embedder])
 def test_threads_and_processes_share_a_model(kind, images):
-    """Each thread gets the output for its own image and number of tokens. Outputs are equal after pickling."""
+    """Each thread gets the output for its own image. A pickled `Classifier` or `Embedder` gives equal outputs."""
     model, processor = elastic(num_labels=3), ViTImageProcessor(size={"height": 32, "width": 32})
     applications = [kind(model, processor, num_tokens=count) for count in (4, 9, None)]
     images = images[:7]
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_refused(given, options, message):
 
 
 def test_reading_ahead_keeps_the_order():
-    """Results come in the order of the items. `result()` raises the error of its item. Few items are read ahead."""
+    """Results come in the order of the items. `result()` raises the item's error. Few items are read ahead."""
     started = []
 
     def read(item: int) -> int:

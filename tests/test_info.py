@@ -15,8 +15,8 @@ from frugalvit.macs import count_macs
 from frugalvit.training.text import format_table
 
 
-# The columns are tokens, image size, parameters, and the reference implementation's GMACs without and with the two
-# matrix products of attention. None means: not counted. The GMACs of v1 include the matrix products of mixing.
+# Columns: tokens, image size, parameters, and the reference implementation's GMACs without and with the two matrix
+# products of attention. None means that no count is checked. GMACs of v1 include the matrix products of mixing.
 REFERENCE = {
     "v1-tiny": (49, 224, 31_522_212, 2.160, None),
     "v1-small": (64, 224, 47_575_056, 3.949, None),
@@ -66,7 +66,7 @@ def timm_vit() -> timm.models.VisionTransformer:
 
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
-# The terms are the embedding of 64 patches, 2 encoder blocks on 65 tokens, and the classifier on one token.
+# The terms are the multiply-accumulates of 64 patch embeddings, 2 encoder blocks on 65 tokens, and the classifier.
 VIT_MACS = 64 * 48 * 48 + 2 * 65 * (4 * 48 * 48 + 2 * 48 * 96) + 48 * 10
 VIT_ATTENTION_MACS = 2 * 2 * 65 * 65 * 48
 

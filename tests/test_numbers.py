@@ -51,11 +51,11 @@ def test_numbers_are_those_of_the_results(files, table):
     header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
     for row in rows:
         for title, cell in zip(header[1:], row[1:], strict=True):
-            # Numbers in brackets are skipped, because they follow from other numbers. The unit may be in the title.
+            # Numbers in brackets follow from other numbers and are skipped. The unit may be in the column's title.
             units = re.search(rf"(?:^|\W)({'|'.join(SCALES)}) ", title)
             for number, rest in re.findall(r"(\d+(?:\.\d+)?)(?=(.*))", re.sub(r"\(.*?\)", "", cell)):
                 unit = re.search(rf" ({'|'.join(SCALES)})(?!\w)", rest) or units
-                # Results files store some values in the table's unit already, so the scale 1 is tried, too.
+                # Some results files store values in the table's unit, so values are also compared without scaling.
                 scales = {SCALES[unit[1]], 1.0} if unit else {1.0}
                 # The tolerance is 0.51 of the last digit instead of 0.5, because numbers may have been rounded twice.
                 within = 0.51 * 10 ** -len(number.partition(".")[2])

@@ -50,7 +50,7 @@ A card with results.
 
 @pytest.fixture(autouse=True)
 def imports(request):
-    """Use the fixture `imported_once`, which is faster. Only the test `…_from_nothing` starts a new Python process."""
+    """Use the fixture `imported_once` to save time. Only the test `…_from_nothing` starts a new Python process."""
     if "from_nothing" not in request.node.name:
         request.getfixturevalue("imported_once")
 

@@ -30,7 +30,7 @@ def test_makes_a_student_a_table_and_pictures(tmp_path, capsys, monkeypatch):
     teacher, smaller, few, many = results["rows"]
     assert [row["tokens"] for row in results["rows"]] == [257, 17, 17, 65]
     assert [row["method"] for row in (teacher, smaller, few)] == ["teacher", "teacher at lower resolution", "student"]
-    # With 64 tokens, the student's embeddings are nearly the teacher's, because the student inherits the weights.
+    # With 64 tokens, the student's embeddings are close to the teacher's, because the student inherits weights.
     assert teacher["accuracy"] > 0.5 and teacher["cosine"] > many["cosine"] > 0.9 > smaller["cosine"]
     with Image.open(out / "rois.png") as picture:
         assert picture.width > 500 and len(picture.convert("L").getcolors(256)) > 20

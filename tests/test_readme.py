@@ -93,7 +93,7 @@ def commands_of_results(content) -> Iterator[dict]:
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("results/*.json")), ids=lambda file: file.stem)
 def test_commands_of_results_parse_or_name_their_commit(file, stop_after_parsing, monkeypatch, tmp_path):
-    """A command beside a key `as_of` is skipped, because it is for the older commit that the key names."""
+    """Commands with the key `as_of` are skipped, because they may need the older commit that the key names."""
     # Benchmarks create folders while they parse their options, so the test changes to a temporary folder.
     monkeypatch.chdir(tmp_path)
     for part in commands_of_results(json.loads(file.read_text(encoding="utf-8"))):
@@ -135,7 +135,7 @@ def test_every_public_name_is_documented():
 
 
 def test_every_shipped_model_loads_by_the_command(monkeypatch):
-    """The loading command in docs/models.md works for each row of the table, with the row's model and class."""
+    """The command in docs/models.md that loads a model also works for all other models in the table."""
     monkeypatch.chdir(ROOT)
     page = PAGES["docs/models.md"]
     rows = dict(re.findall(r"^\| `((?:cifar10|caltech101)-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", page, re.MULTILINE))

@@ -16,7 +16,7 @@ from frugalvit.modeling.hosts.running import make_example
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """Create a folder with a package `tome`, whose `patch.timm` returns the ViT unchanged."""
+    """Return a folder with a fake package `tome`, whose `patch.timm` returns the ViT unchanged."""
     package = tmp_path / "checkout" / "tome"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("class patch:\n    timm = staticmethod(lambda vit, trace_source: vit)\n")
@@ -65,7 +65,7 @@ def test_baselines_of_placement_embed_a_whole_grid_equally():
 
 
 def test_random_patches():
-    """With all patches, the embedding equals the teacher's. With 9 patches, each call gives another embedding."""
+    """With all patches, the embedding equals the teacher's. With 9 patches, each call gives a different embedding."""
     anatomy = read_anatomy(KINDS["vit"].make())
     images = make_example(anatomy)
     with torch.no_grad():

@@ -46,7 +46,7 @@ def labels_of(split: str) -> torch.Tensor:
 
 
 def vote(features, labels, queries, neighbors) -> list[int]:
-    """Return the class of each query. The neighbors of this class have the largest sum of exp(cosine / 0.07)."""
+    """Return the class of each query. Each neighbor votes for its own class with the weight exp(cosine / 0.07)."""
     best = []
     for one in queries:
         cosines = [F.cosine_similarity(one, other, dim=0).item() for other in features]

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of training: a tiny teacher and a few embedded images."""
+"""Fixtures for the tests of training: a tiny teacher and images of the shipped CIFAR-10 subset."""
 
 import datasets
 import pytest
@@ -10,21 +10,21 @@ from frugalvit.training.decoding import decode_image
 from tiny import make_vit
 
 
-# `datasets` waits 5 seconds for Arrow's threads after each pass over a stream of parquet, which makes tests slow.
+# By default, `datasets` waits 5 seconds after each pass over a stream of parquet files. This makes tests slow.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.01
-# PyTorch waits up to 5 seconds for the worker processes of a data loader that is garbage-collected.
+# By default, PyTorch waits up to 5 seconds for the workers of a data loader that is garbage-collected.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 @pytest.fixture(scope="session")
 def class_names():
-    """Return the names of the classes of the embedded images."""
+    """Return the class names of CIFAR-10."""
     return ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
 @pytest.fixture(scope="session")
 def teacher(class_names, tmp_path_factory):
-    """Save an untrained ViT of 3 blocks and return its folder."""
+    """Save an untrained ViT with 3 encoder blocks, and return its folder."""
     folder = tmp_path_factory.mktemp("teacher")
     labels = {"id2label": dict(enumerate(class_names)), "label2id": {name: i for i, name in enumerate(class_names)}}
     make_vit(num_hidden_layers=3, layer_norm_eps=1e-6, **labels).save_pretrained(folder)
@@ -34,11 +34,11 @@ def teacher(class_names, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def images():
-    """Load the first 32 embedded images with their labels."""
+    """Load the first 32 images of the CIFAR-10 subset, with their labels."""
     return load_images("cifar10-subset", "train[:32]")
 
 
 @pytest.fixture(scope="session")
 def pictures(images):
-    """Decode the first 32 embedded images as PIL images, without labels."""
+    """Return the images of the fixture `images` as PIL images, without labels."""
     return [decode_image(record["image"], 0) for record in images]

@@ -55,7 +55,7 @@ def load(folder):
 
 
 def changed(model, original) -> set[str]:
-    """Return the names of the weights that differ between a model and the original."""
+    """Return the names of the weights that differ between two models."""
     old = original.state_dict()
     return {name for name, value in model.state_dict().items() if not torch.equal(value, old.get(name, value))}
 
@@ -66,7 +66,7 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
     kind, out = original.config.model_type, tmp_path / "out"
     save_to_swap(tmp_path, original)
     models = {"model": tmp_path / kind, "vision_model": tmp_path / "tower", "train_split": "train[:128]"}
-    # For a PaliGemma, the command has a default prompt.
+    # The command has a default prompt for PaliGemma, so the test gives no prompt.
     models |= {"prompt": None} if make is make_paligemma else {}
     own = run_command("align_llava", out, **options | models | {"num_train_epochs": 3})
     agreements, losses = logged(own, "eval_agreement"), logged(own, "loss")
@@ -119,7 +119,7 @@ def test_answers_equal_those_of_generate():
     pixel_values = PROCESSOR.image_processor(images, return_tensors="pt")["pixel_values"]
     questions = ["what is this ?", "what ?", "is this cat and dog ?"] * 2
     unended, every, _ = answer(llava, PROCESSOR, pixel_values, questions, prompt, 4)
-    # If the second token of an answer becomes the end-of-text token, the answer ends with it.
+    # The second token of an answer becomes the end-of-sequence token, so this answer must end there.
     llava.generation_config.eos_token_id = end = unended[0][1]
     answers, logits, seen = answer(llava, PROCESSOR, pixel_values, questions, prompt, 4)
     assert len(logits) < len(every)
@@ -134,7 +134,7 @@ def test_answers_equal_those_of_generate():
 
 @torch.no_grad()
 def test_inputs_of_a_paligemma_equal_those_of_its_processor():
-    """Token types must be equal, too, because they let the tokens of a question attend to each other."""
+    """The `token_type_ids` must be equal, because they let the tokens of a question attend to each other."""
     paligemma, processor = make_paligemma(), make_paligemma_processor()
     questions = ["what is this ?", "is this cat and dog ?"]
     end = processor.tokenizer.eos_token_id

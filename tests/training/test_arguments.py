@@ -48,7 +48,7 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
     ],
 )
 def test_wrong_arguments_are_one_line(case, tmp_path, monkeypatch, capsys):
-    """The error comes before anything is loaded, for the command line and for a file."""
+    """The error is raised before a model or data set is loaded, for the command line and for a YAML file."""
     given, message = case.split(" | ")
     in_a_file = ["bootstrap", "--teacher", "owner/vit", "--config", "file.yaml"]
     words = given.split() if given.startswith("bootstrap") else in_a_file

@@ -1,4 +1,4 @@
-"""Test bootstrapping on a few embedded images: by the command, in one call, and by a trainer."""
+"""Test bootstrapping on a few images by `frugalvit bootstrap`, by `bootstrap` and by `BootstrapTrainer`."""
 
 import functools
 
@@ -52,7 +52,7 @@ def pixels_of(trainer) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def first(teacher, tmp_path_factory):
-    """Train a student for 4 epochs of 8 steps, and return its trainer and folder."""
+    """Train a student for 4 epochs of 8 steps. Return its trainer and its folder."""
     folder = tmp_path_factory.mktemp("first") / "out"
     options = PAPER | {"train_split": "train[:256]", "per_device_train_batch_size": 32, "num_train_epochs": 4}
     return run(folder, teacher=teacher, learning_rate=3e-3, logging_steps=8, **options), folder
@@ -63,7 +63,7 @@ def test_student_and_teacher_are_aligned(first):
     alignments, losses = logged(own, "eval_alignment"), logged(own, "loss")
     assert alignments[-1] > alignments[0] + 0.05 and losses[-1] < losses[0] - 0.05
     assert own.metrics["alignment"] == max(alignments) and "teacher_accuracy" in own.metrics
-    # The trainer's metrics were measured with the student that it saved.
+    # The trainer's metrics must be those of the saved student.
     student = AutoModelForImageClassification.from_pretrained(folder).eval()
     assert_equal(student.state_dict(), own.student.state_dict())
     pixels, labels = pixels_of(own), torch.tensor(own.eval_dataset.images["label"])
@@ -75,7 +75,7 @@ def test_student_and_teacher_are_aligned(first):
 
 
 def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
-    """The student lacks the teacher's block 0, tunes block 1, and keeps block 2 frozen."""
+    """The student has no copy of the teacher's block 0. Block 1 is tuned, and block 2 is frozen."""
     before, after = weights(teacher), weights(first[1])
     block, same = "layers.{}.mlp.fc1.weight", {"layernorm.weight": "layernorm.weight"}
     for name, theirs in (same | {block.format(0): block.format(1), block.format(1): block.format(2)}).items():
@@ -86,7 +86,7 @@ def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
 
 @pytest.fixture
 def make(teacher, images, tmp_path):
-    """Return a function that makes a trainer of a fresh or a given student for two epochs of two steps."""
+    """Return a function that makes a trainer for two epochs of two steps. By default, the student is new."""
 
     def make(student=None, **options):
         model = AutoModelForImageClassification.from_pretrained(teacher)
@@ -110,7 +110,7 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
         scheduler.step()
     assert [rate[-1] for rate in rates[:5]] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
     assert [rate[0] for rate in rates[:4]] == [0, 0, 0, 0] and rates[4] == pytest.approx([0.1, 1.0])
-    # At step 8, the middle of the decay, half a cosine is as high as a straight line; at step 6, it is higher.
+    # At step 6, a cosine is higher than a straight line. At step 8, the middle of the decay, both are equally high.
     assert rates[6] == pytest.approx([0.0853553, 0.853553]) and rates[8] == pytest.approx([0.05, 0.5])
     decays = {weight: group["weight_decay"] for group in own.optimizer.param_groups for weight in group["params"]}
     assert decays.keys() == {weight for weight in own.student.parameters() if weight.requires_grad}
@@ -118,7 +118,7 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
 
 
 def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
-    """All weights except the classifier's are trained, and the placement's forecast at the full learning rate."""
+    """All weights except the classifier's are trained. The module `forecast` has the full learning rate."""
     model = AutoModelForImageClassification.from_pretrained(teacher)
     student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement="content")
     before = {name: value.clone() for name, value in student.state_dict().items()}
@@ -132,13 +132,13 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     base = student.base_model
     assert rates[id(next(base.embeddings.placement.forecast.parameters()))] == pytest.approx(0.25)
     assert rates[id(base.layers[0].mlp.fc1.weight)] == pytest.approx(0.005)
-    # Every group has parameters, because DeepSpeed would drop an empty group.
+    # No group may be empty, because DeepSpeed would drop an empty group.
     assert all(group["params"] for group in own.optimizer.param_groups)
     own = make(student, learning_rate=1e-3)
     own.train()
     still = {name for name, value in own.student.state_dict().items() if torch.equal(before[name], value)}
     assert still == {"classifier.weight", "classifier.bias"}
-    # A student without an image format gets its teacher's.
+    # A student without an image format gets the teacher's image format.
     own = make(PatchSparseFormerForImageClassification.from_teacher(model, 16))
     assert own.student.config.image_std == (0.25,) * 3
     with pytest.raises(ValueError, match="inherits its teacher's patches and normalizes otherwise, .*image_processor"):
@@ -148,7 +148,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
         make(PatchSparseFormerVisionModel(config))
 
 
-# Each preset has its own defaults. For a new focusing stage, the teacher's image size chooses the preset.
+# Each preset has its own defaults. For a new focusing stage, the preset depends on the teacher's image size.
 INHERITED_DEFAULTS = {"preset": "inherited", "learning_rate": 1e-3, "inherited_lr_factor": 0.02, "warmup_steps": 0.05}
 SMALL_DEFAULTS = {"preset": "small", "learning_rate": 6e-3, "num_train_epochs": 20, "token_loss_weight": 4}
 PAPER_DEFAULTS = {"preset": "paper", "learning_rate": 2e-4, "token_loss_weight": 0, "per_device_train_batch_size": 128}
@@ -166,7 +166,7 @@ STARTS = {
 
 @pytest.fixture(scope="module")
 def starts(teacher, tmp_path_factory):
-    """Save a teacher for images of 224 pixels and two students to train further, and return their folder."""
+    """Save a teacher for images of 224 x 224 pixels and two students of a smaller teacher. Return their folder."""
     folder = tmp_path_factory.mktemp("starts")
     make_vit(num_labels=10, num_hidden_layers=3, image_size=224, patch_size=32).save_pretrained(folder / "large")
     ViTImageProcessor(size={"height": 224, "width": 224}).save_pretrained(folder / "large")
@@ -209,7 +209,7 @@ def weights_of_command(teacher, tmp_path_factory):
 def test_one_call_gives_what_the_command_gives(
     kind, weights_of_command, images, pictures, teacher, tmp_path, monkeypatch
 ):
-    """All forms of images give the command's student, except a stream, which is read in another order."""
+    """All forms of images except a stream give the weights of the command. A stream has another order."""
     monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     (tmp_path / "images").mkdir()
     for number, picture in enumerate(pictures):
@@ -247,7 +247,7 @@ MULTI_LABEL = {
     ],
 )
 def test_wrong_arguments_are_exceptions(options, message, teacher, tmp_path):
-    """The errors are ValueErrors, not SystemExit, which would end a notebook; no model is saved."""
+    """The error is a ValueError, because SystemExit would end a notebook. No model is saved."""
     splits = {"train_split": "train[:32]", "eval_split": "test[:16]"}
     options = {"teacher": str(teacher), "images": "cifar10-subset"} | ONE_EPOCH | splits | options
     options = {name: value.format(teacher=teacher) if name == "student" else value for name, value in options.items()}
@@ -257,7 +257,7 @@ def test_wrong_arguments_are_exceptions(options, message, teacher, tmp_path):
 
 
 def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_path, capsys):
-    """Labels of all splits become the teacher's class numbers, or are left out if it lacks one of the class names."""
+    """Labels become the teacher's class numbers in all splits. If the teacher lacks a class, labels are left out."""
     trainers, options = {}, PAPER | {"train_split": None, "eval_split": None, "num_train_epochs": 1}
     for folder, names in (("known", class_names[:-4:-1]), ("unknown", ["axolotl", "yak"])):
         for place, part in enumerate(("train", "val", "test")):
@@ -266,7 +266,7 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
     own = trainers["known"]
     assert "They are left out." in capsys.readouterr().out
     assert "accuracy" not in trainers["unknown"].metrics and "alignment" in trainers["unknown"].metrics
-    # A folder's classes are sorted by name.
+    # The class folders are sorted by name, so the order of labels differs from the order of writing.
     assert own.classes == [7, 8, 9] == [class_names.index(name) for name in ("horse", "ship", "truck")]
     for views in (own.train_dataset, own.eval_dataset, own.evaluation_views(str(tmp_path / "known" / "test"))):
         assert [views[index]["labels"] for index in range(12)] == [7] * 4 + [8] * 4 + [9] * 4
@@ -275,7 +275,7 @@ def test_labels_are_the_teachers_by_name_or_left_out(teacher, class_names, tmp_p
 
 
 def test_maps_are_aligned_and_upsamplers_learn(teacher, tmp_path):
-    """An upsampler brings a student's feature maps nearer to its teacher's. A continued run trains it further."""
+    """An upsampler makes feature maps more similar to the teacher's. A continued run trains the upsampler further."""
     options = INHERITED | {"teacher": teacher, "dense_loss_weight": 1, "num_tokens": [4, 16], "learning_rate": 5e-3}
     plain = logged(run(tmp_path / "plain", **options), "loss")
     upsampled = logged(run(tmp_path / "out", upsampler_hidden_size=16, **options), "loss")
@@ -290,7 +290,7 @@ def test_maps_are_aligned_and_upsamplers_learn(teacher, tmp_path):
 
 
 def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
-    """Alignment grows for each count of tokens, even the smallest."""
+    """The alignment with the teacher grows during the training for each number of tokens."""
     counts, options = [4, 6, 9, 16], INHERITED | {"learning_rate": 5e-3, "inherited_lr_factor": 1, "teacher": teacher}
     options |= {"num_tokens": [16, 4, 9, 6], "num_train_epochs": 3}
     own = run(tmp_path / "out", **options)
@@ -300,7 +300,7 @@ def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
     assert own.metrics["accuracy"] == own.metrics["accuracy_16"]
     card = card_in(tmp_path / "out")
     assert "with 4, 6, 9, 16 latent tokens and [CLS], of which a call chooses" in card and "\n| 9 |" in card
-    # A student that is trained further may get other counts of tokens and another placement.
+    # A continued run may change the numbers of tokens and the placement.
     on = options | {"student": tmp_path / "out", "train_split": "train[:16]", "num_train_epochs": 1}
     assert "alignment_4" in run(tmp_path / "trees", **on | {"num_tokens": [4, 16], "placement": "content"}).metrics
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "trees")
@@ -327,7 +327,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("kind", ["open_clip", "siglip-vision", "dinov2-registers"])
 def test_a_folder_of_any_library_is_a_teacher(kind, pictures, tmp_path):
-    """The teacher's outputs decide the student's class; the student's processor prepares images as `EvalView` does."""
+    """The teacher's outputs determine the student's model class. The saved processor gives the pixels of `EvalView`."""
     options = {"teacher": save_kind(kind, tmp_path / "teacher"), "output_dir": str(tmp_path / "out")}
     groups, some = make_parser().parse_dict(ONE_EPOCH | options), as_images(pictures[:8])
     own, anatomy = make_trainer(*groups, parts=(some, some)), read_anatomy(KINDS[kind].make())

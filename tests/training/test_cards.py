@@ -1,4 +1,4 @@
-"""Test that model cards of trainings have metadata that the hub accepts, and name no folders of this machine."""
+"""Test that the hub accepts the metadata of model cards, and that model cards contain no local paths."""
 
 from types import SimpleNamespace
 
@@ -14,13 +14,13 @@ from tiny import make_vit
 
 
 def test_published_files_name_nothing_of_this_machine(teacher, imported_once, tmp_path, capsys):
-    """No published file names a folder of this machine, although the training command did."""
+    """The training command contains local paths. The published files must not contain these paths."""
     images = tmp_path / "my photographs"
     for start, (part, count) in enumerate({"train": 6, "val": 2, "test": 3}.items()):
         draw_classes(images / part, count, ("a", "b"), 20 * start)
     options = {"teacher": teacher, "dataset": images, "license": "mit", "train_split": None, "eval_split": None}
     own = run_command("bootstrap", tmp_path / "out", focusing="paper", config_overrides=TINY_STUDENT, **options)
-    # The best step is chosen on the validation images; the card reports its alignment on the test images.
+    # The best step is chosen on the validation images. The card reports this step's alignment on the test images.
     card, alignments = ModelCard.load(tmp_path / "out" / "README.md"), logged(own, "eval_alignment")
     [measured], step = logged(own, "test_alignment"), 1 + alignments.index(max(alignments))
     assert f"step {step} of 2, chosen on validation (4 images), measured on test" in card.text
@@ -45,7 +45,7 @@ def test_published_files_name_nothing_of_this_machine(teacher, imported_once, tm
     ],
 )
 def test_a_student_names_its_teacher_and_data(base_model, hub_id, tmp_path):
-    """The card's metadata names teacher and data sets by hub ids only, because the hub refuses other names."""
+    """The metadata names the teacher and data sets only by hub ids, because the hub refuses other names."""
     data_args = DataArguments(dataset=["cifar10-subset"], eval_dataset=["owner/images", "/data/photographs"])
     args = BootstrapArguments(output_dir="student", use_cpu=True)
     trainer = SimpleNamespace(

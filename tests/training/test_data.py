@@ -1,4 +1,4 @@
-"""Test images from Parquet files and the embedded subset, their columns and labels, and errors for bad sources."""
+"""Test loading of images and labels from Parquet files and the shipped CIFAR-10 subset, and errors for bad sources."""
 
 import datasets
 import numpy as np
@@ -20,7 +20,7 @@ PICTURE = {"bytes": encode(np.zeros((8, 8, 3), np.uint8)), "path": None}
 
 
 def value(images, index):
-    """Return a tenth of an image's color, which is the index that `write_parquet` gave the image."""
+    """Return an image's red value divided by 10. In files of `write_parquet`, this is the index of the image."""
     return np.asarray(decode_image(images[index]["image"], index))[0, 0, 0] / 10
 
 
@@ -40,7 +40,7 @@ def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
         images = load_images(source)
         assert (len(images), class_names(images), split_names(source)) == (count, ["even", "odd"], ["train"])
     assert len(load_images(files, "train[:3]")) == 3 and value(load_images(files), 5) == 1
-    # A folder's splits are found from the names of its files.
+    # The names of a folder's files determine its splits.
     (tmp_path / "csv" / "data").mkdir(parents=True)
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
         write_parquet(f"csv/data/{name}.parquet", 2)
@@ -49,7 +49,7 @@ def test_files_patterns_and_folders_of_parquet(write_parquet, tmp_path):
 
 
 def test_files_with_different_class_names_are_refused(write_parquet, tmp_path):
-    """`datasets` alone would apply the first file's class names to the labels of all files."""
+    """Without a check, `datasets` would apply the first file's class names to the labels of all files."""
     (tmp_path / "set").mkdir()
     files = [write_parquet("set/train-0.parquet"), write_parquet("set/test-0.parquet", names=("odd", "even"))]
     for source in (str(tmp_path / "set"), files):

@@ -1,4 +1,4 @@
-"""Test folders and files in common layouts: their splits, images that are held back, and missing labels."""
+"""Test data sets in common layouts of folders: their splits, held-back images, and missing labels."""
 
 import argparse
 import gc
@@ -18,7 +18,7 @@ from frugalvit.training.decoding import decode_image
 from frugalvit.training.splits import default_split, hold_back, load_splits
 
 
-# `datasets` leaves metadata.csv open; the garbage collector closes it with a warning.
+# `datasets` does not close metadata.csv, so the garbage collector closes the file with a warning.
 LEFT_OPEN = pytest.mark.filterwarnings("ignore:.*metadata.csv:pytest.PytestUnraisableExceptionWarning")
 OPTIONS = dict.fromkeys(("split", "limit", "dataset_config", "image_column", "label_column"))
 
@@ -37,7 +37,7 @@ def with_metadata(folder, labels):
 
 
 def imagenet(folder):
-    """Make a folder laid out like ImageNet; its test images have no labels."""
+    """Write images in the folder layout of ImageNet. The test images have no labels."""
     draw_classes(folder / "ILSVRC" / "Data" / "train", 10, ("ant", "cat", "dog"))
     draw_classes(folder / "ILSVRC" / "Data" / "val", 5, start=50)
     draw(folder / "ILSVRC" / "Data" / "test", 4, 100)
@@ -57,11 +57,11 @@ def metadata_in_parts(folder):
 @pytest.mark.parametrize(
     ("layout", "sizes", "split", "names"),
     [
-        # Names of single images, such as test_0.png, are not taken for names of splits.
+        # The name of an image, such as test_0.png, does not determine the image's split.
         (lambda folder: draw(folder, 20, name="test_{}.png"), (18, 2, None), "train, held back", None),
         (lambda folder: draw_classes(folder, 20), (36, 4, None), "train, held back", ["cat", "dog"]),
         (imagenet, (30, 10, None), "validation", ["ant", "cat", "dog"]),
-        # The best epoch is chosen on the validation split and tested on the test split.
+        # The best epoch is chosen on the validation split and measured on the test split.
         (all_parts, (20, 14, 8), "validation", ["cat", "dog"]),
         pytest.param(metadata_in_parts, (12, 6, None), "validation", ["cat", "dog", "owl"], marks=LEFT_OPEN),
     ],
@@ -81,7 +81,7 @@ def test_splits_of_folders_are_found_or_held_back(layout, sizes, split, names, t
 
 
 def write(folder, files):
-    """Write listed files: image `NAME`, link `NAME>TARGET`, table `NAME.parquet`, archive `NAME.zip=IMAGE,IMAGE`."""
+    """Write a list of files: `NAME` (an image), `NAME>TARGET` (a link), `NAME.parquet` or `NAME.zip=IMAGE,IMAGE`."""
     for name in files.split():
         path, _, target = name.partition(">")
         path, _, packed = path.partition("=")
@@ -109,9 +109,9 @@ PARTS = {"train": 2, "test": 1}
         ("cat/x/0 cat/1 dog/x/y/0", {"train": 3}, "cat dog", None),
         ("cat/0 dog/0 loose", {"train": 2}, "cat dog", "as they lie beside folders of classes: loose.png"),
         ("train/cat/0 train/cat/1 test/cat/0 extra/0", PARTS, "cat", "train and test: extra"),
-        # A class may be a link to a folder elsewhere.
+        # A class folder may be a link to a folder elsewhere.
         ("cat/0 ../elsewhere/0 dog>../elsewhere", {"train": 2}, "cat dog", None),
-        # Folders that operating systems make are no classes; tables and archives beside classes are left out.
+        # Folders such as @eaDir and __MACOSX are not classes. Tables and archives next to class folders are left out.
         ("cat/0 dog/0 @eaDir/0 cat/@eaDir/0 .Trash-1/0 __MACOSX/cat/0 lost+found/0", {"train": 2}, "cat dog", None),
         ("cat/0 dog/0 x.parquet y.zip=a.txt", {"train": 2}, "cat dog", "images come first: x.parquet, y.zip (2)"),
         ("p.zip=cat/0,cat/1,dog/0,__MACOSX/cat/._0.png,a.txt", {"train": 3}, "cat dog", None),
@@ -148,7 +148,7 @@ def test_the_same_share_of_each_class_is_held_back():
     assert np.bincount(evaluation["label"]).tolist() == [50, 30, 20]
     assert sorted([*train["number"], *evaluation["number"]]) == list(range(1000))
     assert hold_back(images)[1]["number"][:] == evaluation["number"][:] != sorted(evaluation["number"])
-    # Each class keeps an image to train on, even if it has only one, or if classes outnumber the images held back.
+    # Each class keeps a training image, even if the class has only one image or there are many classes.
     for labels in ([0] * 99 + [1], [*range(300)] * 2, [None, -1, 0, 0, 0]):
         train, evaluation = hold_back(make_table(labels))
         assert len(evaluation) == max(len(labels) // 10, 1) and set(train["label"]) >= set(evaluation["label"])
@@ -160,7 +160,7 @@ def test_the_same_share_of_each_class_is_held_back():
 
 
 def test_what_trainings_hold_back_can_be_loaded_again(tmp_path):
-    """If a data set has no split for evaluation, `frugalvit compare` measures on the held-back images."""
+    """If a data set has no split for evaluation, `frugalvit compare` uses the images that trainings hold back."""
     draw_classes(tmp_path, 15, ("cat", "dog", "owl"))
     evaluation = load_splits(data := DataArguments(dataset=[str(tmp_path)]))[1]
     arguments = argparse.Namespace(**OPTIONS | {"dataset": [str(tmp_path)], "skip_corrupt": False})
@@ -184,7 +184,7 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, capsys):
     some = write("some.parquet", [0, -1, 1, None])
     train, evaluation, _ = load_splits(DataArguments(dataset=[labeled], eval_dataset=[secret]))
     assert "label" in train.features and "label" not in evaluation.features and len(evaluation) == 6
-    # Missing labels are an error if training learns from labels; otherwise, the label column is left out.
+    # Missing labels are an error if training learns from labels. Otherwise, the label column is left out.
     for learned, evaluated, message in (
         (labeled, some, "2 of 4 images of the split 'train' have no label, the first is image 1"),
         (secret, labeled, "has no labels to train with"),
@@ -193,7 +193,7 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, capsys):
             load_splits(DataArguments(dataset=[learned], eval_dataset=[evaluated]), learns_labels=True)
     train, evaluation, _ = load_splits(DataArguments(dataset=[some], eval_dataset=[some]))
     assert "label" not in train.features and "label" not in evaluation.features
-    # Training and evaluation choose a split with labels, even if `default_split` names another.
+    # Training and evaluation choose a split with labels, even if `default_split` returns a split without labels.
     folder = str(tmp_path / "d")
     assert default_split(folder) == "test"
     write("d/validation-00000-of-00001.parquet", [0, 1] * 3)

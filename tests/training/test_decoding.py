@@ -56,7 +56,7 @@ def test_an_image_is_read_the_same_everywhere(image, ending, expected, options, 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
 def test_images_of_many_bits_are_not_copied_many_times(dtype, tmp_path):
-    """Memory must stay low, because several threads read at once, and a small file may hold a large image."""
+    """Several threads read images at once, and a small file may contain a large image, so memory must stay low."""
     Image.fromarray(np.zeros((512, 512), dtype)).save(tmp_path / "image.tif")
     tracemalloc.start()
     read_image(tmp_path / "image.tif")
@@ -98,7 +98,7 @@ def test_postscript_never_reaches_another_program(tmp_path, monkeypatch):
 
 @pytest.fixture
 def damaged(tmp_path) -> datasets.Dataset:
-    """Make six images, of which a truncated JPEG, a truncated PNG and a text cannot be read."""
+    """Write six image files. A truncated JPEG, a truncated PNG and a text file cannot be read."""
     noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
     for name in ("a.jpg", "cut.jpg", "b.png", "cut.png", "text.png", "c.jpg"):
         Image.fromarray(noise).save(file := tmp_path / name)

@@ -1,4 +1,4 @@
-"""Test training on few images: defaults depend on their number, and notes warn of too few steps."""
+"""Test training on few images: default arguments, notes about too few steps, and recipes."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Test that files and folders appear whole or not at all, and replace nothing but models."""
+"""Test that files and folders are written completely or not at all, and that only model folders are replaced."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_files_that_belong_to_no_model_are_not_overwritten(tmp_path):
         with pytest.raises(ValueError, match=f"more than a model in it .*{name}"):
             write(output, "new")
         (output / name).unlink()
-    # A report.json marks the folder of an exported model, in which foreign files are not overwritten, either.
+    # The file report.json marks the folder of an exported model. Other files in this folder are not overwritten.
     (output / "report.json").touch()
     for name in ("onnx/detector.onnx", "openvino_notes.txt"):
         (output / name).parent.mkdir(exist_ok=True)

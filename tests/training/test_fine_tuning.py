@@ -1,4 +1,4 @@
-"""Test that pretrained models of Transformers and timm are fine-tuned on other classes and at other sizes."""
+"""Test fine-tuning of pretrained models of Transformers and timm on other classes."""
 
 import functools
 
@@ -55,7 +55,7 @@ def load(folder):
 
 
 def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_names):
-    """The model learns, and Auto classes, `bootstrap` and timm load it."""
+    """The model learns. Auto classes, `frugalvit bootstrap` and timm load the trained model."""
     folder, out = timm_vit(labels=["ant", "bee", "cow", "dog", "emu"]), tmp_path / "out"
     own = run(out, model=folder, num_train_epochs=8, learning_rate=5e-3, **PLAIN)
     losses = logged(own, "loss")
@@ -73,7 +73,7 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_na
 
 
 def test_a_thousand_classes_become_ten(vit, tmp_path, class_names):
-    """Only the head is replaced. Blended Context Broadcasting starts without effect, and commands load the model."""
+    """Only the classifier is replaced. With `context_broadcast_blend`, the logits do not change at the start."""
     folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
     options = {"context_broadcast": "cb", "context_broadcast_blend": True}
     own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)

@@ -1,4 +1,4 @@
-"""Test joint training of a ViT and its agent CNN on a few embedded images."""
+"""Test joint training of a ViT and its agent CNN."""
 
 import functools
 
@@ -32,7 +32,7 @@ def twins(variant="joint-small", **options):
 
 @pytest.fixture
 def recorded_hints(monkeypatch):
-    """Record the weight and the loss of the hints in each forward pass of training and evaluation."""
+    """Record the hint loss and its weight in each forward pass of training and of evaluation."""
     calls, forward = {True: [], False: []}, BootstrappedViTForImageClassification.forward
 
     @functools.wraps(forward)
@@ -82,7 +82,7 @@ def test_python_and_command_have_the_same_defaults(tmp_path):
 
 
 def test_a_stopped_run_continues(recorded_hints, tmp_path):
-    """The weight of the hints fades linearly to 0, and continues from its value at the stop."""
+    """The weight of the hint loss decays linearly to 0. A run that continues starts from the weight at the stop."""
     check_resumes("joint", tmp_path, 5, **SMALL)
     shares = [share for share, _ in recorded_hints[True]]
     assert shares[:8] == [1 - step / 8 for step in range(8)] and shares[-2:] == shares[6:8]
@@ -90,7 +90,7 @@ def test_a_stopped_run_continues(recorded_hints, tmp_path):
 
 
 def test_the_vits_gradient_alone_is_clipped(tmp_path):
-    """At a learning rate of 1, a step of SGD is as long as the gradient, which is clipped for the ViT only."""
+    """At a learning rate of 1, a step of SGD is as long as the gradient. Only the ViT's gradient is clipped."""
     lengths = {}
     for norm in (0, 1e-3):
         options = {"learning_rate": 1.0, "weight_decay": 0, "lr_scheduler_type": "constant", "optim": "sgd"}

@@ -1,4 +1,4 @@
-"""Test that models are loaded whole or not at all, and that images are prepared as the models need them."""
+"""Test that incomplete models are refused, and that images are prepared as image processors prepare them."""
 
 import itertools
 import os
@@ -95,7 +95,7 @@ def test_adapters_pipes_and_models_of_other_images_are_refused(tmp_path):
 
 
 def test_defects_keep_their_traceback(tmp_path, monkeypatch):
-    """Only errors that users cause become a `ValueError` of one line."""
+    """Errors that a user can cause become a `ValueError`. Programming errors keep their type and traceback."""
     folder = write(make(transformers.ViTModel), tmp_path / "model")
     for error, expected in (
         (TypeError("3"), TypeError),
@@ -157,7 +157,7 @@ def test_timms_folders(num_classes, tmp_path):
 
 
 def photograph(width: int, height: int) -> Image.Image:
-    """Draw an image of smooth colors and edges."""
+    """Draw an image with smooth colors and edges."""
     return noise((width // 8, height // 8)).resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -175,24 +175,24 @@ C_RADIO = {"do_center_crop": False, "do_normalize": False}
 PROCESSORS = {
     "cropped": (transformers.BitImageProcessor(size={"shortest_edge": 72}, crop_size=square(64)), 0),
     "C-RADIO, with a size": (transformers.CLIPImageProcessor(size=square(64), **C_RADIO), 0),
-    # timm resizes with PIL, which rounds differently from torchvision.
+    # timm resizes with PIL, so pixels may differ by one color level.
     "timm": (timm_processor(interpolation="bicubic", crop_pct=64 / 72), 1),
     "factor": (transformers.ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
     "no factor": (transformers.ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
     "padded": (transformers.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
-    # Evaluation prepares only square images as these processors do.
+    # For these processors, `EvalView` gives equal pixels only if images are square.
     "DeiT": (transformers.DeiTImageProcessor(size=square(72), crop_size=square(64)), 0),
     "NaFlex": (transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=70), 0),
 }
 
 
 def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
-    """Check that evaluation's pixels equal the image processor's, within `levels` of 255 levels of color."""
+    """Check that `EvalView` and the image processor give equal pixels, up to `levels` of 255 color levels."""
     image_format = ImageFormat.from_processor(processor)
     pixels = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
     expected = processor(image, return_tensors="pt")["pixel_values"].float()
     if expected.ndim == 3:
-        # The NaFlex processor returns flat patches in row order, with channels last, and pads their number.
+        # The NaFlex processor returns flattened patches, row by row, with channels last. Padding patches follow.
         rows, size = image_format.size[0] // processor.patch_size, processor.patch_size
         expected = expected[:, : rows * rows].view(1, rows, rows, size, size, 3)
         expected = expected.permute(0, 5, 1, 3, 2, 4).reshape(pixels.shape)
@@ -202,7 +202,7 @@ def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_each_processor_is_followed_and_undone(name):
-    """Evaluation prepares images as the processor does, and `restore_images` inverts the processor."""
+    """`EvalView` prepares images as the processor does. `restore_images` inverts the processor."""
     processor, levels = PROCESSORS[name]
     on_squares = name in ("DeiT", "NaFlex")
     assert_prepared_alike(processor, photograph(120 if on_squares else 160, 120), levels)
@@ -212,7 +212,7 @@ def test_each_processor_is_followed_and_undone(name):
     expected = EvalView(ImageFormat.from_processor(processor))(image)["pixel_values"]
     seen = restore_images(processor, processor([image], return_tensors="pt")["pixel_values"])
     assert seen.min() >= 0 and seen.max() <= 1 and seen.dtype == torch.float32
-    # Pixels differ by rounding, and where resizing gives values below 0 or above 255.
+    # Restored pixels may differ by rounding, and where resizing gives values below 0 or above 255.
     assert (255 * seen[0] - expected).abs().mean() < 1
 
 

@@ -1,4 +1,4 @@
-"""Test losses against brute force, and with inputs for which they are zero."""
+"""Test losses against brute force, and with inputs for which the losses are zero."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def test_map_loss_compares_direction_and_length_after_the_mean_is_subtracted():
 
 @pytest.fixture(scope="module")
 def patches():
-    """Return the anatomy of a ViT with 16 patches."""
+    """Return the `Anatomy` of a ViT with 16 patches."""
     torch.manual_seed(0)
     return read_anatomy(of_transformers("ViT", image_size=32, patch_size=8, num_hidden_layers=3)())
 
@@ -71,7 +71,7 @@ def timm_vit():
 
 
 def make_pair(make_teacher, truncate=1):
-    """Return a student of 5 tokens and its teacher's anatomy."""
+    """Return a student with 5 tokens and its teacher's `Anatomy`."""
     torch.manual_seed(0)
     teacher = make_teacher().eval().requires_grad_(False)
     student = SparseFormerForImageClassification.from_teacher(teacher, 5, truncate=truncate, **STUDENT)
@@ -83,7 +83,7 @@ def make_pair(make_teacher, truncate=1):
 def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make_teacher, truncate):
     student, anatomy = make_pair(make_teacher, truncate)
     alignment = TokenAlignment(student, anatomy)
-    # As tokens of the 4 x 6 patches, take the row and column of each patch's center.
+    # Each of the 4 x 6 patches has two features: the row and the column of its center.
     y, x = torch.meshgrid((torch.arange(4) + 0.5) / 4, (torch.arange(6) + 0.5) / 6, indexing="ij")
     rois = torch.tensor([[[0.25, 0.25, 0.75, 0.5], [0.5, 0.5, 0.5, 0.5], [-5.0, -5.0, -4.0, -4.0], [0.0, 0.0, 1, 1]]])
     read = alignment.patch_weights(rois) @ torch.stack([y.flatten(), x.flatten()], dim=-1)[None]
@@ -94,7 +94,7 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
     loss = alignment(outputs, held)
     loss.backward()
     assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
-    # The loss ignores scale and shift, so scaled and shifted targets have no distance.
+    # The loss does not depend on scale and shift, so it is zero for scaled and shifted targets.
     shares = alignment.patch_weights(outputs.rois[-1])
     outputs.hidden_states = [
         torch.cat([states[:, : alignment.num_prefix_tokens], 3 * shares @ expected[:, -shares.shape[-1] :] + 1], dim=1)
@@ -104,7 +104,7 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
 
 
 def test_raw_distance_of_one_layer():
-    """The raw distance depends on the scale and mean of hidden states, because a LLaVA reads them unnormalized."""
+    """A LLaVA does not normalize hidden states, so the raw distance depends on their scale and mean."""
     (student, anatomy), images = make_pair(transformers_vit), maps(2, 3, 32, 48)
     alignment = TokenAlignment(student, anatomy, layers=[-2], distance="raw")
     outputs, held = student.base_model(images, **alignment.arguments), compute_hidden_states(anatomy, images)

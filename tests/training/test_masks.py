@@ -1,4 +1,4 @@
-"""Test masks stored beside images: which files and folders hold masks, their values, and views of image and mask."""
+"""Test masks for segmentation: their files and folders, their values, and views of an image with its mask."""
 
 import json
 from unittest import mock
@@ -35,7 +35,7 @@ def test_folders_of_splits_have_the_usual_names(folders, evaluated, count, tmp_p
     data = MaskedDataArguments(dataset=[str(tmp_path)])
     train, evaluation, *_ = load_masked_splits(data)
     assert data.evaluated == evaluated and (len(train), len(evaluation)) == (4, count)
-    # The folder's own name is accepted as the name of the split, too.
+    # A folder's own name, such as "training", is also accepted as the name of the split.
     assert len(load_masked_images(str(tmp_path), f"{folders[0]}[:2]")) == 2
     assert set(masked_split_names(str(tmp_path))) <= {"train", "validation", "test"}
 
@@ -141,5 +141,5 @@ class TestViews:
         counts = labels != 255
         assert counts.any()
         assert torch.equal(pixels[0][counts], 60 * labels[counts])
-        # Padding has the mean color, which is 0 here.
+        # Padding has the mean color of the image format, which is 0 here.
         assert not pixels[:, ~counts].any()

@@ -11,7 +11,7 @@ from frugalvit.training.metrics import SegmentationScores, TopKAccuracy
 @pytest.mark.parametrize(("k", "dtype"), [(1, np.float32), (3, np.float32), (5, np.float32), (3, np.uint8)])
 def test_accuracy_against_brute_force(k, dtype):
     numbers = np.random.default_rng(0)
-    # Scores of an image are distinct and include 0: negating unsigned integers would rank it first, not last.
+    # Each image's scores are distinct and include 0. If unsigned integers were negated, 0 would rank first.
     scores = numbers.permuted(np.tile(np.arange(7), (60, 1)), axis=1).astype(dtype)
     labels = numbers.integers(7, size=60)
     metric = TopKAccuracy(k)

@@ -1,4 +1,4 @@
-"""Test that commands on model cards name models and data sets without the paths of this machine."""
+"""Test that commands on model cards contain no local paths."""
 
 import pytest
 

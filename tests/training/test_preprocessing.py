@@ -1,4 +1,4 @@
-"""Test that a strip is cut before resizing if only its middle is kept, with an equal result; test fixed seeds, too."""
+"""Test preprocessing of strips, which are very long images, and the seeds of random views."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ WHOLE = {"ViT": ViTImageProcessor(size=SQUARE)}
 
 
 def strip(width, height):
-    """Draw waves along a strip; a wavelength is six times the strip's width."""
+    """Draw waves along a strip. The wavelength is six times the strip's shorter side."""
     places = np.arange(max(width, height)) / min(width, height)
     waves = (128 + 100 * np.sin(places * 2 * np.pi / 6 + 1)).astype(np.uint8)
     along = np.broadcast_to(waves[None] if width >= height else waves[:, None], (height, width))
@@ -37,7 +37,7 @@ def test_a_strip_is_seen_as_if_it_were_resized_whole(name, size):
     cut = max(size) > LONGEST * min(size) and name in CROPPING
     if max(size) < 10_000:
         expected = processor([image], return_tensors="pt")["pixel_values"]
-        # Cutting a strip before it is resized may shift the result by a fraction of a pixel.
+        # If a strip is cropped before it is resized, the result may shift by a fraction of a pixel.
         torch.testing.assert_close(pixels, expected, rtol=0, atol=0.1 if cut else 0)
     image_format = ImageFormat.from_processor(processor)
     seen = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
@@ -49,7 +49,7 @@ def test_seeds_are_fixed_and_spread_and_leave_no_trace():
         with seeded(*keys):
             return torch.initial_seed()
 
-    # The seed is fixed, because other versions and machines must draw the same views.
+    # The seed must not change, because other versions and machines must draw the same views.
     assert seed(0, 0, 0, 0) == 556823690
     seeds = {seed(*key) for key in np.ndindex(2, 4, 100, 2)}
     assert len(seeds) == 2 * 4 * 100 * 2 and 0.48 < np.mean(list(seeds)) / 2**32 < 0.52

@@ -1,4 +1,4 @@
-"""Test that several processes compute the same as one."""
+"""Test that training in several processes gives the same results as training in one process."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from frugalvit.training import bootstrap
 
 
 LAUNCH, PROGRAMS = Path(bootstrap.__file__).with_name("launch"), Path(trainings.__file__).parent
-# The options make two epochs of four steps, and each step draws counts of tokens.
+# A run with these options has two epochs of four steps. Each step chooses numbers of tokens at random.
 STUDENT = trainings.SHORT | {"focusing": "paper", "preset": "paper", "config_overrides": trainings.TINY_STUDENT}
 STUDENT |= {
     "eval_split": "test[:51]",
@@ -28,12 +28,12 @@ STUDENT |= {
 }
 HALF = {"processes": 2, "options": {"per_device_train_batch_size": 8}}
 
-# The tests start many processes, which takes long on a busy machine.
+# The timeout is long, because the tests start many processes.
 pytestmark = pytest.mark.timeout(600)
 
 
 def run(folder: Path, teacher: Path, *jobs: dict):
-    """Run several_processes.py with jobs; `options` of a job change options of the command in `STUDENT`."""
+    """Run jobs by several_processes.py. A job's `options` override the options in `STUDENT`."""
     jobs = [{"module": "bootstrap", "log": str(folder / f"{job['name']}.log"), **job} for job in jobs]
     for job in jobs:
         options = STUDENT | {"teacher": teacher, "output_dir": folder / job["name"]} | job.pop("options", {})
@@ -46,7 +46,7 @@ def run(folder: Path, teacher: Path, *jobs: dict):
 
 @pytest.fixture(scope="module")
 def finished(teacher, tmp_path_factory):
-    """Run the same training in one process and in two, and return the folder of both runs."""
+    """Run one training in one process and in two processes. Return the folder of both runs."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder, teacher, {"name": "one", "processes": 1}, {"name": "two", **HALF})
     return folder
@@ -58,14 +58,14 @@ def log(folder: Path, name: str) -> list[float]:
 
 
 def test_two_processes_have_the_losses_of_one(finished):
-    """The metrics are equal, too, although two processes cannot share the 51 evaluation images evenly."""
+    """The metrics are equal, too, although two processes cannot share 51 evaluation images evenly."""
     for name in ("loss", "grad_norm", "eval_alignment", "eval_accuracy"):
         ours, theirs = log(finished / "two", name), log(finished / "one", name)
         assert len(ours) == (2 if "eval" in name else 8) and ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
 def launched(name: str) -> dict[str, str]:
-    """Return the environment that `accelerate launch --config_file` gives its processes."""
+    """Return the environment variables that `accelerate launch --config_file` sets for its processes."""
     words = ["--config_file", str(LAUNCH / f"{name}.yaml"), "-m", "frugalvit.training.train"]
     arguments, config, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert arguments.num_processes == 2 and not arguments.cpu
@@ -99,7 +99,7 @@ def test_a_student_with_sharded_weights_has_the_losses_of_one_process(finished, 
 def test_deepspeed_has_the_losses_of_one_process(finished, teacher):
     pytest.importorskip("deepspeed")
     options = STUDENT | HALF["options"] | {"teacher": teacher, "output_dir": finished / "deepspeed", "use_cpu": None}
-    # deepspeed_on_cpus.py has set up Accelerate; `TrainingArguments` would set it up again, for one process.
+    # deepspeed_on_cpus.py has set up Accelerate. `TrainingArguments` must not replace this setup.
     options["accelerator_config"] = '{"use_configured_state": true}'
     program = [PROGRAMS / "deepspeed_on_cpus.py", "frugalvit.training.bootstrap"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program]

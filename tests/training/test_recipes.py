@@ -1,4 +1,4 @@
-"""Test the files of training/recipes/: their values are arguments, and the sizes in their comments are right."""
+"""Test the files in training/recipes/: their values are arguments, and their comments give the right model sizes."""
 
 import re
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ MODULES = {"bootstrap": bootstrap, "segment": segment, "train": train, "joint": 
 
 
 def read(name: str) -> tuple[dict, str]:
-    """Return a recipe's values, including its command, and its comment as one line."""
+    """Return a recipe's values with its command, and the recipe's comment as one line."""
     text = RECIPES[name].read_text(encoding="utf-8")
     comment = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
     command = re.search(r"^command: (.*)$", text, re.MULTILINE)[1]
@@ -36,7 +36,7 @@ def recipes_of(command: str) -> list[str]:
 
 
 SEGMENT, TRAIN, JOINT = (recipes_of(command) for command in ("segment", "train", "joint"))
-# Recipes without a `model_type` fine-tune a pretrained model, whose size they do not set.
+# Recipes without `model_type` fine-tune a pretrained model and do not set its size, so they are left out.
 TRAIN = [name for name in TRAIN if "model_type" in read(name)[0]]
 
 
@@ -49,18 +49,18 @@ def test_every_value_and_every_option_of_the_comment_is_an_argument():
         found = {field: value for group in groups for field, value in vars(group).items()}
         wrong = [field for field in values if found[field] not in (values[field], [values[field]])]
         assert wrong in ([], ["output_dir"]), name
-        # The comment may name other commands, whose options are not checked here.
+        # The options of other commands in the recipe's comment are not checked.
         own = re.sub(r"`[^`]*`|frugalvit evaluate [^.]*", "", comment)
         named = {option.removeprefix("no_") for option in re.findall(r"--([a-z]\w+)(?![-\w])", own)}
         assert named <= {*found, "config"}, name
 
 
-# Training from scratch takes the number of classes from the data set.
+# Training from scratch takes the number of classes from the data set, which is not loaded here.
 CLASSES = {"ILSVRC/imagenet-1k": 1000, "uoft-cs/cifar100": 100, "uoft-cs/cifar10": 10, "ufldl-stanford/svhn": 10}
 
 
 def build_to_train(values: dict):
-    """Build the model of a recipe for `frugalvit train` or `joint`, and return it with its image size."""
+    """Build the model of a recipe for `frugalvit train` or `joint`. Return the model and its image size."""
     classes = CLASSES[values["dataset"]]
     if "variant" in values:
         config = BootstrappedViTConfig.from_variant(values["variant"], num_labels=classes)
@@ -78,7 +78,7 @@ def on_meta_device():
 
 @on_meta_device()
 def build_on_meta_device(name: str):
-    """Build the model of a recipe on the meta device, and return it with its image size."""
+    """Build the model of a recipe on the meta device. Return the model and its image size."""
     values, _ = read(name)
     if name not in SEGMENT:
         return build_to_train(values)
@@ -87,7 +87,7 @@ def build_on_meta_device(name: str):
 
 
 def counts(name: str) -> list[str]:
-    """Return the parameters and the billions of multiply-accumulates in a recipe's comment."""
+    """Return the numbers of parameters and multiply-accumulates (in billions) that a recipe's comment gives."""
     return re.search(r"Counted: ([\d,]+) parameters(?:, ([\d.]+) G multiply)?", read(name)[1]).groups()
 
 
@@ -99,7 +99,7 @@ QUICK = ("sparseformer-v1-tiny", "joint-small", "convmixer", "segment-augreg-bas
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in SEGMENT + TRAIN + JOINT],
 )
 def test_parameters_and_multiplications(name):
-    """The comments give the numbers that are counted here; tests/test_info.py counts bootstrapped students."""
+    """The counts equal the numbers in the recipe's comment. tests/test_info.py checks bootstrapped students."""
     model, pixels = build_on_meta_device(name)
     parameters, macs = counts(name)
     assert parameters == f"{model.num_parameters():,}"

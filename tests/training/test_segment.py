@@ -1,4 +1,4 @@
-"""Test training of semantic segmentation, on scenes of rectangles."""
+"""Test training of semantic segmentation on images of rectangles."""
 
 import functools
 
@@ -29,7 +29,7 @@ SEGFORMER = {
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory, scenes) -> dict:
-    """Return the options of a run that starts from a tiny classifier."""
+    """Save a tiny classifier. Return the options of a training that starts from this classifier."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("start")
     kind, normalization = KINDS["bootstrapped"], {"image_mean": 0.5, "image_std": 0.25}
@@ -48,7 +48,7 @@ def options(tmp_path_factory, scenes) -> dict:
 
 
 def measured(model, batches) -> dict[str, float]:
-    """Return a model's scores over all pixels that are not ignored."""
+    """Compute a model's segmentation scores over all pixels that are not ignored."""
     scores = SegmentationScores(4)
     for batch in batches:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Test how tables, and texts from files and models of others, are printed."""
+"""Test how tables, and texts with control characters, are printed."""
 
 import pytest
 

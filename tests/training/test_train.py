@@ -1,4 +1,4 @@
-"""Test training of image classifiers: the command saves a folder that loads, and losses equal their formulas."""
+"""Test training of image classifiers: the saved folder can be loaded, and losses equal their formulas."""
 
 import functools
 
@@ -28,7 +28,7 @@ from tiny import save_vit
 make = functools.partial(make_trainer, "train")
 run = functools.partial(run_command, "train")
 VIT = {"config_overrides": TINY_VIT}
-# With these options, neither views nor losses draw random numbers.
+# With these options, training views and losses are not random.
 PLAIN = {"mixup": 0, "randaugment_layers": 0, "label_smoothing_factor": 0, "flip": 0, "crop_padding": 0}
 SMALL = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2"
 RESNET = {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
@@ -60,7 +60,7 @@ def test_python_and_command_have_the_same_defaults(fine_tuned, tmp_path):
 
 
 def test_a_stopped_run_continues(tmp_path):
-    """The run draws random numbers for dropout and mixing, and takes sharpness-aware steps."""
+    """The run uses dropout, CutMix and random erasing, and takes sharpness-aware steps."""
     dropout = f"{TINY_VIT},hidden_dropout_prob=0.1"
     again = check_resumes("train", tmp_path, 5, config_overrides=dropout, cutmix=1, erasing=0.5, sam_rho=0.05)
     assert again.state.global_step == 8 and type(again.optimizer.optimizer).__name__ == "SAM"
@@ -82,7 +82,7 @@ def test_images_are_mixed_and_labels_smoothed_in_training_alone(tmp_path):
 
 @pytest.fixture
 def taught(tmp_path):
-    """Return options of distillation from an untrained ResNet with another normalization, and the ResNet."""
+    """Save an untrained ResNet teacher with its own normalization. Return distillation options and the ResNet."""
     torch.manual_seed(0)
     teacher = ResNetForImageClassification(ResNetConfig(**RESNET, num_labels=10)).eval()
     with torch.no_grad():
@@ -110,14 +110,14 @@ def test_learns_from_a_teacher(kind, token, taught, tmp_path):
         of_teacher = F.cross_entropy(heads[1], expected.argmax(1))
     of_labels = F.cross_entropy(heads[0], labels, label_smoothing=0.1)
     torch.testing.assert_close(loss, 0.7 * of_labels + 0.3 * of_teacher)
-    # Both heads learn from the labels if there is no teacher.
+    # Without a teacher, both heads learn from the labels.
     own.teacher = None
     both = F.cross_entropy(heads[1], labels, label_smoothing=0.1)
     torch.testing.assert_close(own.compute_loss(own.model, inputs), (of_labels + both) / 2)
 
 
 def test_the_kind_of_problem_is_single_labels(tmp_path):
-    """The command sets `problem_type`. Models of another type are refused by the trainer, teachers by the command."""
+    """The command sets the model's `problem_type`. The trainer refuses multi-label models, also as teachers."""
     folder = save_vit(tmp_path / "vit", num_labels=10, problem_type="multi_label_classification")
     own = make(tmp_path / "out", model=folder)
     assert own.model.config.problem_type == "single_label_classification"
@@ -140,7 +140,7 @@ def test_the_kind_of_problem_is_single_labels(tmp_path):
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """The saved configuration names its initialization: a model built from it with the same seed has equal weights."""
+    """A model that is built from the saved configuration with the same seed has equal initial weights."""
     torch.manual_seed(99)
     start = {"initialization": initialization, "initialization_options": options}
     sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
@@ -149,7 +149,7 @@ def test_a_published_configuration_draws_the_start_again(model_type, initializat
     model, _ = models.build_model(arguments, args, ["ant", "bee"])
     expected = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
-        # Zeros stand for weights that training has changed.
+        # Instead of training, the test sets all weights to zero.
         for parameter in model.parameters():
             parameter.zero_()
     model.save_pretrained(tmp_path)

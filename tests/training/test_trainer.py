@@ -1,4 +1,4 @@
-"""Test `ImageTrainer`: runs that stop and continue, the best model, optimizers, and folders with foreign files."""
+"""Test `ImageTrainer`: runs that stop and continue, the best model, optimizers, and files in the output folder."""
 
 import json
 import math
@@ -33,16 +33,16 @@ from tiny import make_vit
 
 FORMAT = ImageFormat((16, 16))
 VIEW = SimpleNamespace(crop="padded", crop_padding=2, crop_size=None, padding_mode="reflect", flip=0.5)
-# Dropout makes the ViT draw random numbers.
+# Dropout draws random numbers, so a run that continues must restore the random state.
 SIZES = {"image_size": 16, "hidden_size": 16, "intermediate_size": 32, "hidden_dropout_prob": 0.1, "num_labels": 10}
-# The arguments make two epochs of four steps.
+# A run with these arguments has two epochs of four steps.
 ARGUMENTS = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 32}
 ARGUMENTS |= {"learning_rate": 1e-2, "weight_decay": 0.05, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
 ARGUMENTS |= {"logging_steps": 1, "use_cpu": True, "batch_eval_metrics": False}
 
 
 class Learner(SharpnessAwareTrainer):
-    """Trainer of a classifier. `factors` multiplies losses of some steps; `accuracies` replaces measured values."""
+    """Trainer of a classifier. `factors` maps steps to factors of the loss. `accuracies` replaces measured values."""
 
     factors, accuracies = {}, ()
 
@@ -92,7 +92,7 @@ def make(tmp_path, images):
 
 
 class At(TrainerCallback):
-    """Call a function at the beginning of each step with the step's number, counted from 0."""
+    """Call a function with the step's number, counted from 0, at the beginning of each step."""
 
     def __init__(self, do):
         self.do = do
@@ -120,7 +120,7 @@ def test_a_run_that_continues_within_an_epoch_equals_one_without_a_stop(options,
     own = make(**options)
     own.run()
     assert_equal(own.model.state_dict(), whole.model.state_dict())
-    # All losses differ, because views and order change from epoch to epoch.
+    # All losses differ from each other, because views and the order of images change in each epoch.
     assert logged(own, "loss") == logged(whole, "loss") and len({*logged(own, "loss")}) == whole.state.max_steps
 
 
@@ -132,13 +132,13 @@ def test_a_run_on_a_stream_continues(make, write_parquet):
         return logged(own, "loss")
 
     whole, stopped, own = run("whole"), run("out", callbacks=[Stop(2)]), run("out")
-    # The stream gives three batches in each of two epochs, and their order and views change with the epoch.
+    # Each of two epochs has three batches. All losses differ, because order and views change with the epoch.
     assert stopped == whole[:2] and own[:3] == whole[:3] and len({*whole}) == len(own) == 6
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 def test_ctrl_c_saves_the_step_under_way(again, make, tmp_path, capsys):
-    """A second Ctrl-C ends the run at once."""
+    """The first Ctrl-C ends the run after the current step. A second Ctrl-C ends the run at once."""
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         make(callbacks=[At(lambda step: step == 5 and os.kill(os.getpid(), signal.SIGINT))] * (1 + again)).run()
@@ -203,7 +203,7 @@ def test_checkpoints_are_removed_when_a_new_run_starts(make, tmp_path):
     ],
 )
 def test_a_run_does_not_continue_with_other_settings(change, message, make, images, tmp_path):
-    """With other settings, neither a finished nor a stopped run continues; the files of both are kept."""
+    """With other settings, a finished or stopped run does not continue, and its files are kept."""
     callbacks = [Stop(2)] if "seed" in change else []
     make(callbacks=callbacks).run()
     files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
@@ -248,7 +248,7 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(file, damage, make, tm
 
 @pytest.mark.parametrize("best", [0, 1])
 def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
-    """The kept model, best or last, is measured on the test images, or on the evaluation images if there are none."""
+    """The kept model is measured on the test images. Without test images, it is measured on the evaluation images."""
     accuracies, saved = [(0.75, 0.25, 0.375), (0.25, 0.75, 0.375)][best], []
     for name, options, test, epoch, expected in (
         ("best", {}, None, best, 0.75),
@@ -284,9 +284,9 @@ def test_a_finished_run_is_kept_and_a_longer_one_continues(make, tmp_path):
 
 
 def test_methods_of_the_trainer_work_alone(make, images, pictures, tmp_path, hub, monkeypatch):
-    """A notebook calls the trainer's methods one by one."""
+    """In a notebook, users call the trainer's methods one by one."""
     monkeypatch.setattr("transformers.utils.hub._hf_api", None)
-    # TensorBoard writes to the working directory before training starts.
+    # TensorBoard may write to the working directory, so the test changes to a temporary folder.
     monkeypatch.chdir(tmp_path)
     own = make(num_train_epochs=1, hub_model_id="someone/model", report_to="tensorboard")
     assert own.evaluate().keys() >= {"eval_loss", "eval_accuracy"} and own.train().global_step == 4
@@ -305,7 +305,7 @@ def test_methods_of_the_trainer_work_alone(make, images, pictures, tmp_path, hub
 
 
 def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
-    """The second gradient is computed at weights moved by rho along the first, and updates the original weights."""
+    """SAM moves the weights by rho along the first gradient. The second gradient updates the unmoved weights."""
     seen, compute_loss = [], Learner.compute_loss
 
     def note(self, model, *arguments, **options):
@@ -323,7 +323,7 @@ def test_sharpness_aware_steps_compute_two_gradients(make, monkeypatch):
 
 @pytest.mark.parametrize(("options", "kind"), [({}, "AdamW"), ({"sam_rho": 0.1}, "SAM")])
 def test_optimizers_have_the_groups_of_the_trainer(options, kind, make):
-    """Norms, biases, positions and [CLS] do not decay, and frozen weights are in no group."""
+    """Norms, biases, position embeddings and [CLS] have no weight decay. Frozen weights are in no group."""
     own = make(**options)
     own.model.vit.layernorm.requires_grad_(False)
     optimizer = own.create_optimizer()
@@ -338,7 +338,7 @@ def test_optimizers_have_the_groups_of_the_trainer(options, kind, make):
 
 @pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_rates_fall_with_depth(library, make):
-    """The learning rate falls from the last block to the first, and the head has its own factor."""
+    """The learning rate falls from the last encoder block to the first. The classifier has its own factor."""
     if library == "timm":
         sizes = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
         config = transformers.TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=sizes, num_labels=3)

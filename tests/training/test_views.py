@@ -1,4 +1,4 @@
-"""Test images in every form, views that depend on seed, epoch and index alone, and unreadable images."""
+"""Test the forms of images that a training accepts, random views, and unreadable images."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ LABELED = ["decoded", "stream", "pairs", "records", "folder"]
 
 @pytest.mark.parametrize("kind", [*LABELED, "PIL", "paths"])
 def test_images_may_have_any_form(kind, tmp_path):
-    """The color of each of the ten images is its number, from which the expected label follows."""
+    """The color of each of the ten images is the image's number. The expected label follows from this number."""
     draw_classes(tmp_path / "classes", 5)
     draw(tmp_path / "flat", 10)
     paths = [str(tmp_path / "flat" / f"{index}.png") for index in range(10)]
@@ -105,7 +105,7 @@ def assert_same(batches, expected):
 
 
 def test_a_view_is_a_function_of_seed_epoch_and_index(images):
-    """A view is the same in every process, and does not depend on earlier draws."""
+    """A view is equal in every process and does not depend on earlier random numbers."""
     views = Views(images, VIEW_OF_TRAINING, seed=1)
     views.epoch.fill_(3)
     before = torch.get_rng_state()
@@ -121,12 +121,12 @@ def test_a_view_is_a_function_of_seed_epoch_and_index(images):
         other = Views(images, VIEW_OF_TRAINING, seed)
         other.epoch.fill_(epoch)
         assert not torch.equal(other[5]["pixel_values"], pixels)
-    # Persistent workers see the new epoch, too.
+    # Persistent workers use the new epoch, too.
     loader = DataLoader(views, 8, num_workers=1, persistent_workers=True)
     for epoch in range(2):
         views.epoch.fill_(epoch)
         assert {*torch.cat([batch["epoch"] for batch in loader]).tolist()} == {epoch}
-    # Labels become the class numbers of the model.
+    # The argument `classes` maps labels to the model's class numbers.
     numbers = [Views(images, EvalView(FORMAT), classes=range(9, -1, -1))[index]["labels"] for index in range(32)]
     assert numbers == [9 - label for label in images["label"]]
 
@@ -157,7 +157,7 @@ def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
             read()
     views.skip_corrupt = True
     index = torch.cat([batch["index"] for batch in loaded(views, num_workers=workers)])
-    # The next readable image replaces a corrupt one: image 5 replaces 3 and 4, and image 0 replaces 11.
+    # The next readable image replaces a corrupt image. Image 5 replaces images 3 and 4; image 0 replaces image 11.
     assert index.tolist() == [0, 1, 2, 5, 5, 5, 6, 7, 8, 9, 10, 0]
     found = stream_of(write_parquet, workers, skip_corrupt=True, corrupt=[3, 4, 11])
     assert sum(len(batch["labels"]) for batch in found) == 9
@@ -169,7 +169,7 @@ def test_a_corrupt_image_is_named_or_replaced(workers, write_parquet, tmp_path):
 
 
 def test_batches_are_normalized_and_mixed_in_training_alone(images):
-    """Mixing depends on the seed, the epoch and the index of a batch's first image only."""
+    """Mixing depends only on the seed, the epoch and the index of the batch's first image."""
     training, evaluation = (Views(images, EvalView(FORMAT), seed) for seed in (1, None))
     samples, known = (
         [views[index] | {"mask": torch.tensor(7)} for index in range(8)] for views in (training, evaluation)
@@ -186,5 +186,5 @@ def test_batches_are_normalized_and_mixed_in_training_alone(images):
     for epoch in range(20):
         mixed = collator([sample | {"epoch": epoch} for sample in samples])
         kept.add(bool((mixed["pixel_values"] == plain["pixel_values"]).flatten(1).any(1).all()))
-    # CutMix keeps some pixels unchanged, and mixup keeps none.
+    # CutMix leaves some pixels of each image unchanged. Mixup changes all pixels.
     assert kept == {True, False} and mixing(10, 0, 0) is None
