@@ -1,4 +1,4 @@
-"""Tests of attention statistics."""
+"""Tests of `measure_attention`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Tests of pictures of RoIs."""
+"""Tests of `draw_rois`."""
 
 import numpy as np
 import torch

@@ -68,7 +68,7 @@ def stop_after_parsing(monkeypatch):
         return read_and_stop
 
     monkeypatch.setattr(ArgumentParser, "parse", stopping(ArgumentParser.parse))
-    # Benchmarks use argparse's own parser.
+    # Benchmarks use the parser of argparse instead of frugalvit's `ArgumentParser`.
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stopping(argparse.ArgumentParser.parse_args))
 
 

@@ -1,4 +1,4 @@
-"""Tests of speed measurements."""
+"""Tests of `images_per_second`."""
 
 import torch
 

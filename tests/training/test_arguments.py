@@ -27,7 +27,7 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
     others.append([kind(**{name: GIVEN[name] for name in GIVEN if name in vars(group)}) for kind, group in kinds])
     for other in others:
         assert values_of(other) == values_of(groups)
-    # The command line takes precedence over the file.
+    # The command line takes precedence over the YAML file.
     over = make_parser().parse([*config, "--max_steps", "8", "--crop_scale", "0.2", "1", "--tune_all", "false"])
     assert (over[2].max_steps, over[2].crop_scale, over[2].tune_all) == (8, [0.2, 1.0], False)
     (tmp_path / "more.yaml").write_text("{teacher: t, output_dir: o, lr_scheduler_kwargs: {min_lr: 1.0e-5}}")

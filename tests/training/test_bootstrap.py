@@ -327,7 +327,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("kind", ["open_clip", "siglip-vision", "dinov2-registers"])
 def test_a_folder_of_any_library_is_a_teacher(kind, pictures, tmp_path):
-    """The teacher's outputs determine the student's model class. The saved processor gives the pixels of `EvalView`."""
+    """The teacher's outputs determine the student's model class. The saved processor matches `EvalView`."""
     options = {"teacher": save_kind(kind, tmp_path / "teacher"), "output_dir": str(tmp_path / "out")}
     groups, some = make_parser().parse_dict(ONE_EPOCH | options), as_images(pictures[:8])
     own, anatomy = make_trainer(*groups, parts=(some, some)), read_anatomy(KINDS[kind].make())
