@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and the order of tests."""
+"""Fixtures for all tests, and the order in which test modules run."""
 
 import base64
 import gc
@@ -9,8 +9,8 @@ import sys
 import types
 
 
-# Test processes run in parallel, and several threads in each would slow them. With one thread, results are also equal
-# bit by bit between processes. PyTorch reads the variable when it is imported.
+# Test processes run in parallel, so more than one thread in each process would slow down all of them. With one thread,
+# results of different processes are also equal bit by bit. PyTorch reads this variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import httpx2
@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from huggingface_hub.utils._http import default_client_factory
 
 
-# Names of modules with few, long tests, in the order in which parallel test processes start them.
+# Test modules that take long. Parallel test processes start these modules first, in this order.
 LONG_MODULES = (
     "export",
     "ecosystem",
@@ -37,7 +37,7 @@ LONG_MODULES = (
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
-    """Reset Accelerate's state, because an earlier test may have set another precision."""
+    """Reset Accelerate's state before and after each test, because a test may set another precision."""
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
@@ -45,20 +45,20 @@ def fresh_accelerator():
 
 @pytest.fixture(scope="session", autouse=True)
 def default_signals():
-    """Restore the default handlers of SIGINT and SIGHUP, because processes started with `&` or `nohup` ignore them."""
+    """Restore the default handlers of SIGINT and SIGHUP: `&` and `nohup` make a process ignore these signals."""
     for name, default in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
             signal.signal(getattr(signal, name), default)
 
 
 def pytest_configure():
-    """Block `openvino_telemetry`, which sends usage data of OpenVINO, because this package forks the process."""
+    """Block the import of `openvino_telemetry`: it sends usage data of OpenVINO, and it forks the process."""
     sys.modules["openvino_telemetry"] = None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Disable the garbage collector during imports, and exclude imported objects from later collections."""
+    """Disable the garbage collector while pytest imports the tests, then freeze all objects (`gc.freeze`)."""
     gc.disable()
     try:
         return (yield)
@@ -70,21 +70,20 @@ def pytest_collection():
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_imported_objects():
-    """Exclude objects of earlier modules from later garbage collections, because `Trainer` collects garbage in each
-    training."""
+    """Freeze all objects (`gc.freeze`) before each module, so that garbage collections by `Trainer` skip them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """With several processes, run long modules first, so that no process starts a long module near the end."""
+    """Run long modules first in parallel test processes, so that no process starts a long module near the end."""
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}": index for index, name in enumerate(LONG_MODULES)}
         items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 class Hub:
-    """Fake hub that answers the requests of an upload and records them.
+    """Fake Hugging Face Hub that records the requests of an upload and answers them.
 
     Attributes:
         files (`list[str]`): Names of files in the repository before the upload.
@@ -127,7 +126,7 @@ class Hub:
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Fake hub; no request leaves this process."""
+    """Replace the Hugging Face Hub with a fake `Hub`, so that no request leaves this process."""
     hub = Hub()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
@@ -138,7 +137,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def imported_once(monkeypatch):
-    """Make `frugalvit publish` check folders in forks of a process that has imported Transformers, not frugalvit."""
+    """Run the checks of `frugalvit publish` in forks of a process that has already imported Transformers."""
     from processes import run_in_server
 
     monkeypatch.setattr("frugalvit.publish.subprocess", types.SimpleNamespace(run=run_in_server))
@@ -146,7 +145,7 @@ def imported_once(monkeypatch):
 
 @pytest.fixture(scope="session")
 def scenes(tmp_path_factory) -> str:
-    """Path of a parquet file of 12 images with masks."""
+    """Path of a parquet file with 12 images and their segmentation masks."""
     from drawn import write_scenes
 
     return write_scenes(tmp_path_factory.mktemp("scenes") / "scenes.parquet")
@@ -154,8 +153,8 @@ def scenes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def write_parquet(tmp_path):
-    """Function that writes a parquet file of images whose colors and labels follow from their indices. `corrupt` lists
-    the indices of images with truncated bytes."""
+    """Function that writes images to a parquet file and returns its path. An image's index determines its color and
+    its label. `corrupt` lists the indices of images with truncated bytes."""
     import datasets
     import numpy as np
 
@@ -176,7 +175,7 @@ def write_parquet(tmp_path):
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """Cache of the hub with a model that has 3 classes on branch main and 2 at tag v1."""
+    """Local hub cache with two revisions of a model: branch main has 3 classes, and tag v1 has 2."""
     from transformers import ViTImageProcessor
 
     from tiny import make_vit

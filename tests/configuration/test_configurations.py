@@ -1,4 +1,4 @@
-"""Test that configurations refuse wrong fields, and that variants and unknown fields can be saved."""
+"""Tests of configurations: errors for wrong fields, and saving of variants and unknown fields."""
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
@@ -80,7 +80,7 @@ def test_wrong_fields_of_every_family_are_refused(kind):
 
 
 def test_assigned_fields_are_checked(tmp_path):
-    """A single field is checked on assignment, and fields together when a model is built or a configuration saved."""
+    """Assigning a field checks this field. Building a model or saving the configuration checks combinations."""
     config = SparseFormerConfig(hidden_size=64, focusing_hidden_size=32)
     with pytest.raises(StrictDataclassError, match="(?s)'num_sampling_points'.* expected at least 2, got 1"):
         config.num_sampling_points = 1
@@ -93,7 +93,7 @@ def test_assigned_fields_are_checked(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_variants_and_unknown_fields(kind, tmp_path):
-    """Saving and loading keeps variants, and unknown fields whose names resemble no known field."""
+    """Serialization keeps the fields of variants, and unknown fields such as `dataset`."""
     of_kind(kind, dataset="cifar10").save_pretrained(tmp_path)
     config_class = KINDS[kind].config_class
     assert config_class.from_pretrained(tmp_path).dataset == "cifar10"

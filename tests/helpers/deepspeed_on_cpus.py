@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 deepspeed_on_cpus.py MODULE ARGUMENTS
 
-MODULE is a module of frugalvit.training.
+MODULE is the full name of a training module, such as frugalvit.training.bootstrap.
 """
 
 import importlib

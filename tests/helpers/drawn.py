@@ -1,4 +1,4 @@
-"""Images and images with masks, in memory and as files."""
+"""Generated images and segmentation masks, in memory and as files."""
 
 import io
 from pathlib import Path
@@ -15,13 +15,13 @@ def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
 
 
 def noise(size: tuple[int, int] = (48, 40), seed: int = 0) -> Image.Image:
-    """Return a random image; `size` is its width and height. Equal seeds give equal images."""
+    """Return a random image of `size` (width, height). Equal seeds give equal images."""
     pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:
-    """Return an image of rectangles and its mask with four classes. The value of a pixel is 60 times its class."""
+    """Return an image of rectangles and its mask with four classes. A pixel's value is 60 times its class."""
     generator = np.random.default_rng(seed)
     mask = np.zeros((height, width), np.uint8)
     for label in (1, 2, 3):
@@ -31,7 +31,7 @@ def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.
 
 
 def write_scenes(path: Path, count: int = 12, change=None) -> str:
-    """Write scenes to a parquet file and return its path. `change` modifies the columns in place."""
+    """Write images and masks to a parquet file and return its path. The function `change` edits the columns."""
     scenes = [scene(seed) for seed in range(count)]
     columns = {
         "image": [{"bytes": encode(image), "path": None} for image, _ in scenes],
@@ -47,7 +47,7 @@ def write_scenes(path: Path, count: int = 12, change=None) -> str:
 
 
 def draw(folder: Path, count: int, start: int = 0, name: str = "{}.png"):
-    """Write images whose red channel is their index."""
+    """Write image files. The red channel of each image is the image's index."""
     folder.mkdir(parents=True, exist_ok=True)
     for index in range(start, start + count):
         Image.new("RGB", (32, 32), (index, 0, 0)).save(folder / name.format(index))

@@ -9,13 +9,13 @@ import frugalvit
 
 @dataclass(frozen=True)
 class Kind:
-    """A model family, or a generation of one.
+    """A model family, or a generation of SparseFormer, with a tiny configuration.
 
     Attributes:
         config_class (`type`): Configuration class.
-        variant (`str`, *optional*): Variant of the papers that tiny models are based on.
-        fields (`dict`): Fields that make the variant small.
-        classes (`tuple`): Model classes: the base model, the classifier, others.
+        variant (`str`, *optional*): Variant of the paper from which the tiny configuration starts.
+        fields (`dict`): Fields that replace the variant's fields to make models small.
+        classes (`tuple`): Model classes: first the base model, then the classifier, then other classes.
         any_size (`bool`): Whether one exported program takes images of any size.
     """
 
@@ -26,7 +26,7 @@ class Kind:
     any_size: bool = True
 
     def config(self, model_class: type[PreTrainedModel] | None = None, **fields) -> PreTrainedConfig:
-        """Return a tiny configuration for a model class, by default the base model, with some fields replaced."""
+        """Return a tiny configuration for `model_class`, by default the base model. `fields` replace its values."""
         config_class = (model_class or self.base).config_class
         fields = self.fields | fields
         if config_class.model_type.endswith("_projection"):
@@ -71,7 +71,6 @@ KINDS = {
     "bootstrapped": Kind(
         frugalvit.SparseFormerConfig,
         "augreg-base-49-224",
-        # Flex attention needs heads of at least 16 channels in the focusing layer.
         {**SPARSEFORMER, "mixing_hidden_size": 16},
         SPARSEFORMERS,
     ),

@@ -20,13 +20,13 @@ SCRIPT = Path(__file__).with_name("without_frugalvit.py")
 
 
 def run_without_frugalvit(directory: Path, *arguments):
-    """Run an action of without_frugalvit.py in a directory, offline."""
+    """Run an action of `without_frugalvit.py` in `directory`, offline."""
     error = ask_server(directory, [str(argument) for argument in arguments])
     assert error is None, error[-4000:]
 
 
 def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
-    """Return logits of a model loaded from a folder, and of its saved copy. Check that saving keeps the code."""
+    """Return the logits of a model loaded from `folder` and of its saved copy. Check that both have the same code."""
     save_file(inputs, directory / "inputs")
     run_without_frugalvit(directory, "compute", folder, loader, directory / "inputs", directory / "outputs")
     if isinstance(folder, Path):
@@ -39,7 +39,7 @@ def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, 
 
 
 def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
-    """Run an action in a fork of the server. Return what the fork printed if the action failed, else None."""
+    """Run an action in a fork of the server process. Return the fork's output if the action failed, else None."""
     server = serving()
     server.stdin.write(json.dumps({"directory": str(directory), "arguments": arguments}) + "\n")
     server.stdin.flush()
@@ -48,7 +48,7 @@ def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
 
 
 def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProcess:
-    """Run `python -c SOURCE …` in a fork of the server, with the signature of `subprocess.run`."""
+    """Replacement of `subprocess.run` that runs `python -c SOURCE …` in a fork of the server process."""
     executable, option, *source = command
     assert (executable, option) == (sys.executable, "-c")
     error = ask_server(cwd, ["run_source", *source])
@@ -57,7 +57,7 @@ def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProc
 
 @contextmanager
 def web_server(command: list[str], home: Path, environment: dict[str, str]):
-    """Start a web server in `home`, yield the address that it prints, and end it afterwards."""
+    """Start a web server in the directory `home`, yield its printed address, and finally terminate the server."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = environment | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, **streams, cwd=home, env=environment) as process:
@@ -75,7 +75,7 @@ def web_server(command: list[str], home: Path, environment: dict[str, str]):
 
 @functools.cache
 def serving() -> subprocess.Popen:
-    """Return the server of this test process. The first call starts the server; it ends with the test process."""
+    """Start `without_frugalvit.py serve` in the first call, and return the server. It ends with the test process."""
     home = tempfile.mkdtemp(prefix="without-frugalvit-")
     server = subprocess.Popen(
         [sys.executable, str(SCRIPT), "serve"],
@@ -98,18 +98,18 @@ def serving() -> subprocess.Popen:
 
 
 def environment(home: str | Path) -> dict[str, str]:
-    """Return the environment of an offline process with the hub's caches in `home`."""
+    """Return environment variables for an offline process whose Hugging Face caches are in `home`."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHON"))}
     return others | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
 def first_answers(application, images: list) -> list:
-    """Return the outputs of a `Classifier` or an `Embedder`, in a process to which `application` was pickled."""
+    """Return the outputs of a `Classifier` or an `Embedder`. Tests run this function in another process."""
     return list(application(images))
 
 
 def answers_of_threads(applications: list, images: list, calls: int = 160) -> list[tuple[int, int, object]]:
-    """Call applications from eight threads. Return index of application, index of image and output for each call."""
+    """Call `applications` from eight threads. Return (index of application, index of image, output) of each call."""
 
     def ask(number: int) -> tuple[int, int, object]:
         which, index = number % len(applications), number % len(images)

@@ -1,4 +1,4 @@
-"""Checks that the tests of all training commands share."""
+"""Checks for the tests of all training commands."""
 
 import importlib
 
@@ -10,12 +10,12 @@ from frugalvit.cli import main
 from frugalvit.training.trainer import ImageTrainer
 
 
-# Logged values with these suffixes differ between equal runs: times, and sums that `Trainer` resets when it resumes.
+# Suffixes of names of logged values that differ between equal runs: times, and sums that `Trainer` resets on resuming.
 MEASURED = ("_per_second", "runtime", "total_flos", "train_loss")
 
 
 def parse(command: str, output_dir, **options) -> tuple:
-    """Return the module of a training command and its parsed dataclasses of arguments."""
+    """Return a training command's module and the dataclasses of its parsed arguments."""
     module = importlib.import_module(f"frugalvit.training.{command}")
     words = command_words(**SHORT | {"output_dir": output_dir} | options)
     return module, module.make_parser().parse(words)
@@ -28,8 +28,8 @@ def make(command: str, output_dir, **options):
 
 
 def check_defaults(command: str, output_dir, make_in_python, **options):
-    """Check that `make_in_python(trainer, args)` returns a trainer with the arguments of the command's trainer."""
-    # None removes the values in `SHORT`, so that the defaults are compared.
+    """Check that the trainer `make_in_python(trainer, args)` has the same arguments as the command's trainer."""
+    # None removes an option of `SHORT`, so that its default value is compared.
     options = dict.fromkeys(("num_train_epochs", "per_device_train_batch_size", "logging_steps")) | options
     own = make(command, output_dir, **options)
     _, (*_, args) = parse(command, output_dir, **options)
@@ -37,7 +37,7 @@ def check_defaults(command: str, output_dir, make_in_python, **options):
 
 
 class Interrupt(TrainerCallback):
-    """Callback that simulates Ctrl-C during a step; the first step is 0."""
+    """Callback that simulates Ctrl-C during step `step`. The first step is 0."""
 
     def __init__(self, trainer, step: int):
         self.trainer = trainer
@@ -49,14 +49,13 @@ class Interrupt(TrainerCallback):
 
 
 def records(trainer) -> list[dict]:
-    """Return a trainer's log without the values that `MEASURED` names."""
+    """Return a trainer's log without the values whose names end with a suffix in `MEASURED`."""
     history = trainer.state.log_history
     return [{name: value for name, value in each.items() if not name.endswith(MEASURED)} for each in history]
 
 
 def check_resumes(command: str, folder, step: int, **options):
-    """Check that a run that is interrupted within an epoch and resumed gives the weights of an uninterrupted run, bit
-    by bit."""
+    """Check that a run that is interrupted and resumed has the same weights and log as an uninterrupted run."""
     whole = run_command(command, folder / "whole", **options)
     stopped = make(command, folder / "again", **options)
     assert step % (stopped.num_examples(stopped.get_train_dataloader()) // stopped.args.train_batch_size)
@@ -74,7 +73,7 @@ def check_resumes(command: str, folder, step: int, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ImageTrainer, "training_step", note)
         again = run_command(command, folder / "again", **options)
-    # A sharpness-aware step calls `ImageTrainer.training_step` twice.
+    # A sharpness-aware step calls `training_step` twice, so repeated step numbers are removed.
     assert [*dict.fromkeys(steps)] == [*range(step + 1, whole.state.global_step)]
     assert records(again) == records(whole)
     files = [folder / name / "model.safetensors" for name in ("whole", "again")]
@@ -83,7 +82,7 @@ def check_resumes(command: str, folder, step: int, **options):
 
 
 def error_of(command: str, output_dir, capsys, **options) -> str:
-    """Run a command with wrong arguments; return its one-line error, and check that it left no model."""
+    """Run a command with wrong arguments. Return its error message, and check that no model was saved."""
     words = command_words(**SHORT | {"output_dir": output_dir} | options)
     command = command.replace("_", "-")
     try:
@@ -92,7 +91,7 @@ def error_of(command: str, output_dir, capsys, **options) -> str:
         code = end.code
     before, start, message = capsys.readouterr().err.rpartition(f"frugalvit {command}: error: ")
     assert code in (1, 2) and start and "Traceback" not in before
-    # A progress bar must not share a line with the error.
+    # The error must start on a new line, not after a progress bar.
     assert not before or before.endswith("\n")
     message = message.splitlines()[0]
     assert not (output_dir / "model.safetensors").exists()

@@ -1,8 +1,9 @@
 """Run trainings in several processes: `python several_processes.py JOBS`.
 
-It replaces torchrun: processes are forks of this one, so libraries are imported once. JOBS is a JSON list of jobs. A
-job has a `module`, its command-line `words`, the number of `processes`, their `environment`, which may enable FSDP,
-and a `log`. Process RANK appends its standard error to the file `log`.RANK.
+This program replaces torchrun. Its processes are forks, so libraries are imported only once. JOBS is a JSON file with
+a list of jobs. The keys of a job are `module` (a module of frugalvit.training), `words` (its command-line arguments),
+`processes` (their number), `environment` (environment variables, optional) and `log` (a path). The process of rank
+RANK appends its standard error to the file `log`.RANK.
 """
 
 import gc
@@ -22,7 +23,7 @@ from frugalvit.training.arguments import run_as_program
 
 
 def allow_fsdp_on_cpu():
-    """Let Accelerate use FSDP2 on CPUs, where version 1.15 always chooses DDP."""
+    """Make Accelerate use FSDP2 on CPUs. Without this patch, Accelerate 1.15 uses DDP on CPUs."""
     start = state.AcceleratorState.__init__
 
     def start_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
@@ -36,7 +37,7 @@ def allow_fsdp_on_cpu():
 
 
 def run(job: dict, rank: int, port: int):
-    """Run a job as process `rank`, and end the process."""
+    """Run a job in this process with rank `rank`, then exit."""
     processes = str(job["processes"])
     program = importlib.import_module(f"frugalvit.training.{job['module']}")
     if job["processes"] > 1:
@@ -56,7 +57,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    # A garbage collection writes to the memory of imported objects, which each fork would then have to copy.
+    # Without `gc.freeze`, garbage collections write to imported objects, so each fork copies the objects' memory.
     gc.freeze()
     for job in json.load(open(sys.argv[1])):  # noqa: SIM115
         port, children = free_port(), []

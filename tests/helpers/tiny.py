@@ -27,12 +27,12 @@ from transformers import (
 from frugalvit import SparseFormerVisionModel
 
 
-# Fields of a small SparseFormer.
+# Configuration fields of a small SparseFormer.
 SMALL = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, "num_focusing_iterations": 2}
 
 
 def randomize(model: nn.Module, scale: float = 0.1) -> nn.Module:
-    """Add noise to every weight, so that no layer is an identity by its initialization."""
+    """Add noise to every parameter, because some layers are initialized as the identity function."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,7 +41,7 @@ def randomize(model: nn.Module, scale: float = 0.1) -> nn.Module:
 
 
 def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose ids are indices into `words`. It adds [BOS] and [EOS] to texts if `words` has both."""
+    """Return a tokenizer whose ids are indices of `words`. If `words` has [BOS], it adds [BOS] and [EOS] to texts."""
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if "[BOS]" in words:
@@ -51,12 +51,12 @@ def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", **options)
 
 
-# Fields of a small ViT.
+# Configuration fields of a small ViT.
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def make_vit(**fields) -> ViTForImageClassification:
-    """Build a ViT. Each call gives equal weights."""
+    """Build a ViT. All calls give the same weights."""
     torch.manual_seed(0)
     return ViTForImageClassification(ViTConfig(**VIT | {"intermediate_size": 64} | fields)).eval()
 
@@ -68,7 +68,7 @@ def save_vit(folder: Path, **fields) -> Path:
     return folder
 
 
-# Vocabulary and vision tower of a small LLaVA.
+# Vocabulary, image token and vision tower of a small LLaVA.
 WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "and", "?", "cat", "dog", "ship", "<image>"]
 IMAGE = WORDS.index("<image>")
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -104,7 +104,7 @@ def make_processor(llava) -> LlavaProcessor:
     )
 
 
-# Vocabulary size of a PaliGemma: large, because its processor adds location and segmentation tokens.
+# Vocabulary size of a PaliGemma. It is large, because the processor adds location and segmentation tokens.
 PALIGEMMA_TOKENS = 1300
 
 
@@ -139,7 +139,7 @@ def make_paligemma_processor() -> PaliGemmaProcessor:
 
 
 def save_to_swap(folder: Path, model, **fields) -> list[str]:
-    """Save a LLaVA or a PaliGemma with its processor, and a tower. Return the options that name model and tower."""
+    """Save a LLaVA or PaliGemma with its processor, and a SparseFormer. Return the options that name both models."""
     processor = make_processor(model) if model.config.model_type == "llava" else make_paligemma_processor()
     for part in (model, processor):
         part.save_pretrained(folder / model.config.model_type)

@@ -11,11 +11,11 @@ from frugalvit.training.data import load_images
 from tiny import SMALL
 
 
-# Fields of a tiny ViT and a tiny student on the command line.
+# Configuration fields of a tiny ViT and a tiny student, as command-line arguments.
 TINY_VIT = "image_size=32,patch_size=8,hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 STUDENT = SMALL | {"mixing_hidden_size": 8}
 TINY_STUDENT = ",".join(f"{name}={value}" for name, value in STUDENT.items())
-# Options for a run of a few steps on the CPU.
+# Command-line options for a short training on the CPU.
 SHORT = {
     "train_split": "train[:64]",
     "eval_split": "test[:32]",
@@ -28,7 +28,7 @@ SHORT = {
 
 
 def command_words(**options) -> list[str]:
-    """Return options as words of a command line. Options that are None are left out."""
+    """Return options as a list of command-line arguments, without options whose value is None."""
     words = []
     for name, value in options.items():
         if value is not None:
@@ -37,7 +37,7 @@ def command_words(**options) -> list[str]:
 
 
 def values_of(groups) -> list[dict]:
-    """Return the fields of dataclasses, except fields that describe this process."""
+    """Return each dataclass's fields as a dictionary, without fields that describe the process."""
     left_out = ("distributed_state", "_n_gpu", "command")
     return [{name: value for name, value in vars(group).items() if name not in left_out} for group in groups]
 
@@ -66,12 +66,12 @@ def measured(model, processor) -> float:
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]):
-    """Fail unless the tensors have the same names and are equal, bit by bit."""
+    """Check that two dictionaries have the same names, and tensors that are equal bit by bit."""
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 class Pairs(Dataset):
-    """A PyTorch dataset with the attributes of torchvision's: pairs of image and label, and names of classes."""
+    """PyTorch dataset of (image, label) pairs with an attribute `classes`, like torchvision's datasets."""
 
     def __init__(self, pictures, labels, classes):
         self.pictures = pictures

@@ -1,4 +1,4 @@
-"""Small random teachers of other libraries. tests/modeling/test_hosts.py compares them with docs/models.md."""
+"""Small vision transformers of other libraries with random weights: at least one for each row of docs/models.md."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ from torch import nn
 
 
 def randomize(model: nn.Module, scale: float = 0.2) -> nn.Module:
-    """Draw weights in place, so that no parameter keeps an initialization of 0 or 1. Scales of norms stay near 1."""
+    """Replace parameters by random values around 0.1, or around 1 for the scales of normalization layers."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -33,13 +33,13 @@ SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 IMAGES = {"image_size": 32, "patch_size": 4}
 NAFLEX = {"num_patches": 64, "patch_size": 4}
 TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-# SigLIP's text side is as wide as its image side.
+# Fields of SigLIP's text model, which is as wide as its vision model.
 WIDE = {"hidden_size": 48, "projection_size": 48}
 SIZES_OF_TIMM = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 5}
 
 
 def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[], nn.Module]:
-    """Return a function that builds a model of Transformers."""
+    """Return a function that builds a small Transformers model."""
 
     def make() -> nn.Module:
         config_class = getattr(transformers, f"{family}Config")
@@ -49,7 +49,7 @@ def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[],
 
 
 def of_two_sides(family: str, model: str = "Model", vision=IMAGES, text=(), **fields) -> Callable[[], nn.Module]:
-    """Return a function that builds a Transformers model of images and texts, or a classifier on its vision tower."""
+    """Return a function that builds a small image-text model of Transformers or a classifier with its vision model."""
 
     def make() -> nn.Module:
         sides = {"vision_config": SIZES | vision, "text_config": TEXT | dict(text)}
@@ -69,7 +69,7 @@ def in_timm(architecture: str, **options) -> Callable[[], nn.Module]:
 
 
 def open_clip_config(trunk: str | None = None, **fields) -> dict:
-    """Return the configuration of a small open_clip model. `trunk` is a timm architecture."""
+    """Return the configuration of a small open_clip model. `trunk` is the timm architecture of its vision model."""
     vision = {"image_size": 32, "patch_size": 4, "width": 48, "layers": 3, "head_width": 12, "mlp_ratio": 2}
     if trunk:
         vision = {"image_size": 32, "timm_model_name": small_trunk(trunk)}
@@ -83,7 +83,7 @@ def of_open_clip(trunk: str | None = None, **fields) -> Callable[[], nn.Module]:
 
 
 def small_trunk(name: str) -> str:
-    """Register a small model of a timm architecture and return its new name; open_clip accepts trunks by name only."""
+    """Register a small version of a timm architecture and return its name, because open_clip takes only names."""
 
     def create(pretrained=False, **arguments):
         return timm.create_model(name, **SIZES_OF_TIMM | arguments)
@@ -102,15 +102,15 @@ def conv_stem() -> Callable[..., nn.Module]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of vision transformer.
+    """A vision transformer of another library, and its properties.
 
     Args:
-        row (`str`): Row in docs/models.md.
+        row (`str`): Name of its row in docs/models.md.
         build (`Callable`): Function that builds a small model.
-        impulses (`bool`): Whether its attention can be initialized with impulses.
-        class_token (`bool`): Whether Context Broadcasting can gate by a class token.
-        patches (`bool`): Whether patches are embedded by one linear map.
-        resizes (`bool`): Whether the model in its own library accepts images of other sizes.
+        impulses (`bool`): Whether `impulse_init_` supports the model.
+        class_token (`bool`): Whether the model has a class token, which `cb_gate` and `cb_hybrid` need.
+        patches (`bool`): Whether the patch embedding is one linear map.
+        resizes (`bool`): Whether the model accepts images of other sizes in its own library.
     """
 
     row: str
@@ -125,7 +125,7 @@ class Kind:
         return self.build()
 
     def make(self) -> nn.Module:
-        """Return a copy of the small model, because copying takes less time than building."""
+        """Return a copy of the small model. Copying takes less time than building."""
         return copy.deepcopy(self._model)
 
 
@@ -263,7 +263,7 @@ KINDS = {
 
 
 def save_kind(kind: str, folder: Path) -> str:
-    """Save a small open_clip or Transformers model as its library does; return the value for `--teacher`."""
+    """Save a small model in the format of open_clip or Transformers. Return the value of `--teacher` for it."""
     model = KINDS[kind].make()
     if kind == "open_clip":
         folder.mkdir()

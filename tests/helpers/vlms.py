@@ -1,4 +1,4 @@
-"""Tiny random VLMs whose vision tower must return a grid of features."""
+"""Tiny VLMs with random weights. Their vision towers must return a grid of features."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from tiny import SMALL, randomize, word_tokenizer
 SPECIAL = {"image_token": "<image>", "video_token": "<video>", "boi_token": "<start>", "eoi_token": "<end>"}
 WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "?", *SPECIAL.values()]
 IMAGE = WORDS.index("<image>")
-# Images have 8 x 8 patches.
+# Width and height of images in pixels, and number of patches in each direction.
 SIZE, ROWS = 32, 8
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
 LANGUAGE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -27,7 +27,7 @@ PINPOINTS = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
 
 @dataclass(frozen=True)
 class VLM:
-    """A kind of VLM.
+    """A tiny VLM with a model class of Transformers.
 
     Args:
         name (`str`): Prefix of its classes in Transformers.
@@ -36,7 +36,7 @@ class VLM:
         processor (`dict`): Arguments of the processor.
         pixels (`dict`): Arguments of the image processor.
         prompt (`str`): Placeholder for an image in texts.
-        cells (`int`): Rows and columns of the cells that are pooled into one token.
+        cells (`int`): Number of grid cells, in each direction, that are pooled into one image token.
     """
 
     name: str
@@ -48,7 +48,7 @@ class VLM:
     cells: int = 1
 
     def make(self) -> PreTrainedModel:
-        """Build the model. Each call gives equal weights."""
+        """Build the model. All calls give the same weights."""
         torch.manual_seed(0)
         vision = transformers.SiglipVisionConfig(image_size=SIZE, patch_size=SIZE // ROWS, **VISION)
         config_class = getattr(transformers, f"{self.name}Config")
@@ -68,13 +68,13 @@ class VLM:
         )
 
     def make_tower(self, num_tokens: int = 7, **fields) -> SparseFormerVisionModel:
-        """Build a student of the tower with random weights. Each call gives equal weights."""
+        """Build a SparseFormer student of the vision tower with random weights. All calls give the same weights."""
         torch.manual_seed(0)
         tower = self.model.model.vision_tower
         return randomize(SparseFormerVisionModel.from_teacher(tower, num_tokens, **NORMALIZATION, **SMALL, **fields))
 
     def inherit(self) -> PatchSparseFormerVisionModel:
-        """Build a student of the tower with a token for each patch."""
+        """Build a PatchSparseFormer student of the vision tower with one token per patch."""
         return PatchSparseFormerVisionModel.from_teacher(self.model.model.vision_tower, ROWS**2, **NORMALIZATION)
 
 

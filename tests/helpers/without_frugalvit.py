@@ -2,10 +2,11 @@
 
 - `load JOBS RESULTS` loads models and computes outputs.
 - `fine_tune OUT START…` fine-tunes models with `Trainer` and saves them.
-- `compute FOLDER LOADER INPUTS OUTPUTS` loads a model and computes outputs, then saves, loads and computes again.
-- `process FOLDER OUTPUTS` prepares a prompt with the folder's processor class for 4 image tokens, and with
+- `compute FOLDER LOADER INPUTS OUTPUTS` loads a model, computes outputs and saves the model. Then it does this with
+  the saved copy, too.
+- `process FOLDER OUTPUTS` prepares a prompt twice: with the folder's processor class and 4 image tokens, and with
   `LlavaProcessor`.
-- `serve` reads requests from standard input and runs each in a fork, because importing takes long.
+- `serve` reads requests from standard input and runs each request in a fork, so libraries are imported only once.
 """
 
 import gc
@@ -19,7 +20,7 @@ from pathlib import Path
 
 
 class Blocker(importlib.abc.MetaPathFinder):
-    """Finder that raises the import error of a missing frugalvit."""
+    """Import finder that raises `ModuleNotFoundError` for frugalvit."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "frugalvit":
@@ -45,7 +46,7 @@ warnings.simplefilter("error")
 
 
 def keep_imports_from_the_collector():
-    """Exclude imported objects from the garbage collections of `Trainer`."""
+    """Exclude imported objects from garbage collection, because `Trainer` collects garbage in each training."""
     gc.collect()
     gc.freeze()
 
@@ -54,7 +55,7 @@ keep_imports_from_the_collector()
 
 
 def load_model(source: str, loader: str, **kwargs):
-    """Load a model by an Auto class or by a class of its saved code."""
+    """Load a model with an Auto class of Transformers, or with a class of the code in its folder."""
     if hasattr(transformers, loader):
         return getattr(transformers, loader).from_pretrained(source, trust_remote_code=True, **kwargs)
     return get_class_from_dynamic_module(loader, source).from_pretrained(source, **kwargs)
@@ -104,7 +105,7 @@ def load(jobs_file: str, results: str):
 
 
 def fine_tune(out: str, *starts: str):
-    """Fine-tune each model with `Trainer` in a folder named after it. Then resume from its checkpoint of step 2."""
+    """Fine-tune each model twice with `Trainer`: from the start, and resumed from the checkpoint of step 2."""
     examples = [{"pixel_values": torch.randn(3, 32, 32), "labels": i % 3} for i in range(8)]
     pixel_values = torch.stack([example["pixel_values"] for example in examples[:2]])
     for start in starts:
@@ -153,15 +154,15 @@ def process(folder: str, outputs: str):
 
 
 def run_source(source: str, *arguments: str):
-    """Run a program as `python -c` does."""
+    """Run source code as `python -c` does."""
     warnings.simplefilter("default")
     sys.argv = ["-c", *arguments]
     exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def serve():
-    """Answer requests, which are lines of JSON with `directory` and `arguments`. A reply is a line of JSON: null, or
-    the path of a file with the errors."""
+    """Run requests from standard input. A request is a line of JSON with `directory` and `arguments`. The reply is a
+    line of JSON: null, or the path of the fork's output if the request failed."""
     from transformers import LlavaProcessor, Trainer, pipeline  # noqa: F401 (imported before the forks)
 
     keep_imports_from_the_collector()

@@ -1,4 +1,4 @@
-"""Tiny models of every family, and real images."""
+"""Fixtures: tiny models of every family, and photographs."""
 
 import io
 import sys
@@ -15,15 +15,14 @@ from kinds import KINDS
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Reset the compiler before each test, because it stops compiling a function after eight kinds of arguments, which
-    several tests together can pass."""
+    """Reset `torch.compile` before each test, because PyTorch limits how often a process compiles a function."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")
 def make_config():
-    """Return a function that makes a tiny configuration of a kind."""
+    """Return a function that makes a tiny configuration of a kind in `KINDS`."""
 
     def make(kind: str, **fields) -> PreTrainedConfig:
         return KINDS[kind].config(**fields)
@@ -33,11 +32,8 @@ def make_config():
 
 @pytest.fixture(scope="session")
 def make_model():
-    """Return a function that makes a tiny model of a class, or of the kind's `"base"` or `"classifier"` class, in
-    evaluation mode.
-
-    Every weight is moved off its initial value, so that outputs differ between images.
-    """
+    """Return a function that makes a tiny model in evaluation mode. `model_class` is a class, `"base"` or
+    `"classifier"`. Noise is added to every parameter, so that outputs differ between images."""
 
     def make(model_class, kind: str, seed: int = 0, **fields):
         if isinstance(model_class, str):
@@ -54,7 +50,7 @@ def make_model():
 
 @pytest.fixture(params=list(KINDS))
 def kind(request) -> str:
-    """Return the name of each kind in turn. Tests that do not suit all kinds parametrize `kind` themselves."""
+    """Return the name of each kind in turn. A test for only some kinds parametrizes `kind` itself."""
     return request.param
 
 
@@ -71,7 +67,7 @@ def pixel_values() -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def photographs() -> tuple[list[Image.Image], list[int]]:
-    """Return images and labels of the package's CIFAR-10 test images."""
+    """Return 32 of the package's CIFAR-10 test images, and their labels."""
     table = pyarrow.parquet.read_table(resources.files("frugalvit.training") / "cifar10" / "test.parquet")
     rows = table.slice(0, 32).to_pylist()
     return [Image.open(io.BytesIO(row["img"]["bytes"])).convert("RGB") for row in rows], [row["label"] for row in rows]

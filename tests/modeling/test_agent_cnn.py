@@ -1,5 +1,4 @@
-"""Generalized convolution and agent CNNs: equations 1 to 6, outputs of the reference implementation, architectures of
-the paper's tables."""
+"""Tests of the generalized convolution (equations 1 to 6 of the paper) and of agent CNNs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +36,7 @@ class TestGeneralizedConvolution:
         torch.testing.assert_close(convolved, FIXTURE["shared_output"], atol=1e-5, rtol=1e-4)
 
     def test_matrices_select_at_most_one_token(self):
-        """Each matrix of equations 4 and 6 shifts all tokens; the middle matrix of a 3 x 3 window is the identity."""
+        """Each matrix of equations 4 and 6 shifts all tokens. The matrix of the window's center is the identity."""
         matrices = shift_matrices(3, 4, 9)
         assert matrices.shape == (9, 12, 12) and set(matrices.unique().tolist()) == {0, 1}
         assert torch.equal(matrices[4], torch.eye(12)) and matrices.sum(-1).max() == 1
@@ -74,7 +73,7 @@ class TestAgentCNN:
         ("variant", "maps"), [("agent-small", [14] * 6), ("agent-base-res", [28, 28, 14, 14, *[7] * 8])]
     )
     def test_maps_of_the_tables(self, variant, maps):
-        """Hidden states are the output maps of the blocks, before downsampling."""
+        """`hidden_states` are the output maps of the blocks before downsampling."""
         config = AgentCNNConfig.from_variant(variant)
         with torch.device("meta"):
             model = AgentCNNModel(config).eval()
@@ -111,7 +110,7 @@ class TestAgentCNN:
             return (hidden @ layer.mlp.fc2.weight[:, :, 0, 0].T + layer.mlp.fc2.bias).movedim(-1, 1)
 
         def drop(branch):
-            # Dropout draws its mask in memory order, so memory is ordered as in the convolution's output.
+            # Dropout draws its mask in memory order. `contiguous` gives the memory order of the convolution's output.
             return nn.functional.dropout(branch.contiguous(), branch_dropout)
 
         torch.manual_seed(1)

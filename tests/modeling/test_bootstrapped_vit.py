@@ -1,4 +1,4 @@
-"""Joint training of a ViT and its agent CNN: terms of the loss, gradients of each term, shared weights, loading."""
+"""Tests of the joint training of a ViT and its agent CNN: loss terms, their gradients, shared weights, loading."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def images() -> torch.Tensor:
 
 
 def trained_parameters(model: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters that have a gradient."""
+    """Return the names of the parameters that have a nonzero gradient."""
     return {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
 
 
@@ -62,7 +62,7 @@ class TestLoss:
         expected = {
             "classification": F.cross_entropy(vit.logits, LABELS),
             "agent_classification": F.cross_entropy(agent.logits, LABELS),
-            # The teacher's distribution comes first in the Kullback-Leibler divergence.
+            # The Kullback-Leibler divergence is KL(teacher || student).
             "divergence": 16 * (q * (q.log() - p.log())).sum(1).mean(),
             "agent_divergence": 16 * (p * (p.log() - q.log())).sum(1).mean(),
         }
@@ -83,8 +83,7 @@ class TestLoss:
         torch.testing.assert_close(outputs.loss, total.float())
 
     def test_each_term_trains_one_model(self, make_model, images):
-        """In each term, the model that teaches gets no gradient: hints and the ViT's divergence do not train the
-        agent."""
+        """Each loss term trains one model only. The hint loss and the ViT's divergence do not train the agent."""
         vit_terms = {"classification", "divergence", "hints"}
         agent_terms = {"agent_classification", "agent_divergence"}
         model = make_model()
@@ -116,7 +115,7 @@ class TestLoss:
         torch.testing.assert_close(loss, expected)
 
     def test_hints_see_maps_before_they_are_halved(self, monkeypatch):
-        """Hints compare all tokens with maps before downsampling, as in the reference implementation."""
+        """The hint loss uses the agent's maps before downsampling, as in the reference implementation."""
         seen = []
 
         def record(tokens, feature_map):
@@ -145,7 +144,7 @@ class TestSharing:
         ],
     )
     def test_dropout_of_the_reference(self, variant, dropout, branch_dropout):
-        """The reference passes the transformer's dropout to the branches of an agent that shares its weights."""
+        """In the reference implementation, an agent with shared weights has the ViT's dropout in residual branches."""
         agent = BootstrappedViTConfig.from_variant(variant).agent_config
         assert (agent.dropout, agent.branch_dropout) == (dropout, branch_dropout)
 

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP with a SparseFormer, in Transformers and in open_clip, and conversion between these libraries."""
+"""Tests of CLIP and SigLIP with a SparseFormer in Transformers and in open_clip, and of conversion between both."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "n
 VISION |= {"image_size": 32, "patch_size": 4}
 CLIP_TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CLIP_TEXT |= {"vocab_size": len(CLIP_WORDS), "max_position_embeddings": 16, "eos_token_id": len(CLIP_WORDS) - 1}
-# open_clip computes the intermediate size as width times a ratio; here, rounding makes 56 * (61 / 56) less than 61.
+# open_clip computes the intermediate size as width times a ratio. These sizes test rounding: 56 * (61 / 56) < 61.
 SIGLIP_TEXT = {"hidden_size": 56, "intermediate_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIGLIP_TEXT |= {"vocab_size": len(WORDS), "projection_size": 64}
 SIGLIP_TEXT |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -56,7 +56,7 @@ def make_teacher(name: str) -> CLIPModel | SiglipModel:
 
 
 class Towers:
-    """A CLIP or SigLIP, `teacher`, and its copy with a SparseFormer as vision model, `model`, saved in `folder`."""
+    """A CLIP or SigLIP (`teacher`), and its copy with a SparseFormer as vision model (`model`, saved in `folder`)."""
 
     def __init__(self, name: str, folder):
         self.name, self.folder = name, folder
@@ -97,7 +97,7 @@ def towers(request, make_towers) -> Towers:
 
 
 class AsVisionModel(nn.Module):
-    """Wrapper that takes the arguments that Transformers' models pass to their vision model."""
+    """Vision model that ignores the additional arguments of `CLIPModel` and `SiglipModel`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -109,8 +109,7 @@ class AsVisionModel(nn.Module):
 
 @torch.no_grad()
 def test_images_and_texts_are_compared_as_the_teacher_compares_them(towers):
-    """Outputs equal those of Transformers' own class with the SparseFormer as vision model, and text embeddings equal
-    the teacher's to the bit."""
+    """Outputs equal those of `CLIPModel` or `SiglipModel`. Text embeddings equal the teacher's bit by bit."""
     teacher, model, inputs = make_teacher(towers.name), towers.model, towers.inputs
     texts = {key: value for key, value in inputs.items() if key != "pixel_values"}
     expected = teacher.get_text_features(**texts)
@@ -123,7 +122,7 @@ def test_images_and_texts_are_compared_as_the_teacher_compares_them(towers):
     for output in ("text_embeds", "image_embeds", "logits_per_image", "logits_per_text", "loss"):
         torch.testing.assert_close(given[output], expected[output], rtol=0, atol=1e-5)
     assert expected.logits_per_text.std() > 0.1
-    # The SparseFormer takes images of any size, which the teacher does not.
+    # Unlike the teacher, the SparseFormer accepts images of any size.
     assert model.get_image_features(torch.randn(1, 3, 40, 56), output_rois=True).pooler_output.isfinite().all()
 
 

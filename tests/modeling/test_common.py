@@ -2,8 +2,8 @@
 
 The common tests are part of Transformers' source distribution. Unpack the distribution of the installed version
 (`pip download --no-deps --no-binary transformers transformers==<version>`) and set FRUGALVIT_TRANSFORMERS_SOURCE to
-its folder. The distribution lacks the tests of export and generation; empty mixins replace them, and
-`test_ecosystem.py` tests exporting.
+its folder. The distribution lacks the tests of export and generation, so empty mixins replace these tests.
+`test_ecosystem.py` tests export.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ if not SOURCE:
     )
 
 
-# Fields that every configuration has, with values that are not the defaults.
+# Fields of every configuration, with values other than the defaults.
 FIELDS = {
     "return_dict": False,
     "output_hidden_states": True,
@@ -46,7 +46,7 @@ FIELDS = {
     "id2label": {0: "label"},
     "label2id": {"label": 0},
 }
-# The distribution lacks these modules, which a checkout of Transformers has.
+# Replacements of modules that the source distribution lacks.
 MISSING = {
     "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
     "generation.test_utils": {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})},
@@ -55,8 +55,7 @@ MISSING = {
 
 
 def import_common_tests(name: str) -> types.ModuleType:
-    """Import a module of the distribution's `tests` folder as part of a new package, because the folder has no
-    `__init__.py`."""
+    """Import a module of the folder `tests` as part of a new package, because the folder has no `__init__.py`."""
     package, folder = "transformers_common_tests", Path(SOURCE) / "tests"
     if package not in sys.modules:
         sys.modules[package] = types.ModuleType(package)
@@ -79,17 +78,17 @@ backbone_common = import_common_tests("test_backbone_common")
 
 
 class CommonTests(common.ModelTesterMixin):
-    """The common tests of all our models."""
+    """Transformers' common model tests, adapted to the models of this package."""
 
     # Vision models have no token embeddings.
     test_resize_embeddings = False
     test_can_init_all_missing_weights_before_2023 = True
-    # The common tests choose inputs, and skip parts, by Transformers' tables of class names.
+    # Transformers' tables of class names by task. The common tests choose inputs and skip checks by these tables.
     tables: dict[str, str | tuple[str, ...]] = {}
 
     def setUp(self):
         super().setUp()
-        # The common tests format every parameter for their messages, which takes long with full printing.
+        # The common tests format every parameter for error messages. Short printing saves time.
         torch.set_printoptions(threshold=0, edgeitems=1)
         self.addCleanup(torch.set_printoptions, profile="default")
         self.model_tester = self.make_tester(self)
@@ -105,9 +104,9 @@ class CommonTests(common.ModelTesterMixin):
 
 
 class ImageTests(CommonTests):
-    """The common tests of models that take images alone.
+    """Common tests of models whose only inputs are images.
 
-    Images have no attention mask, so tests of attention with masks would repeat the tests of attention without masks.
+    Tests of attention with masks are left out, because images have no attention mask.
     """
 
     def test_model_get_set_embeddings(self):
@@ -123,7 +122,7 @@ for name in dir(common.ModelTesterMixin):
 
 
 class ModelTester:
-    """Tiny configurations and inputs, under the attribute names that the common tests read."""
+    """Tiny configurations and inputs, with the attribute names that the common tests expect."""
 
     batch_size = 3
     image_size = 32
@@ -158,7 +157,7 @@ class FamilyTests(ImageTests):
 
     @property
     def all_model_classes(self):
-        # Backbones have common tests of their own.
+        # `BackboneCommonTest` tests backbones.
         classes = [each for each in KINDS[self.kind].classes if not issubclass(each, BackboneMixin)]
         classes = classes if self.every_class else classes[1:2]
         return tuple(each for each in classes if each.config_class is self.config_class)
@@ -199,10 +198,9 @@ class PatchesCommonTest(FamilyTests, unittest.TestCase):
 
 @pytest.mark.nightly
 class V1CommonTest(FamilyTests, unittest.TestCase):
-    # As in the published models, v1's heads are too narrow for flash and flex attention.
     kind = "v1"
     every_class = True
-    # The width of the paper's segmentation head is fixed, so that the model has more parameters than the test allows.
+    # The paper's segmentation head has a fixed width, so the model has more parameters than this test allows.
     test_model_is_small = None
 
 
@@ -237,7 +235,7 @@ class ViTImpulseInitCommonTest(FamilyTests, unittest.TestCase):
     def setUp(self):
         super().setUp()
         if "eager_matches_sdpa_inference" in self._testMethodName:
-            # Sharp attention magnifies rounding errors of half precision beyond the tolerance on some CPUs.
+            # On some CPUs, the sharp attention of impulse initialization has rounding errors beyond the tolerance.
             self.model_tester.fields = {"initialization": "trunc_normal"}
 
 
@@ -256,7 +254,7 @@ class ConvMixerCommonTest(FamilyTests, unittest.TestCase):
             shapes = [tuple(states.shape) for states in outputs.hidden_states]
             self.assertEqual(shapes, [(3, config.hidden_size, 8, 8)] * 3)
 
-    # The test needs two initializations to give equal buffers, but frozen filters are random buffers.
+    # This test expects equal buffers after two initializations, but frozen filters are random buffers.
     test_init_weights_can_init_buffers = None
 
 
@@ -265,7 +263,7 @@ class AgentCNNCommonTest(ConvMixerCommonTest):
 
 
 class JointTester(ModelTester):
-    """`ModelTester` for a ViT with its agent."""
+    """`ModelTester` for a ViT and its agent CNN."""
 
     num_attention_heads = 4
     hidden_size = 32
@@ -290,12 +288,12 @@ class BootstrappedViTCommonTest(ImageTests, unittest.TestCase):
     tables = {"MODEL_FOR_IMAGE_CLASSIFICATION": "BootstrappedViTForImageClassification"}
     _is_composite = True
 
-    # ViT and agent teach each other distributions over classes, so only single-label classification is possible.
+    # The loss compares class distributions of ViT and agent, so only single-label classification is possible.
     test_problem_types = None
 
 
 class VisionAndTextTester(ModelTester):
-    """`ModelTester` for a text model with a SparseFormer."""
+    """`ModelTester` for models of images and texts whose vision model is a SparseFormer."""
 
     num_attention_heads = 4
     hidden_size = 32
@@ -340,17 +338,17 @@ class ClipCommonTest(VisionAndTextTests, unittest.TestCase):
         if "eager_matches_sdpa_inference" in self._testMethodName:
             self.skipTest("This test gives models a single input; test_clip.py compares both sides.")
 
-    # Hidden states belong to the outputs of the two sides, as in CLIPModel.
+    # As in `CLIPModel`, the hidden states are in the outputs of the text model and of the vision model.
     test_hidden_states_output = test_retain_grad_hidden_states_attentions = None
 
 
-# One of the tests passes the deprecated argument.
+# One of the common tests passes `past_key_values`, which is deprecated.
 @pytest.mark.filterwarnings("default:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.nightly
 class LlavaCommonTest(VisionAndTextTests, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
     text = {"model_type": "llama", "pad_token_id": 0, "num_key_value_heads": 4}
-    # As in Transformers' tests of LLaVA, this is the last layer, because other layers need recorded hidden states.
+    # Transformers' tests of LLaVA also use the last layer, because other layers need recorded hidden states.
     fields = {"image_token_index": 4, "vision_feature_layer": -1}
     tables = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT": "SparseFormerLlavaForConditionalGeneration"}
     test_resize_embeddings = True

@@ -1,4 +1,4 @@
-"""Context Broadcasting: its definitions, host models, positions, saving and loading, parameters and cost."""
+"""Tests of Context Broadcasting: definitions, host models, positions, saving and loading, parameters and cost."""
 
 import copy
 import pickle
@@ -51,7 +51,7 @@ def wrapped_timm() -> transformers.TimmWrapperForImageClassification:
     return transformers.TimmWrapperForImageClassification(config)
 
 
-# Function that builds a host, and the host's number of blocks. tests/modeling/test_hosts.py has more hosts.
+# For each host model, a function that builds it and its number of blocks. `test_hosts.py` has more host models.
 HOSTS = {
     "ViT": (lambda: make_transformers("ViT", SMALL), 2),
     "Swin": (lambda: make_transformers("Swin", SWIN), 3),
@@ -73,7 +73,7 @@ def output_of(model: nn.Module) -> torch.Tensor:
     if not isinstance(model, transformers.PreTrainedModel):
         return model(pixel_values)
     text = {"input_ids": torch.tensor([[1, 2, 3]] * 2)} if hasattr(model, "text_model") else {}
-    # By default, the last block of a SparseFormer without Context Broadcasting skips tokens that are not pooled.
+    # A SparseFormer's last block computes only [CLS] by default. `output_tokens` makes it compute all tokens.
     all_tokens = {"output_tokens": True} if hasattr(model, "sparseformer") else {}
     outputs = model(pixel_values=pixel_values, **text, **all_tokens)
     return next(outputs[name] for name in ("logits", "logits_per_image", "pooler_output") if name in outputs)
@@ -87,7 +87,7 @@ def set_scales(model: nn.Module):
 
 
 def by_hand(kind: str, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Apply Context Broadcasting to the tokens of an image, `(tokens, channels)`, one by one."""
+    """Apply Context Broadcasting to each token of an image, `(tokens, channels)`, separately."""
     mean = sum(x) / len(x)
     rows = {
         "cb": lambda token: (token + mean) / 2,
@@ -129,7 +129,7 @@ def test_a_blend_interpolates_between_tokens_and_broadcast_tokens(kind):
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_insertion_equals_wrapping_every_mlp(host):
-    """Inserted modules compute the same as wrapped MLPs, and removal restores the model."""
+    """Inserted modules give the same outputs as wrapped MLPs. Removing the modules restores the model."""
     model = make(host)
     before, weights = output_of(model), set(model.state_dict())
     inserted = insert_context_broadcast(model)
@@ -151,7 +151,7 @@ def test_insertion_equals_wrapping_every_mlp(host):
     assert (broadcast - before).abs().max() > 1e-3
 
 
-# These hosts cover Transformers, timm, and attention that returns windows (Swin).
+# One host model of Transformers, one of timm, and Swin, whose attention returns windows.
 @pytest.mark.parametrize("host", ["ViT", "Swin", "timm ViT"])
 def test_positions_and_copies(host):
     model, outputs = make(host), {}
@@ -176,7 +176,7 @@ def test_positions_and_copies(host):
     [("ViT", True), ("ViT", False), ("CLIP", True), ("timm in Transformers", True), ("SparseFormer", True)],
 )
 def test_a_saved_host_loads_with_its_modules(host, original, tmp_path):
-    """A loaded host keeps its class, and `load_context_broadcast` restores its modules, also if called twice."""
+    """A saved host model loads as its own class. `load_context_broadcast` restores the modules in one or two calls."""
     model = make(host)
     model_class = type(model)
     insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)

@@ -1,4 +1,4 @@
-"""ConvMixers with trained and with frozen spatial filters."""
+"""Tests of ConvMixers with trained and with frozen spatial filters."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_filters_are_initialized_by_their_kind(spatial_filters, kernel_size, mak
     config = make_config("convmixer", hidden_size=256, kernel_size=kernel_size, spatial_filters=spatial_filters)
     filters = torch.cat([layer.spatial_mixing.weight for layer in ConvMixerModel(config).layers]).flatten(1)
     norms, size = filters.norm(dim=1), kernel_size**2
-    # Filters of every kind have the root mean square of uniform values within +-1 / kernel_size.
+    # Filters of every kind have the same root mean square as uniform values from -1 / kernel_size to 1 / kernel_size.
     assert norms.square().mean().item() == pytest.approx(1 / 3, rel=0.1)
     if spatial_filters in ("trained", "random"):
         assert filters.abs().max() <= 1 / kernel_size and abs(filters.mean().item()) < 0.05 / kernel_size
@@ -67,7 +67,7 @@ def test_frozen_filters_and_their_biases_are_never_trained(spatial_filters, make
 
 
 def test_parameters_of_table_4():
-    # A layer has spatial and channel mixing with biases and two BatchNorms.
+    # Each layer has spatial and channel mixing, both with biases, and two BatchNorms.
     for name, width, kernel_size in (("convmixer-256-k3", 256, 3), ("convmixer-512-k8", 512, 8)):
         with torch.device("meta"):
             model = ConvMixerForImageClassification(ConvMixerConfig.from_variant(name))

@@ -1,5 +1,4 @@
-"""Feature maps of SparseFormers: assignment of tokens to cells, equality with the teacher's maps if each patch has a
-token, upsamplers, and heads that read the maps."""
+"""Tests of feature maps: assignment of tokens to cells, equality with the teacher's maps, upsamplers and heads."""
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ PATCHES = FIELDS | {"patch_size": 8}
 
 
 def make(model_class=PatchSparseFormerBackbone, **fields):
-    """Return a small model in evaluation mode whose weights are moved off their initial values."""
+    """Return a small model in evaluation mode, with noise added to its initial weights."""
     torch.manual_seed(0)
     sizes = FIELDS if model_class is SparseFormerBackbone else PATCHES
     model = model_class(model_class.config_class(**sizes | fields)).eval()
@@ -52,7 +51,7 @@ def images(*size: int) -> torch.Tensor:
 class TestAssignmentWeights:
     @given(st.tuples(st.integers(1, 5), st.integers(1, 5)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
     def test_cells_inside_a_grid_cell_belong_to_its_token(self, grid, cells):
-        """Each cell of the map belongs to one token alone, although edges of RoIs are rounded."""
+        """Each cell of the feature map belongs to exactly one token, although RoI edges have rounding errors."""
         size = tuple(count * each for count, each in zip(grid, cells, strict=True))
         weights = assignment_weights(grid_rois(grid).unsqueeze(0), *size)
         owner = torch.arange(grid[0] * grid[1]).view(grid).repeat_interleave(cells[0], 0)
@@ -145,7 +144,7 @@ class TestLoading:
         for found, index in zip(maps, (2, 4), strict=True):
             tokens = classifier.base_model.layernorm(states.hidden_states[index][:, 1:])
             torch.testing.assert_close(found, scatter_to_grid(tokens, assignment_weights(states.rois[-1], 8, 8)))
-        # A saved backbone keeps its upsamplers and their weights, also if it is loaded as a segmentation model.
+        # A saved backbone keeps its upsamplers. Loading as a segmentation model keeps the upsamplers, too.
         for parameter in backbone.feature_maps.parameters():
             nn.init.normal_(parameter)
         backbone.save_pretrained(tmp_path / "backbone")

@@ -1,4 +1,4 @@
-"""Models of every family in the ecosystem of Transformers: Trainer, PEFT, compilation and export."""
+"""Tests of every model family with tools for Transformers models: training, PEFT, compilation and export."""
 
 import peft
 import pytest
@@ -10,7 +10,7 @@ from kinds import KINDS
 
 
 def nightly_but(*kinds: str, of=tuple(KINDS)):
-    """Parametrize `kind`: all kinds but `kinds` are nightly tests."""
+    """Parametrize `kind` with every kind in `of`. Kinds that are not in `kinds` are nightly tests."""
     others = [pytest.param(kind, marks=pytest.mark.nightly) for kind in of if kind not in kinds]
     return pytest.mark.parametrize("kind", [*kinds, *others])
 
@@ -56,7 +56,7 @@ def test_lora(kind, make_model, cifar10, pixel_values, tmp_path):
     tuned.eval().save_pretrained(tmp_path / "adapter")
     base = KINDS[kind].classifier.from_pretrained(tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    # The order of a sum depends on the address of the weights, so that results differ by rounding.
+    # The order of summation depends on the weights' memory addresses, so results differ by rounding errors.
     torch.testing.assert_close(loaded(pixel_values).logits, tuned(pixel_values).logits, rtol=0, atol=1e-6)
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(merged(pixel_values).logits, tuned(pixel_values).logits, atol=1e-4, rtol=1e-4)
@@ -68,7 +68,7 @@ def test_lora(kind, make_model, cifar10, pixel_values, tmp_path):
 class TestCompilationAndExport:
     @pytest.fixture
     def classifier(self, kind, make_model, request) -> transformers.PreTrainedModel:
-        """Return a tiny classifier; one layer is enough for export, which takes time for each layer."""
+        """Return a tiny classifier. It has one layer for export, because export takes time for each layer."""
         fewer = {"num_focusing_iterations": 2} if kind in ("bootstrapped", "patches", "v1") else {}
         layers = 2 if request.function.__name__ == "test_compile_without_graph_breaks" else 1
         return make_model("classifier", kind, num_hidden_layers=layers, **fewer)
@@ -76,7 +76,7 @@ class TestCompilationAndExport:
     @torch.no_grad()
     @nightly_but("bootstrapped", "content", "agent_cnn")
     def test_compile_without_graph_breaks(self, kind, classifier, pixel_values):
-        # The first call with hidden states registers Transformers' hooks behind a lock, which cannot be compiled.
+        # The first call with hidden states is eager, because Transformers uses a lock there that cannot be compiled.
         arguments = {"output_hidden_states": True}
         if kind in ("bootstrapped", "v1"):
             arguments["output_rois"] = True

@@ -1,4 +1,4 @@
-"""Models with the 8-bit linear layers of bitsandbytes."""
+"""Tests of models with 8-bit linear layers of bitsandbytes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Elastic models: numbers of tokens for a call, for each image and in the configuration, and adaptive inference."""
+"""Tests of elastic models: number of tokens per call, per image and in the configuration, and adaptive inference."""
 
 import copy
 
@@ -14,7 +14,7 @@ COUNTS = {"bootstrapped": [4, 6, 9], "patches": [4, 9, 16]}
 
 @pytest.fixture(params=list(COUNTS))
 def elastic(request, make_model):
-    """Return a function that makes a tiny elastic model of a class, given the ending of the class's name."""
+    """Return a function that makes a tiny elastic model. `ending` is the end of the class name, such as `"Model"`."""
 
     def make(ending: str, **fields):
         counts = COUNTS[request.param]
@@ -46,7 +46,7 @@ def test_a_smaller_count_equals_a_model_resized_to_it(ending, elastic, pixel_val
         cut.resize_tokens(count)
         assert cut.config.num_latent_tokens == count
         assert torch.equal(main_output(cut(pixel_values)), found[count])
-        # Saving keeps the number of tokens and the weights of all tokens.
+        # A saved model keeps its number of tokens and the weights of all tokens.
         model.set_num_tokens(count)
         assert torch.equal(main_output(model(pixel_values)), found[count])
         model.save_pretrained(tmp_path)
@@ -94,7 +94,7 @@ def test_initial_rois_of_every_count_cover_the_image():
 
 
 def test_a_resized_grid_has_one_count(make_model):
-    """`resize_tokens` removes smaller counts, because they were trained with the positions of the larger grid."""
+    """`resize_tokens` removes all smaller counts, which were trained with the positions of the larger grid."""
     model = make_model("base", "patches", num_latent_tokens=16, elastic_token_counts=[4, 9, 16])
     model.resize_tokens(9)
     assert model.config.elastic_token_counts is None
@@ -113,7 +113,7 @@ class TestAdaptive:
             logits = {count: model(images, num_tokens=count).logits for count in counts}
         probabilities = torch.softmax if problem_type == "single_label_classification" else lambda x, _: x.sigmoid()
         confidences = {count: probabilities(found, -1).amax(-1) for count, found in logits.items()}
-        # With the median as threshold, half of the images stop at the smallest count.
+        # The threshold is the median confidence, so half of the images stop at the smallest count.
         confidence = confidences[counts[0]].median().item()
         found = model.classify_adaptively(images, confidence, counts)
         assert len(set(found.num_tokens.tolist())) > 1

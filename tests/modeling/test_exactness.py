@@ -1,6 +1,6 @@
-"""SparseFormers against the reference implementation: outputs, precisions, geometry of RoIs, initialization.
+"""Comparison of SparseFormers with the reference implementation: outputs, precisions, RoIs, initialization.
 
-The fixtures hold checkpoints of the reference implementation with inputs, outputs and, as metadata, sizes.
+The fixture files contain checkpoints of the reference implementation, their inputs and outputs, and sizes as metadata.
 """
 
 import math
@@ -30,7 +30,7 @@ VARIANTS = ("v1", "bootstrapped")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Convert the checkpoints of the fixtures, and return their folders."""
+    """Convert the checkpoints of the fixture files, and return the folders of the converted models."""
     root = tmp_path_factory.mktemp("converted")
     for variant in VARIANTS:
         fixture = load_file(FIXTURES / f"sparseformer_{variant}.safetensors")
@@ -43,7 +43,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(params=VARIANTS)
 def case(request, folders):
-    """Return a converted checkpoint's folder and the tensors of its fixture."""
+    """Return a converted checkpoint's folder and the tensors of its fixture file."""
     return folders[request.param], load_file(FIXTURES / f"sparseformer_{request.param}.safetensors")
 
 
@@ -71,8 +71,8 @@ class TestReference:
         adjusts_at_full_width = model.config.generation == "v1"
         assert len(outputs.rois) == model.config.num_focusing_iterations + adjusts_at_full_width
 
-    # Limits are about three times the measured differences, which are 0.003 for logits, 0.043 for tokens and 0.0007
-    # for RoIs in bfloat16, and 0.0005, 0.005 and 0.0001 in float16. Logits reach 0.9, tokens 3.9.
+    # Tolerances are about three times the measured differences of logits, tokens and RoIs. These are 0.003, 0.043 and
+    # 0.0007 in bfloat16, and 0.0005, 0.005 and 0.0001 in float16. Logits reach 0.9, and tokens reach 3.9.
     @pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
     @pytest.mark.parametrize(
         ("dtype", "logits_within", "tokens_within", "rois_within"),
@@ -119,7 +119,7 @@ DEGENERATE_ROIS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_degenerate_rois_and_deltas_are_finite(case, dtype):
-    """Outputs and gradients are finite, also if every adjustment shifts RoIs by 10,000 times their size."""
+    """Outputs and gradients are finite with degenerate RoIs, and with RoI adjustments whose weights are +-10,000."""
     folder, reference = case
     for roi, delta in [*((roi, None) for roi in DEGENERATE_ROIS.values()), (None, -1e4), (None, 1e4)]:
         model = load(folder, dtype=dtype).train()
@@ -135,7 +135,7 @@ def test_degenerate_rois_and_deltas_are_finite(case, dtype):
 
 
 def tensors(*shape: int, low: float, high: float):
-    """Return a strategy for float32 tensors of a shape."""
+    """Return a Hypothesis strategy for float32 tensors of a shape, with values from `low` to `high`."""
     values = st.floats(low, high, width=32)
     return st.lists(values, min_size=math.prod(shape), max_size=math.prod(shape)).map(
         lambda numbers: torch.tensor(numbers).reshape(shape)
@@ -143,7 +143,7 @@ def tensors(*shape: int, low: float, high: float):
 
 
 def boxes(count: int):
-    """Return a strategy for `(1, count, 4)` RoIs in and around the image with sides of at least 0.0625."""
+    """Return a Hypothesis strategy for RoIs, `(1, count, 4)`, in and around the image. Sides are at least 0.0625."""
     corners, sizes = tensors(1, count, 2, low=-1, high=1), tensors(1, count, 2, low=0.0625, high=2)
     return st.builds(lambda corner, size: torch.cat([corner, corner + size], dim=-1), corners, sizes)
 
@@ -200,7 +200,7 @@ class TestGeometry:
     @properties
     @given(boxes(2), st.sampled_from([16, 64]), st.sampled_from(["reference", "paper"]))
     def test_position_encoding(self, rois, hidden_size, kind):
-        """Sines and cosines have the order of the reference implementation or that of the paper."""
+        """The order of sines and cosines is that of the reference implementation or of the paper."""
         count = hidden_size // (4 if kind == "reference" else 8)
         frequencies = [128 ** (k / (count - 1)) * math.pi for k in range(count)]
         expected = []
@@ -210,7 +210,7 @@ class TestGeometry:
                 expected += [math.cos(coordinate * frequency) for frequency in frequencies[1::2]]
             else:
                 expected += [each(coordinate * f) for f in frequencies for each in (math.sin, math.cos)]
-        # Angles reach 128 * 3 pi, where float32 has a precision of 1e-4.
+        # Angles reach 128 * 3 pi. At this size, float32 has a precision of 1e-4.
         encoded = encode_rois(rois, hidden_size, kind)
         torch.testing.assert_close(encoded, torch.tensor(expected).view(1, 2, hidden_size), atol=5e-4, rtol=0)
 
@@ -227,7 +227,7 @@ class TestGeometry:
             assert initial_rois(count).tolist() == [[0.0, 0.0, 1.0, 1.0]] * count
 
     def test_initial_sampling_offsets(self):
-        """Offsets of a square number of points form a grid; others are random."""
+        """Offsets form a grid if the number of points is a square number. Otherwise, offsets are random."""
         for count in (4, 9, 36):
             root = int(count**0.5)
             expected = [[(j + 0.5) / root - 0.5, (i + 0.5) / root - 0.5] for i in range(root) for j in range(root)]
@@ -248,7 +248,7 @@ def test_resizing_keeps_the_first_tokens(case, count, tmp_path):
     embedding = latents.token_embedding.clone()
     model.resize_tokens(count)
     assert torch.equal(latents.initial_rois[:kept], rois[:kept])
-    # New tokens have the RoIs of a new model, except that equal RoIs are moved apart.
+    # New tokens have the initial RoIs of a new model, but equal RoIs are moved apart.
     starts, new = initial_rois(count - kept), latents.initial_rois[kept:]
     alone = (starts[:, None] == starts).all(dim=-1).sum(dim=1) == 1
     assert torch.equal(new[alone], starts[alone]) and len(new.unique(dim=0)) == count - kept
@@ -276,7 +276,7 @@ def new_model(request) -> SparseFormerForImageClassification:
 
 
 class TestInitialization:
-    """Initial weights of the reference implementation, on which bootstrapping depends."""
+    """New models have the initial weights of the reference implementation. Bootstrapping depends on these weights."""
 
     def test_linear_layers_and_norms(self, new_model):
         special = ("sampling.offset_proj", "mixing.generator", "roi_deltas.out_proj")

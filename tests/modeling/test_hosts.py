@@ -1,4 +1,4 @@
-"""Host models of docs/models.md: reading, inheritance, and the methods in each model's row."""
+"""Tests of the host models in docs/models.md: reading, inheritance, and the methods in each model's row."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,7 @@ from frugalvit.modeling.hosts.running import (
 )
 
 
-# Smaller than the error of GELU's tanh approximation, 5e-5, so that a wrong activation is found.
+# The tolerance is below the error of GELU's tanh approximation (5e-5), so that a wrong activation is found.
 TOLERANCE = 1e-5
 TINY_FOCUS = {
     "stem_channels": 4,
@@ -36,7 +36,7 @@ TINY_FOCUS = {
     "num_focusing_iterations": 2,
     "num_latent_tokens": 5,
 }
-# Code that all hosts share is tested with one host of each library.
+# One host model of each library, for tests of code that all host models share.
 FEW = ("dinov2-registers-classifier", "timm-registers", "open_clip")
 WITH_PATCHES = [name for name, kind in KINDS.items() if kind.patches]
 OF_TRANSFORMERS = [name for name in WITH_PATCHES if not name.startswith(("timm", "open_clip"))]
@@ -44,7 +44,7 @@ OF_TRANSFORMERS = [name for name in WITH_PATCHES if not name.startswith(("timm",
 
 @torch.no_grad()
 def make(name: str) -> nn.Module:
-    """Return a small random model whose matrices have mean 0; with another mean, attention would be nearly uniform."""
+    """Return a small random model. Its matrices have mean 0, because otherwise attention would be nearly uniform."""
     model = KINDS[name].make().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -72,7 +72,7 @@ def make_student(anatomy, **options) -> nn.Module:
 
 @torch.no_grad()
 def changed(student: nn.Module) -> nn.Module:
-    """Change all parameters that require gradients, in place, as training does."""
+    """Add noise to all trainable parameters, in place, to simulate training."""
     generator = torch.Generator().manual_seed(0)
     for parameter in student.parameters():
         if parameter.requires_grad:
@@ -82,7 +82,7 @@ def changed(student: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def difference_from(anatomy, outputs, images: torch.Tensor) -> float:
-    """Return the relative difference of a student's logits or embedding from its teacher's."""
+    """Return the relative difference between the logits or embeddings of a student and its teacher."""
     if anatomy.classifier is not None:
         return relative_difference(outputs.logits, anatomy.run_classifier(images)).item()
     return relative_difference(outputs.get("image_embeds", outputs.get("pooler_output")), anatomy.embed(images)).item()
@@ -90,7 +90,7 @@ def difference_from(anatomy, outputs, images: torch.Tensor) -> float:
 
 @torch.no_grad()
 def parity(anatomy) -> float:
-    """Return `difference_from` for a student with a token for each patch."""
+    """Return the relative difference between a teacher and its student with one token per patch."""
     images = make_example(anatomy)
     return difference_from(anatomy, inherit(anatomy)(images), images)
 
@@ -126,7 +126,7 @@ def check_other_methods(name: str):
     if KINDS[name].impulses:
         report = impulse_init_(model, mass=0.8, generator=torch.Generator().manual_seed(0))
         assert len(report.heads) == sum(block.attention.num_heads for block in anatomy.blocks)
-        # The rate is below 1 because heads have only twelve channels.
+        # The peak rate is below 1, because attention heads have only 12 channels.
         assert report.mean("peak_rate") > 0.6
         mimetic_init_(model)
     else:
@@ -148,7 +148,7 @@ def check_other_methods(name: str):
 class TestReading:
     @pytest.mark.parametrize("name", ["vit", "dinov3", "timm-registers", "open_clip-timm-siglip"])
     def test_a_host_is_read_at_another_image_size(self, name):
-        """Positions are interpolated or computed as in the model's own library."""
+        """Position embeddings are interpolated or computed as in the model's own library."""
         assert parity(read_anatomy(make(name), (24, 16))) < TOLERANCE
 
     @pytest.mark.parametrize("name", ["dinov3", "timm-eva02", "timm-pe-core"])
@@ -157,7 +157,7 @@ class TestReading:
         wrong = {
             "theta": rotary.theta * 2,
             "scale": (rotary.scale[0], rotary.scale[1] * 1.1),
-            # A shift of all patches changes only their angles to the prefix tokens, which are not rotated.
+            # Prefix tokens are not rotated, so a shift of all patches changes only their angles to prefix tokens.
             "shift": (rotary.shift[0] + 0.1, rotary.shift[1] - 0.1),
             "channels": rotary.channels.flip(0),
         }
@@ -184,7 +184,7 @@ class TestReading:
         for model, reason in ((overlapping, "overlap or leave gaps"), (make("timm-mobileclip-b"), "a ConvStem")):
             with pytest.raises(ValueError, match=f"Cannot .* VisionTransformer: its patches.* {reason}"):
                 inherit(read_anatomy(model))
-            # The papers' SparseFormer inherits only blocks, which do not depend on the patch embeddings.
+            # The papers' SparseFormer inherits only encoder blocks, so teachers can have any patch embeddings.
             make_student(read_anatomy(model))
 
 
@@ -205,7 +205,7 @@ class TestPlainViTs:
     def test_a_trained_student_becomes_a_model_of_its_teachers_class(self, name, tmp_path):
         student = changed(inherit(read_anatomy(make(name))))
         host = student.to_plain_vit(16)
-        # The vision side of a CLIP or SigLIP has a class of its own.
+        # A student of a whole CLIP or SigLIP becomes a vision model, which has another class.
         assert type(host) is type(make(name)) or name in ("clip", "siglip", "siglip2")
         host.save_pretrained(tmp_path)
         anatomy = read_anatomy(type(host).from_pretrained(tmp_path))
@@ -225,7 +225,7 @@ class TestPlainViTs:
     @pytest.mark.parametrize("name", [name for name in OF_TRANSFORMERS if name in FEW or name.startswith("vit")])
     @torch.no_grad()
     def test_a_grid_that_is_not_square_needs_a_class_that_takes_it(self, name):
-        """The 20 tokens of this student make a grid of 5 x 4, which some classes of Transformers do not take."""
+        """20 tokens form a 5 x 4 grid. Some classes of Transformers accept only square grids."""
         student = inherit(read_anatomy(make(name)))
         if name.startswith("vit"):
             host = student.to_plain_vit(20)

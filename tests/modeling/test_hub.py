@@ -1,4 +1,4 @@
-"""Saved folders as hub repositories that load without frugalvit: code, card, fine-tuning, upload."""
+"""Tests of saved folders as hub repositories: loading without frugalvit, model card, fine-tuning and upload."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(output: torch.Tensor, expected: torch.Tensor, name: str):
-    # Rounding of a segmentation head's product with a single vector depends on the vector's address.
+    # A segmentation head multiplies a matrix by a vector. The rounding depends on the vector's memory address.
     tolerance = 2e-7 if "Segmentation" in name else 0
     torch.testing.assert_close(
         output, expected, atol=tolerance, rtol=tolerance, msg=lambda message: f"{name}: {message}"
@@ -48,7 +48,7 @@ def code_of(folder: Path) -> dict[str, bytes]:
 
 
 def folder_name(kind: str, model_class=None) -> str:
-    """Return the name of a saved model's folder, by default the classifier's."""
+    """Return the folder name of a saved model. The default class is the classifier of the kind."""
     return f"{kind}-{(model_class or KINDS[kind].classifier).__name__}"
 
 
@@ -56,14 +56,14 @@ def auto_class(model_class) -> str:
     return next((TASKS[task] for task in TASKS if model_class.__name__.endswith(task)), "AutoModel")
 
 
-# Loading is slow, so tests load the classifiers of all kinds, and further classes of two kinds.
+# Loading is slow, so tests load only the classifiers of all kinds, and more classes of two kinds.
 FEW = [(kind, KINDS[kind].classifier, "AutoModelForImageClassification") for kind in KINDS]
 FEW += [(kind, each, auto_class(each)) for kind in ("bootstrapped", "patches") for each in KINDS[kind].classes[3:]]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Save a model of every class of every kind, and return the folder and each model's output."""
+    """Save a model of every class of every kind. Return the parent folder and each model's output."""
     root, outputs = tmp_path_factory.mktemp("saved"), {}
     for kind in KINDS:
         for model_class in KINDS[kind].classes:
@@ -101,14 +101,14 @@ def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tm
 
 @pytest.mark.parametrize("kinds", [["patches"], pytest.param(list(KINDS), marks=pytest.mark.nightly)])
 def test_fine_tuned_remote_code(kinds, saved, tmp_path):
-    """Without frugalvit, `Trainer` saves the code and resumes exactly; the saved folder loads with frugalvit, too."""
+    """Without frugalvit, `Trainer` saves the code and resumes exactly. The saved folder also loads with frugalvit."""
     run_without_frugalvit(tmp_path, "fine_tune", tmp_path, *(saved[0] / folder_name(kind) for kind in kinds))
     for kind in kinds:
         folder = tmp_path / folder_name(kind)
         logits = load_file(folder / "logits.safetensors")
         for each in (folder / "saved", *(folder / "checkpoints").iterdir()):
             assert code_of(each) == code_of(saved[0] / folder_name(kind))
-            # Without frugalvit, no card is written.
+            # Without frugalvit, no model card (README.md) is written.
             assert {*os.listdir(each)} >= {*os.listdir(saved[0] / folder_name(kind))} - {"README.md"}
         assert not torch.equal(logits["trained"], logits["trained from"])
         for name in ("resumed", "saved", "checkpoints/checkpoint-4"):
@@ -118,7 +118,7 @@ def test_fine_tuned_remote_code(kinds, saved, tmp_path):
         assert torch.equal(main_output(model, logits["pixel_values"]), logits["trained"])
 
 
-# Readers of a hub repository have to trust every source file, so that a classifier has no files of other tasks.
+# Users of a hub repository have to trust its code, so a classifier is saved without the code of other tasks.
 CLASSIFIER_FILES = {
     "patches": "configuration_base configuration_patch_sparseformer modeling_patch_sparseformer hub layers placement",
     "bootstrapped": "configuration_base configuration_sparseformer modeling_sparseformer focusing hub layers",
@@ -134,14 +134,14 @@ def test_a_saved_classifier_has_only_the_code_that_it_runs(kind, saved):
 
 class TestFolder:
     def test_a_folder_has_all_source_files_and_no_others(self, kind, saved):
-        """Transformers' search for relative imports finds every saved source file, and no other package is needed."""
+        """Relative imports reach every saved source file. The code needs torch, transformers and huggingface_hub."""
         for model_class in KINDS[kind].classes:
             folder = saved[0] / folder_name(kind, model_class)
             entry = f"{model_class.__module__.rpartition('.')[2]}.py"
             reached = dynamic_module_utils.get_relative_import_files(folder / entry)
             assert {*os.listdir(folder)} == {*OTHER_FILES, entry, *(Path(path).name for path in reached)}
             for path in folder.glob("*.py"):
-                # Transformers requires each package that remote code imports, also in functions, but not in `try`.
+                # Transformers requires all packages that remote code imports, except imports inside `try`.
                 needed = {*dynamic_module_utils.get_imports(path)} - {*sys.stdlib_module_names}
                 assert needed <= {"torch", "transformers", "huggingface_hub"}
 
@@ -153,14 +153,14 @@ class TestFolder:
             code = card.text.split("```python\n")[1].split("```")[0].replace("path/or/id", str(folder))
             names = {"image": Image.new("RGB", (48, 40), "red")}
             exec(code, names)
-            # AutoModel loads a vision model as the family's base model.
+            # `AutoModel` loads a saved vision model as the family's base model.
             as_base = model_class.__name__.endswith("SparseFormerVisionModel")
             assert type(names["model"]).__name__ == (KINDS[kind].base if as_base else model_class).__name__
             assert_same(main_output(names["model"], pixel_values), saved[1][folder.name], folder.name)
 
 
 def test_an_upload_has_all_files_but_keeps_a_card_on_the_hub(make_model, hub, tmp_path):
-    """Uploads have the saved files, but no other files of the folder, and do not overwrite a card."""
+    """An upload contains the saved files and no other files of the folder. It does not overwrite a model card."""
     kind, model = KINDS["bootstrapped"], make_model("classifier", "bootstrapped")
     assert model.push_to_hub("someone/model", commit_message="Mine", private=True, revision="dev").oid == "0"
     assert hub.created[0]["name"] == "model" and hub.branches == ["dev"]

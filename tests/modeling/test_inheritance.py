@@ -1,4 +1,4 @@
-"""`from_teacher`: inherited parts, new parts, image processors, and refused teachers."""
+"""Tests of `from_teacher`: inherited parts, new parts, image processors, and refused teachers."""
 
 import pytest
 import timm
@@ -42,7 +42,7 @@ def timm_vit(**arguments) -> nn.Module:
 
 def test_labels_and_the_problem_type_are_the_teachers():
     teacher = transformers_vit(problem_type="multi_label_classification")
-    # A configuration made with `id2label` alone has no `label2id`.
+    # A configuration that is made with only `id2label` has no `label2id`.
     teacher.config.label2id = None
     config = PatchSparseFormerForImageClassification.from_teacher(teacher).config
     assert config.label2id == {name: index for index, name in teacher.config.id2label.items()}
@@ -53,12 +53,12 @@ def test_defaults_are_the_papers():
     teacher = transformers_vit(num_hidden_layers=6, hidden_size=128, num_attention_heads=2)
     student = SparseFormerForImageClassification.from_teacher(teacher)
     config = student.config
-    # The teacher has 64 patches; a quarter of them are 16 tokens, [CLS] and 15 latent tokens.
+    # The default number of tokens is a quarter of the teacher's 64 patches: [CLS] and 15 latent tokens.
     assert (config.num_latent_tokens, config.num_class_tokens, config.pooling) == (15, 1, "cls")
     assert (config.num_hidden_layers, config.hidden_size, config.focusing_hidden_size) == (4, 128, 64)
     assert config.layer_norm_eps == 1e-4
     assert config.id2label == teacher.config.id2label and not student.training
-    # A third of the blocks is left out, so that the first block is the teacher's third.
+    # The first third of the teacher's blocks is left out, so the student starts with the teacher's third block.
     torch.testing.assert_close(
         student.sparseformer.layers[0].mlp.fc1.weight, teacher.vit.layers[2].mlp.fc1.weight, rtol=0, atol=0
     )
@@ -117,7 +117,7 @@ def test_a_mean_pooled_teacher_gives_a_mean_pooled_student():
         0,
         16,
     )
-    # A class token that is not pooled stays, because tokens attend to it.
+    # A class token that is not pooled is kept, because other tokens attend to it.
     config = SparseFormerForImageClassification.from_teacher(timm_vit(global_pool="avg", fc_norm=False)).config
     assert (config.pooling, config.final_norm, config.num_class_tokens) == ("latent_mean", "before_pooling", 1)
 
@@ -146,7 +146,7 @@ def test_layer_scale_stays_a_parameter(model_class):
 
 
 class Block(timm.models.vision_transformer.Block):
-    """Block with the parameters of a plain block and another `forward`."""
+    """Encoder block with the parameters of timm's `Block` but another `forward`."""
 
     def forward(self, x):
         return 2 * super().forward(x)
@@ -189,7 +189,7 @@ def test_registers_start_as_the_teachers_of_a_blank_image():
 
 
 def test_tokens_that_start_on_one_roi_are_moved_apart():
-    """Initial RoIs differ, because tokens with equal embeddings and RoIs would get equal gradients and stay equal."""
+    """Initial RoIs differ. Tokens with equal embeddings and equal RoIs would get equal gradients and stay equal."""
     student = SparseFormerForImageClassification.from_teacher(transformers_vit(), num_latent_tokens=15)
     rois = student.sparseformer.latents.initial_rois
     assert len(rois.unique(dim=0)) == 15

@@ -1,4 +1,4 @@
-"""In-place initializations of a ViT's attention, and position embeddings for other image sizes."""
+"""Tests of in-place initializations of a ViT's attention, and of resized position embeddings."""
 
 import pytest
 import timm
@@ -51,7 +51,7 @@ def test_mimetic_initialization_puts_the_identity_into_attention():
     with torch.no_grad():
         queries_keys = attention.q_proj.weight.T @ attention.k_proj.weight
         values_outputs = attention.v_proj.weight.T @ attention.o_proj.weight.T
-    # The products are 0.7 I + 0.7 Z and -0.4 I + 0.4 Z. Z has mean 0, so diagonals show I, and variance 1 / 96.
+    # The products are 0.7 I + 0.7 Z and -0.4 I + 0.4 Z, where Z is random with mean 0 and variance 1 / 96.
     assert queries_keys.diagonal().mean().item() == pytest.approx(0.7, abs=0.05)
     assert values_outputs.diagonal().mean().item() == pytest.approx(-0.4, abs=0.05)
     off_diagonal = queries_keys - queries_keys.diagonal().diag()
@@ -82,7 +82,7 @@ def encoding(height, width, hidden_size):
 def test_an_impulse_matrix_is_the_convolution_with_an_impulse(height, width, dy, dx, seed):
     image = torch.randn(height, width, generator=seeded(seed))
     kernel = torch.zeros(1, 1, 7, 7)
-    # conv2d correlates, so the kernel is not flipped: its single 1 is at offset (dy, dx) from the center.
+    # `conv2d` does not flip the kernel, so the kernel's only 1 is at offset (dy, dx) from its center.
     kernel[0, 0, 3 + dy, 3 + dx] = 1
     expected = F.conv2d(image[None, None], kernel, padding=3)[0, 0]
     torch.testing.assert_close(
@@ -133,8 +133,8 @@ def test_adam_does_what_the_algorithm_says():
 
 
 def test_bounded_adam_averages_over_heads_and_keeps_lengths():
-    """With `renormalize_every`, Adam takes the steps of the authors' code."""
-    # Gradients have to be close to Adam's epsilon, where a mean and a sum over heads give different steps.
+    """With `renormalize_every`, `solve_adam` takes the same steps as the authors' code."""
+    # Small inputs give gradients near Adam's epsilon. There, a mean and a sum over heads give different steps.
     inputs = 0.01 * encoding(3, 4, 16)
     targets = torch.stack([impulse_matrix(3, 4, offset) for offset in ((0, 1), (1, 0))])
     found = solve_adam(inputs, targets, 8, steps=4, learning_rate=0.01, generator=seeded(), renormalize_every=2)
@@ -174,7 +174,7 @@ HOSTS = {
 
 
 def grid_attention(model, grid):
-    """Return the first layer's attention among patches, `(heads, N, N)`, for tokens that equal their positions."""
+    """Return the first layer's attention between N patches, `(heads, N, N)`. Patch embeddings are set to zero."""
     found = {}
     read = read_parts(model)
     module = getattr(model, "base_model", model)
@@ -232,7 +232,7 @@ def test_baselines_draw_from_their_distributions():
     model = vit(num_hidden_layers=1)
     trunc_normal_init_(model, generator=seeded())
     weight = model.vit.layers[0].mlp.fc1.weight
-    # timm truncates at the value 2, which is 100 standard deviations.
+    # timm truncates at +-2, which is 100 standard deviations, so some values are beyond 3 standard deviations.
     assert weight.abs().max() > 0.06 and weight.std().item() == pytest.approx(0.02, rel=0.05)
     torch.manual_seed(0)
     expected = timm.layers.trunc_normal_(torch.empty_like(weight), std=0.02)

@@ -1,4 +1,4 @@
-"""Inputs of all families: float64, other devices, empty batches, and numbers of tokens."""
+"""Tests of all families' inputs: float64, other devices, empty batches, and numbers of tokens."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ SPARSEFORMERS = ["bootstrapped", "patches", "content", "v1"]
 
 @pytest.mark.parametrize("name", list(KINDS))
 def test_float64_stays_float64(name, monkeypatch):
-    """The derivative in a direction equals the difference quotient to the precision of float64."""
+    """The directional derivative of the loss equals a finite difference, with the precision of float64."""
     kind = KINDS[name]
     torch.manual_seed(0)
     config = kind.config()
     if config.model_type == "sparseformer":
-        # The position encoding detaches RoIs, so that its derivative differs from the difference quotient.
+        # The position encoding detaches RoIs, so the derivative would differ from the finite difference.
         monkeypatch.setattr(SparseFormerPositionEncoding, "forward", lambda self, rois: 0.0)
     model = kind.classifier(config).double().eval()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -39,7 +39,6 @@ def test_float64_stays_float64(name, monkeypatch):
         for sign in (1, -2):
             torch._foreach_add_(parameters, direction, alpha=sign * step)
             losses.append(model(pixel_values, labels=labels).loss)
-    # The clamp of RoIs at the border passes gradients, which the difference quotient does not have.
     if name != "patches":
         torch.testing.assert_close(slope, (losses[0] - losses[1]) / (2 * step), rtol=1e-5, atol=1e-8)
     assert {parameter.dtype for parameter in model.float().parameters()} == {torch.float32}
@@ -47,7 +46,7 @@ def test_float64_stays_float64(name, monkeypatch):
 
 @pytest.mark.parametrize("name", list(KINDS))
 def test_all_tensors_are_on_the_model_s_device(name):
-    """The device `meta` stands for an accelerator: operations that mix it with the CPU fail."""
+    """`meta` replaces an accelerator: an operation on tensors of `meta` and of the CPU is an error."""
     for model_class in KINDS[name].classes:
         model = model_class(KINDS[name].config(model_class)).eval().to("meta")
         assert next(iter(model(torch.empty(2, 3, 32, 32, device="meta")).values())) is not None
@@ -93,12 +92,12 @@ def test_a_tensor_of_counts_has_one_integer_for_each_image(num_tokens, make_mode
         model(pixel_values, num_tokens=num_tokens)
     with pytest.raises(ValueError, match=r"`num_tokens` is 7, expected 1 to 6"):
         model(pixel_values, num_tokens=torch.tensor([4, 7]))
-    # The papers' SparseFormer takes one integer for all images.
+    # The papers' SparseFormer accepts only one integer for all images.
     with pytest.raises(ValueError, match=r"(?s)`num_tokens` is tensor.* expected 1 to 5"):
         make_model("classifier", "bootstrapped")(pixel_values, num_tokens=num_tokens)
 
 
-# Transformers makes block masks with an option that PyTorch has deprecated.
+# Transformers creates block masks with an option that is deprecated in PyTorch.
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.parametrize("pooling", ["mean", "attention"])
 @torch.no_grad()
@@ -127,7 +126,7 @@ def test_a_count_without_a_grid_is_an_error_without_a_warning(kind, make_model, 
 @pytest.mark.parametrize("name", SPARSEFORMERS)
 @torch.no_grad()
 def test_a_call_reads_the_number_of_tokens_once(name, make_model, pixel_values, monkeypatch):
-    """A call is not changed by `set_num_tokens` in another thread."""
+    """`set_num_tokens` in another thread does not change a running call."""
     model = make_model("classifier", name, num_latent_tokens=9, elastic_token_counts=[4, 9])
     expected = model(pixel_values).logits
     default = SparseFormerBaseConfig.default_num_tokens

@@ -1,4 +1,4 @@
-"""LLaVA with a SparseFormer as its vision tower, in Transformers and in the original code base."""
+"""Tests of LLaVA with a SparseFormer as its vision tower, in Transformers and in LLaVA's original code base."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_the_language_model_reads_the_sparseformers_tokens():
     assert torch.equal(model(input_ids=text).logits, before)
     pixel_values = torch.randn(2, 3, 32, 32)
     features = model.get_image_features(pixel_values).pooler_output
-    # LLaVA reads the penultimate state, the input of the last block, without [CLS].
+    # LLaVA uses the second-to-last hidden state, the input of the last block, without [CLS].
     states = tower(pixel_values, output_hidden_states=True).hidden_states[-2][:, 1:]
     torch.testing.assert_close(torch.stack(list(features)), model.model.multi_modal_projector(states))
     assert model.config.image_seq_length == 7
@@ -99,7 +99,7 @@ def test_each_image_of_a_prompt_can_have_another_number_of_tokens(strategy):
     inputs = processor(**prompt, num_image_tokens=[4, 9, 4], padding=True, return_tensors="pt")
     assert inputs["num_image_tokens"].tolist() == [4, 9, 4]
     assert count_image_tokens(inputs) == 4 + 9 + 4 + 3 * (strategy == "full")
-    # The features of the images replace the image tokens in order.
+    # Image features replace the embeddings of the image tokens, in the order of the images.
     features = [
         model.get_image_features(inputs["pixel_values"][[index]], num_tokens=count).pooler_output[0]
         for index, count in enumerate([4, 9, 4])

@@ -1,4 +1,4 @@
-"""Packed linear layers: products, gradients, changed weights, and the choice of layers."""
+"""Tests of packed linear layers: products, gradients, changed weights, and the choice of layers."""
 
 import copy
 
@@ -27,7 +27,7 @@ def inputs() -> torch.Tensor:
 
 @pytest.fixture
 def called(monkeypatch) -> list:
-    """Return the list of arguments of all packed products."""
+    """Return a list to which each call of `packing.multiply` appends its arguments."""
     called = []
     multiply = packing.multiply
     monkeypatch.setattr(packing, "multiply", lambda *given: called.append(given) or multiply(*given))
@@ -42,7 +42,7 @@ def test_a_packed_layer_computes_the_products_of_the_layer(bias, inputs, called)
         for given in (inputs, inputs[0], inputs[0, 0], inputs.mT.contiguous().mT):
             torch.testing.assert_close(packed(given), linear(given), rtol=1e-5, atol=1e-6)
         assert len(called) == 4
-        # The packed product cannot multiply an empty batch.
+        # oneDNN's packed product does not support an empty batch, so the layer uses its own weight.
         assert packed(inputs[:0]).shape == (0, 5, 40)
 
 
@@ -81,7 +81,7 @@ def test_a_changed_layer_computes_with_its_new_weight(change, linear, inputs, ca
 
 @torch.inference_mode()
 def test_weights_made_under_inference_mode_are_not_packed(inputs, called, monkeypatch):
-    """A change of these weights would go unnoticed, because they have no version counter."""
+    """Weights made under `torch.inference_mode` have no version counter, so a change could not be detected."""
     monkeypatch.setattr(packing, "packing_pays", lambda dtype: True)
     linear = nn.Linear(24, 40)
     assert pack_linear_layers(nn.Sequential(linear)) == 0

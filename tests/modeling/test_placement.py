@@ -1,4 +1,4 @@
-"""Placement by content: choosing cells, cutting their patches, and pooling tokens by area."""
+"""Tests of placement by content: choosing cells, cutting patches, and pooling tokens by area."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
     shapes = [(grid[0] // 2, grid[1] // 2), *finer(grid, levels)]
     split_scores = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
     if ties:
-        # Scores are rounded to three values or to one, so that some or all are equal.
+        # Rounding leaves three different scores or only one, so that some or all scores are equal.
         split_scores = [(scores * (3 if ties == 1 else 0)).floor() for scores in split_scores]
     cells = choose_cells(split_scores, grid)
     assert cells.shape == (3, math.prod(grid)) and (cells.diff(dim=1) > 0).all()
@@ -70,17 +70,17 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
     sides = rois[:, 2:] - rois[:, :2]
     torch.testing.assert_close(sides.prod(1) * math.prod(grid), areas)
     torch.testing.assert_close(areas[cells].mean(1), torch.ones(3))
-    # Each cell of the finest grid is covered once.
+    # Exactly one chosen cell covers each cell of the finest grid.
     finest = rois[-math.prod(shapes[-1]) :]
     centers = (finest[:, :2] + finest[:, 2:]) / 2
     chosen = rois[cells][:, :, None]
     inside = ((centers > chosen[..., :2]) & (centers < chosen[..., 2:])).all(-1)
     assert (inside.sum(1) == 1).all()
     if ties == 3:
-        # With equal scores, no block is merged and no cell split.
+        # With equal scores, no block is merged and no cell is split.
         assert (areas[cells] == 1).all()
     elif not ties:
-        # Blocks that are split have higher scores than the others.
+        # No whole block has a higher score than a split block.
         blocks = split_scores[0].flatten(1)
         for scores, chosen in zip(blocks, cells, strict=True):
             whole = torch.zeros(len(scores), dtype=torch.bool).index_fill(0, chosen[chosen < len(scores)], True)
@@ -155,7 +155,7 @@ def test_set_placement_changes_the_cells_of_a_trained_model():
     model.train()(pixels).logits.sum().backward()
     embeddings = model.sparseformer.embeddings
     assert embeddings.position_embeddings.grad.abs().sum() > 0
-    # `set_placement` keeps the weights of the attention forecast.
+    # A second call of `set_placement("content")` keeps the placement module and its weights.
     placement = embeddings.placement
     model.set_placement("content")
     assert embeddings.placement is placement
@@ -184,7 +184,7 @@ def test_a_token_of_three_times_the_area_counts_as_three_tokens_in_pooling(pooli
     areas = torch.tensor([[1.0, 1.0, 1.0, 3.0]]).expand(2, -1) * 4 / 6
     pooled = pooler(tokens, norm, head, areas)
     torch.testing.assert_close(pooled, pooler(several, norm, head))
-    # FlashAttention cannot add the areas to scores, so that another implementation has to pool.
+    # FlashAttention cannot add a mask with the areas to attention scores, so pooling uses another implementation.
     config._attn_implementation = "flash_attention_2"
     torch.testing.assert_close(pooler(tokens, norm, head, areas), pooled)
 

@@ -1,4 +1,4 @@
-"""Grids of tokens: their patches, their rows and columns, and their positions."""
+"""Tests of token grids: patches, rows and columns, and position embeddings."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The paper's segmentation head against its equations, its start from a classifier, and its loss."""
+"""Tests of the paper's segmentation head: equations, loading from a classifier, and loss."""
 
 import pytest
 import torch

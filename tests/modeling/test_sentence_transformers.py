@@ -1,4 +1,4 @@
-"""Embeddings of saved models in sentence-transformers."""
+"""Test of a saved model in sentence-transformers."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def load(folder):
 
 
 def test_a_clip_embeds_images_and_texts_side_by_side(photographs):
-    """Embeddings equal those of the CLIP, and a text that is too long for the CLIP is truncated."""
+    """Similarities equal those of the CLIP itself. A text that is too long for the CLIP is truncated."""
     images, clip = photographs[0][:3], str(frugalvit.checkpoint_path("cifar10-sparseformer-clip"))
     searcher, towers = load(clip), load_two_towers(clip, device="cpu")
     texts = ["a photo of a ship .", "a photo of a cat . " * 100]

@@ -1,4 +1,4 @@
-"""`transformers serve` with a LLaVA that has a SparseFormer, called by OpenAI's client."""
+"""Test of `transformers serve`: OpenAI's client calls a LLaVA whose vision tower is a SparseFormer."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 @pytest.mark.nightly
 def test_answers_as_transformers_does(tmp_path):
-    """A server without frugalvit gives the answer of `generate`, because the folder contains the code."""
+    """The server runs the code in the model's folder and gives the same answer as `generate`."""
     openai = pytest.importorskip("openai", reason="pip install 'frugalvit[serve]'")
     folder = tmp_path / "model"
     llava = make_llava()

@@ -1,4 +1,4 @@
-"""The papers' SparseFormers: attention interface, outputs, the last block's [CLS], sampling points, gradients."""
+"""Tests of the papers' SparseFormers: attention interface, outputs, [CLS] in the last block, points, gradients."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ class TestAttention:
         encoder = (2, config.num_attention_heads, 5 + config.num_class_tokens, 64 // config.num_attention_heads)
         # v1's first attention precedes sampling, so it is computed once for all images.
         first = (1, *focusing[1:]) if config.generation == "v1" else focusing
-        # A classifier reads [CLS] alone, so [CLS] is the only query of the last block.
+        # A classifier that pools [CLS] needs no other token, so [CLS] is the only query of the last block.
         last = (*encoder[:2], 1, encoder[3]) if config.pooling == "cls" else encoder
         shapes = [first, *[focusing] * 3, encoder, encoder, last]
         assert calls == [(shape, False, None, shape[-1] ** -0.5) for shape in shapes]
@@ -64,11 +64,11 @@ class TestOutputs:
 
 
 class TestClsAlone:
-    """The last block computes [CLS] alone if nothing else is read."""
+    """The last block computes only [CLS] if no output needs other tokens."""
 
     @staticmethod
     def run(model, pixel_values, **arguments):
-        """Return the last MLP's number of tokens, the logits and the gradients."""
+        """Return the number of tokens in the last MLP, the logits and the gradients."""
         mlp = model.base_model.layers[-1].mlp
         seen = []
         mlp.forward = lambda states: seen.append(states.shape[1]) or type(mlp).forward(mlp, states)
@@ -101,7 +101,7 @@ class TestClsAlone:
 
 
 def test_points_that_are_nan_give_nan_and_a_safe_backward_pass():
-    """NaN does not reach `grid_sample`, whose backward pass on CPUs would write outside the map."""
+    """`grid_sample` gets no NaN, because its backward pass on CPUs would write outside the map."""
     features = torch.randn(2, 3, 8, 8, requires_grad=True)
     points = torch.rand(2, 5, 4, 2)
     points[0, 1, 2, 0] = points[1, 4, 3] = torch.nan
@@ -113,7 +113,7 @@ def test_points_that_are_nan_give_nan_and_a_safe_backward_pass():
 
 
 def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, pixel_values):
-    """Gradients add up although v1 attends once for all images at first, and clamps the gradients of each image."""
+    """Gradients add up, although v1 computes its first attention once and clips each image's gradients."""
     model = make_model(SparseFormerModel, generation, drop_path_rate=0.0).train()
 
     def gradients(images):
@@ -124,14 +124,14 @@ def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, 
 
     together, first, second = (gradients(images) for images in (pixel_values, pixel_values[:1], pixel_values[1:]))
     for name, gradient in together.items():
-        # Softmax does not depend on biases of keys, so the gradients of these biases are rounding errors.
+        # Biases of keys do not change the softmax, so the gradients of these biases are only rounding errors.
         if not name.endswith("k_proj.bias"):
             tolerance = 1e-3 * gradient.abs().max().item()
             torch.testing.assert_close(gradient, first[name] + second[name], atol=tolerance, rtol=0, msg=name)
 
 
 def test_v1_clips_the_gradient_of_points(make_model, pixel_values, monkeypatch):
-    """The limit is one over the number of rows of the map; bootstrapped models have no limit."""
+    """The limit is 1 / (rows of the feature map). Bootstrapped models have no limit."""
     seen = []
 
     def locate(rois, offsets):

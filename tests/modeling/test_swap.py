@@ -1,4 +1,4 @@
-"""`frugalvit swap` and `swap_vision_tower`: the command, refused models, first layers, matched channels."""
+"""Tests of `frugalvit swap` and `swap_vision_tower`: outputs, refused models, first layers, matched channels."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_the_command_swaps_as_the_function_does(tmp_path, capsys):
     )
     tower = SparseFormerVisionModel.from_pretrained(tmp_path / "tower")
     expected = swap_vision_tower(llava, tower).bfloat16()(**inputs)
-    # The two computations round RoIs to bfloat16 at different points.
+    # The tolerance allows rounding errors of bfloat16.
     torch.testing.assert_close(model(**inputs).logits, expected.logits, atol=0.02, rtol=0.1)
 
 
@@ -62,7 +62,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     model.save_pretrained(tmp_path)
     processor = matching_processor(make_processor(llava), model)
     inputs = processor(images=noise(), text="<image> what is this ?", return_tensors="pt")
-    # LLaVA reads registers like other tokens.
+    # LLaVA uses the 2 registers like latent tokens.
     assert int((inputs["input_ids"] == IMAGE).sum()) == 7 + 2
     loaded, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()) and torch.equal(loaded(**inputs).logits, model(**inputs).logits)
@@ -71,7 +71,7 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
 @torch.no_grad()
 def test_channels_are_matched(make):
-    """The new first layer equals the old one on inputs with the original's mean and standard deviation per channel."""
+    """The new first layer rescales each channel to the original mean and deviation, then applies the old layer."""
     original = make()
     before = {name: value.clone() for name, value in original.state_dict().items()}
     model = swap_vision_tower(original, make_tower(original))

@@ -1,4 +1,4 @@
-"""The ViT of impulse initialization: its forward pass and the initialization of its attention."""
+"""Tests of ViTs with impulse initialization: forward pass and initialization of attention."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class TestModel:
 
 @pytest.fixture
 def solved(monkeypatch) -> list[str]:
-    """Return the list of initializations that models run."""
+    """Return a list to which models append the names of attention initializations that they run."""
     calls = []
 
     def start(parts, config, **options):

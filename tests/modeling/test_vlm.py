@@ -1,4 +1,4 @@
-"""Gemma 3, LLaVA-OneVision and PaliGemma with a SparseFormer as their vision tower."""
+"""Tests of Gemma 3, LLaVA-OneVision and PaliGemma with a SparseFormer as vision tower."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def processor(vlm):
 
 
 def make_inputs(processor, vlm: VLM, size=(75, 40)) -> dict:
-    """Return the inputs of a prompt with an image of this width and height; some processors cut it into tiles."""
+    """Return the inputs of a prompt with an image of `size` (width, height). Some processors cut images into tiles."""
     return processor(images=noise(size), text=f"{vlm.prompt}what is this ?", return_tensors="pt")
 
 
@@ -78,7 +78,7 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
 
 def make_paligemma_inputs(processor) -> dict:
     inputs = dict(processor(images=[[noise()]], text=["<image>what is this ?"], return_tensors="pt"))
-    # The processor adds labels, which ignore all tokens of a prompt without an answer.
+    # The processor adds labels. All labels are -100 (ignored), because the prompt has no answer.
     assert (inputs.pop("labels") == -100).all()
     return inputs
 
