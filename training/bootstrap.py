@@ -2,10 +2,11 @@
 
     accelerate launch -m frugalvit.training.bootstrap --teacher TEACHER --dataset IMAGES --output_dir OUT
 
-Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2: the student inherits
-the teacher's blocks without the leading third, trains a new focusing stage, tunes the next third of the blocks, keeps
-the rest frozen, and aligns its final embedding with the teacher's. The paper does not name an optimizer; we use AdamW.
-With `--student`, the bootstrapping of an existing student continues, for example with more tokens or larger images.
+The method is from Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2. In
+the paper, a new focusing stage replaces the first third of the teacher's blocks. The student tunes the second third of
+the blocks and keeps the last third frozen. The loss compares the final embeddings of student and teacher. The paper
+names no optimizer; the default here is AdamW. With `--student`, the training of an existing student continues, for
+example with more tokens or larger images.
 """
 
 import copy
@@ -53,11 +54,12 @@ from .views import Views, as_images, split_off
 
 
 PROG = "frugalvit bootstrap"
-# Largest image side, in pixels, up to which "small" is the default preset for a new focusing stage.
+# For a new focusing stage, the default preset is "small" up to this image size in pixels, and "paper" above.
 LARGEST_SMALL = 96
-# Defaults of training arguments by preset. "inherited" has small steps, because large ones destroy a student that
-# starts as its teacher at a lower resolution. "paper" and "small" train a new focusing stage: "paper" suits images of
-# 224 pixels but learns slowly from images of 32 pixels, for which "small" has larger steps and a loss for each token.
+# Defaults of training arguments by preset. "paper" and "small" train a new focusing stage. "paper" is for images of
+# 224 pixels. "small" is for images of 32 pixels and has a higher learning rate and a loss for each token. "inherited"
+# is for students with the teacher's patch embedding. Their inherited weights have a low learning rate, because large
+# steps would destroy them.
 PRESETS = {
     "paper": {
         "crop_scale": [0.5, 1.0],
@@ -87,8 +89,8 @@ PRESETS = {
         "num_train_epochs": 20.0,
     },
 }
-# Configuration of new students by preset. The focusing stage of "small" has the paper's number of sampling points, but
-# half of its iterations and mixed points, and three quarters of the channels of its stem and bottleneck.
+# Configuration of new students by preset. The focusing stage of "small" has as many sampling points as in the paper.
+# It has half as many iterations and mixed points, and three quarters of the channels in stem and bottleneck.
 STUDENT_FIELDS = {
     "paper": {"truncate": 1 / 3},
     "small": {
@@ -165,7 +167,8 @@ class BootstrapArguments(ImageTrainingArguments):
     }
 
     def __post_init__(self):
-        # `TrainingArguments` accepts only numbers, so None (the preset's warm-up) is restored after its checks.
+        # None stands for the preset's warm-up. `TrainingArguments` rejects None, so None is set again after its
+        # checks.
         follows_preset = self.warmup_steps is None
         if follows_preset:
             self.warmup_steps = 0
@@ -175,12 +178,12 @@ class BootstrapArguments(ImageTrainingArguments):
 
 
 def resolve_arguments(args: BootstrapArguments, inherits_patches: bool, pixels: int, continued: bool):
-    """Return a copy of the arguments with a preset chosen; arguments that are None get the preset's values.
+    """Choose a preset, and return a copy of the arguments in which the preset's values replace None.
 
     Args:
-        args (`BootstrapArguments`): Arguments as they were given.
-        inherits_patches (`bool`): Whether the student has its teacher's patch embedding, not a focusing stage.
-        pixels (`int`): Longer side of the teacher's images.
+        args (`BootstrapArguments`): The given arguments.
+        inherits_patches (`bool`): Whether the student has its teacher's patch embedding instead of a focusing stage.
+        pixels (`int`): Longer side of the teacher's images in pixels.
         continued (`bool`): Whether the student was bootstrapped before. If so, the defaults are five epochs without
             warm-up, at a quarter of the preset's learning rate.
     """
@@ -202,18 +205,18 @@ def resolve_arguments(args: BootstrapArguments, inherits_patches: bool, pixels: 
 
 class BootstrapTrainer(ImageTrainer):
     """Transformers' `Trainer` that bootstraps a SparseFormer from a vision transformer, without labels (Gao et al.
-    2024, section 3.2). Labels are only used to measure accuracy, unless `args.label_loss_weight` is set.
+    2024, section 3.2). If `args.label_loss_weight` is 0, labels are only used to measure accuracy.
 
     Args:
         teacher (`PreTrainedModel`): A vision transformer.
-        model (`PreTrainedModel`): The student: a new one made by `from_teacher`, or one loaded by `from_pretrained`,
-            whose bootstrapping is continued with other default arguments, see `resolve_arguments`.
+        model (`PreTrainedModel`): The student. A student from `from_teacher` is new. A student from `from_pretrained`
+            continues its bootstrapping, with other default arguments (see `resolve_arguments`).
         args (`BootstrapArguments`): The training arguments.
         train_dataset: Images, with or without labels: a `datasets.Dataset`, a PyTorch dataset (of images, of pairs of
             image and label, or of dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
-        eval_dataset (*optional*): Images to choose the best model on, in the same forms.
+        eval_dataset (*optional*): Images to choose the best model on, in a form that `train_dataset` accepts.
         processing_class: The teacher's image processor.
-        base_model (`str`, *optional*): The teacher's name for the card. Default: its folder or hub id.
+        base_model (`str`, *optional*): The teacher's name in the model card. Default: the teacher's folder or hub id.
         kwargs: See `ImageTrainer`.
     """
 
@@ -247,7 +250,7 @@ class BootstrapTrainer(ImageTrainer):
                 "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
                 "{} instead of {}. Pass image_processor to from_teacher.".format(*normalizations)
             )
-        # Only `from_pretrained` sets this name, so the student was bootstrapped before.
+        # A student with `name_or_path` was loaded by `from_pretrained`, so it was bootstrapped before.
         continued = bool(config.name_or_path)
         args = resolve_arguments(args, config.has_patch_embedding, max(teacher_format.size), continued)
         self.anatomy = teacher
@@ -265,7 +268,7 @@ class BootstrapTrainer(ImageTrainer):
                 raise ValueError("label_loss_weight compares classes, and the images have no labels; expected some.")
             check_classes(class_names(images[0]))
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
-        # Classifier and projection are frozen, so only the base model is trained, or a backbone with its upsamplers.
+        # Classifier and projection are frozen. Only the base model and, in backbones, the upsamplers are trained.
         reads_maps = isinstance(model, BackboneMixin) and args.dense_loss_weight
         learner = model if reads_maps else model.base_model
         names = [name for name, parameter in learner.named_parameters() if parameter in tuned]
@@ -285,7 +288,7 @@ class BootstrapTrainer(ImageTrainer):
         self.student = model
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
-        # The teacher is read again, because views of parts of fused layers do not move to the device with the layers.
+        # `read_anatomy` is called again, because its views of fused layers do not move to the device with the layers.
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
@@ -293,12 +296,13 @@ class BootstrapTrainer(ImageTrainer):
         model.to(args.device)
 
     def evaluation_views(self, images) -> Views:
-        """Return views. Labels are mapped to the student's classes, or left out if a class has no counterpart."""
+        """Return evaluation views of images. Labels are converted to the student's class indices. If the student lacks
+        one of the classes, labels are left out."""
         images, _, _, classes = match_classes((as_images(images), None, None), self.labels, False)
         return Views(images, self.eval_view, None, self.skip_corrupt, classes)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the loss, averaged over the counts of tokens that are drawn for this step."""
+        """Return the mean loss over the token counts of this step, see `token_counts_to_train`."""
         align = self.align
         reads_states = align.align_tokens or align.align_maps or align.predicts_attention
         recorder = record_hidden_states(self.anatomy) if reads_states else nullcontext()
@@ -312,7 +316,7 @@ class BootstrapTrainer(ImageTrainer):
             if align.align_maps:
                 targets["maps"] = [each.float() for each in align.align_maps.teacher_maps(states)]
         losses = []
-        # The seed gives all processes, and a resumed run, the same counts.
+        # All processes and a resumed run use the same seed for a step, so they get the same token counts.
         for count in token_counts_to_train(self.student.config, f"{self.args.seed}-{self.state.global_step}"):
             outputs = model(inputs["pixel_values"], num_tokens=count, **align.options)
             losses.append(align(outputs, labels=inputs.get("labels"), **targets))
@@ -334,8 +338,9 @@ class BootstrapTrainer(ImageTrainer):
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return, for each image, the cosine similarity of the student's and the teacher's embedding at each count of
-        tokens and, with labels, whether student and teacher classify the image correctly."""
+        """Return a row of values for each image. The row starts with the cosine similarity of the student's and the
+        teacher's embedding at each token count. With labels, values of 0 or 1 follow: whether the student, at each
+        token count, and the teacher classify the image correctly."""
         embeddings = []
         labels = inputs.get("labels")
         with self.accelerator.autocast():
@@ -354,8 +359,8 @@ class BootstrapTrainer(ImageTrainer):
         """Return the metrics of an evaluation.
 
         `alignment` is the cosine similarity of the student's and the teacher's embeddings, averaged over images and
-        counts of tokens. Classifiers have `accuracy`, at the largest count, and `teacher_accuracy`. If there are
-        several counts, each has `alignment_COUNT` and, for classifiers, `accuracy_COUNT`.
+        token counts. Classifiers also have `accuracy`, measured at the largest token count, and `teacher_accuracy`.
+        With several token counts, each count has `alignment_COUNT` and, for classifiers, `accuracy_COUNT`.
         """
         counts = self.student.config.trained_token_counts
         means = prediction.predictions.mean(0).tolist()
@@ -376,7 +381,7 @@ class BootstrapTrainer(ImageTrainer):
         return self.student.state_dict() | {f"{prefix}{key}": value for key, value in learned.items()}
 
     def summary(self, metrics: dict[str, float]) -> str:
-        """Return a sentence about the result, and a table if there are several counts of tokens."""
+        """Return a sentence about the result. With several token counts, a table follows."""
         counts = self.student.config.trained_token_counts
         with_class = " and [CLS]" if self.student.config.num_class_tokens else ""
         tokens = f"{', '.join(map(str, counts))} latent tokens{with_class}"
@@ -402,18 +407,18 @@ def bootstrap(
     processing_class=None,
     **options,
 ) -> PreTrainedModel:
-    """Bootstrap a SparseFormer, without labels, from a vision transformer, whose embeddings it learns to reproduce.
-    Repeat an interrupted call to resume it.
+    """Bootstrap a SparseFormer from a vision transformer, without labels. The SparseFormer learns to reproduce the
+    embeddings of the vision transformer. To resume an interrupted call, repeat the call.
 
     Args:
         teacher (`str` or `PreTrainedModel`): A vision transformer, CLIP or SigLIP: its folder or hub id, or the model.
         images: The images to train on, see `BootstrapTrainer`.
-        num_tokens (`int` or `list[int]`, *optional*): Number of latent tokens, or several numbers, of which each call
-            of the student can choose one. Default: a quarter of the teacher's patches.
+        num_tokens (`int` or `list[int]`, *optional*): Number of latent tokens. With several numbers, each call of the
+            student can choose one of them. Default: a quarter of the teacher's patches.
         output (`str`, *optional*, defaults to `"student"`): Folder for the student, its card and its checkpoints.
         eval_images (*optional*): Images to choose the best epoch on. Default: the data set's validation split, or else
             a tenth of the images.
-        processing_class (*optional*): The teacher's image processor, which is required if `teacher` is a model.
+        processing_class (*optional*): The teacher's image processor. Required if `teacher` is a model.
         options: Arguments of `frugalvit bootstrap`, for example `num_train_epochs=5`, `placement="content"`.
 
     Returns:
@@ -439,14 +444,14 @@ def bootstrap(
             parts = split_off(parts[0])
     student, data, args = HfArgumentParser([StudentArguments, DataArguments, BootstrapArguments]).parse_dict(options)
     trainer = make_trainer(student, data, args, loaded, parts)
-    # The class is read before training, because FSDP changes it.
+    # The student's class is stored before the training, because FSDP changes the class.
     student_class = type(trainer.student)
     trainer.run()
     return student_class.from_pretrained(output, dtype=torch.float32)
 
 
 def name_of(model: torch.nn.Module) -> str:
-    """Return the folder or hub id that a model was loaded from, or else a description of its class."""
+    """Return a model's folder or hub id, or a description of its class if the model was not loaded."""
     return getattr(getattr(model, "config", None), "_name_or_path", "") or f"a {type(model).__name__}"
 
 

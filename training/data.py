@@ -1,4 +1,4 @@
-"""Load images and labels from folders, archives, tables and the hub as a `datasets.Dataset` with the same columns."""
+"""Load images and labels from folders, archives, tables or the hub as a `datasets.Dataset` with fixed column names."""
 
 import atexit
 import functools
@@ -31,17 +31,17 @@ from .text import first_line, printable, shortened
 
 
 EXPECTED = f"expected a hub id, a folder of images or of parquet files, parquet files, or {SUBSET!r}"
-# Split by name of a split folder, in lower case.
+# Maps the name of a split folder, in lower case, to the name of its split.
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
-# Files in a folder of images that give `datasets` the labels.
+# Names of files from which `datasets` reads the labels of a folder of images.
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Folders that operating systems and network disks create for thumbnails, copies and deleted files.
 SYSTEM_FOLDERS = re.compile(r"[.@].*|__macosx|\$recycle\.bin|system volume information|lost\+found", re.IGNORECASE)
 NOT_READ = "these are not read (convert them to JPEG or PNG; pip install 'frugalvit[pictures]' reads .heic and .jxl)"
-# Largest number of classes without names. Such classes get their numbers as names.
+# Largest number of classes in data sets without class names. Their classes are named by number.
 MOST_CLASSES = 100_000
-# Largest number of images that are decoded to find unreadable ones, and of images that a message lists.
+# Limits of `readable_images`: the largest data set that is decoded, and the most images that a message lists.
 MOST_DECODED = 20_000
 MOST_NAMED = 20
 
@@ -62,22 +62,22 @@ def load_images(
     Args:
         dataset (`str`, `list[str]`, `datasets.Dataset` or `datasets.IterableDataset`):
             A hub id (also owner/name@revision), a folder of images (see `scan_folder`) or a zip file of such a folder,
-            a folder that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or the loaded data set.
+            a folder that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or a loaded data set.
         split (`str`, *optional*, defaults to `"train"`):
             Split of the data set, or a slice such as `"train[:1000]"`. Parquet files have only the split "train".
         name (`str`, *optional*): Configuration of a hub data set that has several.
-        image_column (`str`, *optional*): Column of images, if column types leave it open.
-        label_column (`str`, *optional*): Column of labels, if column types leave it open.
-        class_names (`list[str]`, *optional*): Names of the labels 0, 1, …, or all texts that occur as labels.
-        default_names (`list[str]`, *optional*): Class names if neither `class_names` nor the data set gives any.
+        image_column (`str`, *optional*): Name of the column of images. Default: the only column of images.
+        label_column (`str`, *optional*): Name of the column of labels. Default: the only column of labels.
+        class_names (`list[str]`, *optional*): Names of the labels 0, 1, … If labels are texts, these are all texts.
+        default_names (`list[str]`, *optional*): Class names to use if neither `class_names` nor the data set has any.
         streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
 
     Returns:
-        `datasets.Dataset` or `datasets.IterableDataset`: Columns `image`, not decoded, and `label`, a `ClassLabel`.
-        `label` is left out if all labels are missing or -1.
+        `datasets.Dataset` or `datasets.IterableDataset`: The images, with the columns `image`, which is not decoded,
+        and `label`, a `ClassLabel`. If all labels are missing or -1, there is no column `label`.
 
     Raises:
-        ValueError: If the data set or a column does not exist, or labels are not among the classes.
+        ValueError: If the data set or a column does not exist, or if a label is not among the classes.
     """
     if isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         loaded = reset_format(dataset)
@@ -97,7 +97,7 @@ def load_images(
     if kinds[image] not in ("image", "bytes", "texts"):
         raise ValueError(f"The column {image!r} of {dataset!r} holds {loaded.features[image]}, expected images.")
     label = find_column(kinds, label_column, ("classes",), "label", dataset)
-    # A stream does not list the texts in a column, so that they are labels only with `class_names`.
+    # The set of texts in a stream's column is not known. So texts are only used as labels if `class_names` is given.
     named = class_names or not isinstance(loaded, datasets.IterableDataset)
     if label is None and kinds.get("label") in (("numbers", "texts") if named else ("numbers",)):
         label = "label"
@@ -105,7 +105,7 @@ def load_images(
         found = loaded.features[label]
         raise ValueError(f"The column {label!r} of {dataset!r} holds {found}, expected class numbers.")
     columns = {image: "image"} | ({label: "label"} if label else {})
-    # The column is cast first, because renaming a column without a known type would read from a stream.
+    # The column is cast before it is renamed: renaming a column of unknown type would read rows of a stream.
     loaded = loaded.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     loaded = loaded.rename_columns({old: new for old, new in columns.items() if old != new})
     if not label:
@@ -121,7 +121,7 @@ def load_images(
     else:
         highest = label_numbers(loaded).max(initial=-1)
         if highest < 0:
-            # All labels are -1, as in ImageNet's test split.
+            # In splits without labels, such as ImageNet's test split, all labels are -1.
             return loaded.remove_columns("label")
         count = len(names) if names else MOST_CLASSES
         if highest >= count:
@@ -136,8 +136,8 @@ def load_images(
 
 
 def reset_format(images: datasets.Dataset | datasets.IterableDataset) -> datasets.Dataset | datasets.IterableDataset:
-    """Return a data set whose rows have no format. Raise a ValueError if the format has a transform or hides columns:
-    both would be lost with the format."""
+    """Remove the format of a data set. Raise a ValueError if the format has a transform or hides columns, because both
+    would get lost."""
     if isinstance(images, datasets.Dataset):
         if images.format["type"] == "custom":
             raise ValueError(
@@ -154,7 +154,7 @@ def reset_format(images: datasets.Dataset | datasets.IterableDataset) -> dataset
 
 def kind_of(feature) -> str:
     """Return the kind of a column: "image", "bytes", "classes" (labels with names), "numbers", "texts" or "else"."""
-    # Parquet files that other libraries wrote hold images as structures of bytes and path.
+    # In parquet files that other libraries wrote, an image is a struct with the fields `bytes` and `path`.
     is_record = isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
     if is_record or isinstance(feature, datasets.Image):
         return "image"
@@ -166,11 +166,11 @@ def kind_of(feature) -> str:
 
 
 def find_column(kinds: Mapping[str, str], given: str | None, wanted: tuple, what: str, dataset) -> str | None:
-    """Return the name of the image column or the label column, or `None` if the data set has no labels.
+    """Return the name of the image column or of the label column. Return `None` if there is no label column.
 
     Args:
         kinds (`Mapping[str, str]`): Kind of each column, see `kind_of`.
-        given (`str`, *optional*): The user's name of the column.
+        given (`str`, *optional*): Name of the column that the user chose.
         wanted (`tuple[str]`): Kinds that the column may have, in order of preference.
         what (`str`): "image" or "label", for messages.
         dataset: The data set's name, for messages.
@@ -191,7 +191,7 @@ def class_names(images) -> list[str] | None:
 
 
 def label_numbers(images: datasets.Dataset) -> np.ndarray:
-    """Return the labels of all images, `(images,)` int64; -1 for an image without a label."""
+    """Return the labels of all images, `(images,)` int64. Missing labels are -1."""
     if not len(images):
         return np.zeros(0, dtype=np.int64)
     column = images.select_columns("label").with_format("arrow")[:]["label"]
@@ -199,7 +199,7 @@ def label_numbers(images: datasets.Dataset) -> np.ndarray:
 
 
 def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.Dataset:
-    """Return `limit` images, chosen at random, in their original order; all images if `limit` is `None` or larger."""
+    """Return `limit` random images in their original order. If `limit` is `None` or too large, return all images."""
     if limit is None or limit >= len(images):
         return images
     generator = torch.Generator().manual_seed(seed)
@@ -207,10 +207,10 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
 
 
 def readable_images(images, skip_corrupt: bool = False, name: str = "the data set"):
-    """Return the images that can be read, and print how many were left out and which.
+    """Return the images that can be read. Print which images are left out.
 
-    Up to `MOST_DECODED` images are decoded for this. In larger data sets, only headers are read, so that a truncated
-    image is found later, when it is used. Streams are not checked. Processes of a distributed training share the work.
+    Images are decoded in data sets of up to `MOST_DECODED` images. In larger data sets, only headers are read, so that
+    a truncated image is not found here. Streams are not checked. Distributed processes share the work.
 
     Args:
         images (`datasets.Dataset` or `datasets.IterableDataset`): Column `image` and optionally `mask`, not decoded.
@@ -218,7 +218,8 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
         name (`str`): Name of the split or data set, for messages.
 
     Raises:
-        ValueError: If no image can be read, or if some cannot and `skip_corrupt` is false. The message lists them.
+        ValueError: If no image can be read, or if an image cannot be read and `skip_corrupt` is false. The message
+            lists the images that cannot be read.
     """
     if isinstance(images, datasets.IterableDataset) or not len(images):
         return images
@@ -234,10 +235,10 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
             try:
                 with open_record(record[column]) as image:
                     if not headers_only:
-                        # Decoding JPEG at an eighth of its size reads the whole file in a fraction of the time.
+                        # `draft` decodes a JPEG at an eighth of its size, which is fast and reads the whole file.
                         image.draft(image.mode, (1, 1))
                         to_rgb(image)
-            # Decoders raise errors of many types for broken files.
+            # All exceptions are caught, because decoders raise errors of many types for broken files.
             except Exception as error:
                 path = isinstance(record[column], Mapping) and record[column].get("path")
                 return index, f"{printable(path or f'{column} {index}')} ({first_line(error)})"
@@ -278,7 +279,7 @@ def load_table(
         columns = {"image": [{"bytes": None, "path": str(path)} for _, path in found]}
         features = datasets.Features({"image": datasets.Image(decode=False)})
         if labels:
-            # The classes are those of all splits, because one split may lack a class.
+            # Class names are collected from all splits, because one split may lack a class.
             names = sorted({label for files in parts.values() for label, _ in files if label})
             features["label"] = datasets.ClassLabel(names=names)
             columns["label"] = features["label"].str2int(labels)
@@ -297,8 +298,8 @@ def split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
 
 
 def find_source(dataset: str | list[str], name: str | None = None) -> dict:
-    """Return `{"parts": scan_folder(…)}` for a folder of images, and arguments of `datasets.load_dataset` for other
-    data sets. See `load_images` for arguments and errors."""
+    """Return the source of a data set. For a folder of images, the source is `{"parts": scan_folder(…)}`. For other
+    data sets, it is a dict of arguments for `datasets.load_dataset`. See `load_images` for arguments and errors."""
     paths = [dataset] if isinstance(dataset, str) else list(dataset)
     path = shipped_images("cifar10") if paths == [SUBSET] else Path(paths[0])
     if not path.is_dir() and all(file.endswith(".parquet") for file in paths):
@@ -319,15 +320,15 @@ def find_source(dataset: str | list[str], name: str | None = None) -> dict:
 
 
 def find_in_folder(folder: Path, name: str | None) -> dict:
-    """Return the source, see `find_source`, of the images in a folder; without images, of the tables and archives in
-    it that `datasets` reads, or of its only zip file."""
+    """Return the source (see `find_source`) of the images in a folder. If the folder has no image files, it may
+    contain tables or archives that `datasets` reads, or one zip file."""
     files = list(files_within(folder, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}))
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
     tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
     for path in metadata:
         text = "" if path.suffix == ".parquet" else read_text(path)
-        # `datasets` reads these values as numbers, so that "01" and "1" would be one class.
+        # `datasets` reads a label such as "01" as a number, so that "01" and "1" would be the same class.
         if path.suffix == ".csv" and (found := re.search(r"(?:^|,)(0\d+)(?=,|\s*$)", text, re.MULTILINE)):
             raise ValueError(f"{path} has {found[1]!r}, which is read as a number; write a letter before it")
     archives = sorted(folder.glob("*.zip"))
@@ -347,17 +348,17 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
     if glob.has_magic(str(folder.resolve())):
         raise ValueError("its path has one of *?[, which datasets takes for a pattern; rename it")
     _check_class_names(tables)
-    # The path is absolute, because `datasets` would take a relative name such as "csv" for a format.
+    # The path is absolute, because `datasets` would read a relative path such as "csv" as the name of a format.
     return {"path": str(folder.resolve()), "name": name}
 
 
 def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
-    """Return the class and the file of each image of a folder, by split.
+    """Return, for each split of a folder, a list with the class and the file of each image.
 
-    Folders named as in `SPLITS` are splits if there are two or more of them, or one without other folders beside it;
-    otherwise all images belong to "train". The class of an image is the first folder below its split, however deep the
-    image lies; an image directly in its split has the class "". If a folder contains nothing but one folder, that
-    folder is scanned instead.
+    Subfolders whose names are in `SPLITS` are splits, if there are several of them or if there are no other
+    subfolders. Otherwise, all images are in the split "train". The class of an image is the name of the subfolder of
+    the split that contains the image at any depth. Images directly in the split's folder have the class "". If a
+    folder only contains one folder, which only contains folders, the inner folder is scanned instead.
     """
     holding = {path.parent for path in images}
     while True:
@@ -375,7 +376,7 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
     parts = {}
     for split, root in roots.items():
         inside = {parent: parent.relative_to(root).parts for parent in holding if parent.is_relative_to(root)}
-        # macOS stores a letter and its accent in file names as separate characters.
+        # Class names are normalized, because macOS stores letters and accents separately in file names.
         classes = {parent: unicodedata.normalize("NFC", "".join(names[:1])) for parent, names in inside.items()}
         files = sorted((classes[path.parent], path) for path in images if path.parent in classes)
         labeled = [file for file in files if file[0]]
@@ -386,8 +387,8 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
 
 
 def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
-    """Yield the files with these endings in a folder and its subfolders, except `SYSTEM_FOLDERS`. Links are followed
-    last, and no folder is entered twice. A folder that may not be read raises an `OSError`."""
+    """Yield the files with the extensions `endings` in a folder and its subfolders, without `SYSTEM_FOLDERS`. Links to
+    folders are followed last, and no folder is visited twice. Raise an `OSError` if a folder cannot be read."""
 
     def refuse(error: OSError):
         raise error
@@ -415,14 +416,14 @@ def unpack(archive: Path) -> Path:
     try:
         with zipfile.ZipFile(archive) as file:
             file.extractall(folder)
-    # Python raises a RuntimeError for an encrypted file and for an unknown compression.
+    # `zipfile` raises a RuntimeError if the file is encrypted or its compression is unknown.
     except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
         raise ValueError(f"{archive} cannot be unpacked ({first_line(error)}); give a folder") from error
     return folder
 
 
 def leave_out(paths: list[Path], reason: str):
-    """Print that files or folders are left out, and why."""
+    """Print which files or folders are left out, and the reason."""
     names = shortened([printable(path.name) for path in paths])
     _print_once(f"Left out of {printable(str(paths[0].parent))}, as {reason}: {names}.")
 
@@ -433,7 +434,7 @@ def _print_once(message: str):
 
 
 def _check_class_names(files: list):
-    """Raise a ValueError if parquet files name their classes differently: `datasets` takes the first file's names."""
+    """Raise a ValueError if parquet files have different class names: `datasets` would only use the first names."""
     known = {}
     for file in files:
         for column, feature in datasets.Features.from_arrow_schema(pq.read_schema(file)).items():
@@ -445,7 +446,7 @@ def _check_class_names(files: list):
 
 @contextmanager
 def _source_errors(dataset: str | list[str], split: str | None = None):
-    """Turn errors of `datasets` into a ValueError with one line that names the data set."""
+    """Convert errors of `datasets` to a ValueError whose message is one line and contains the data set's name."""
     try:
         yield
     except (datasets.exceptions.DatasetsError, OSError, ValueError, AssertionError) as error:

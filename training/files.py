@@ -1,4 +1,4 @@
-"""Models and files that ship with the package, and atomic writing of files and folders."""
+"""Find models and files that ship with the package, and write files and folders atomically."""
 
 import difflib
 import json
@@ -16,12 +16,13 @@ from importlib.resources import files
 from pathlib import Path
 
 
-# Models that are too large for the wheel, see setup.py, and come only with a clone of the repository.
+# Models that are only in a clone of the repository, because they are too large for the wheel (see setup.py).
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 # YAML files of arguments, one for each row of the papers' tables.
 RECIPES = {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
-# Files that a model folder may hold besides source files and the card's pictures: files that a model's
-# `save_pretrained` writes, the card, files of processors and tokenizers, and files of `frugalvit export`.
+# Names of files that belong in a model folder, besides source files and the card's pictures. `MODEL_FILES` are files
+# of the model. `COMPANIONS` are the card and files of processors and tokenizers. `frugalvit export` writes
+# `EXPORT_FILES`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json", "notebook.ipynb")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
@@ -34,7 +35,7 @@ def shipped_checkpoints() -> list[str]:
 
 
 def checkpoint_path(name: str) -> Path:
-    """Return the folder of a model that ships with frugalvit, for example `"cifar10-vit"`, for `from_pretrained`."""
+    """Return the folder of a model that ships with frugalvit. An example of a name is `"cifar10-vit"`."""
     names = shipped_checkpoints()
     if name not in names:
         here = f"These models are here: {', '.join(names) or 'none'}."
@@ -45,8 +46,8 @@ def checkpoint_path(name: str) -> Path:
 
 
 def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Return the folder or hub id of a model, and arguments for `from_pretrained`: the revision of
-    `owner/name@revision`, if given."""
+    """Return a model's folder or hub id, and keyword arguments for `from_pretrained`. For `owner/name@revision`, the
+    keyword arguments contain the revision."""
     name = os.fspath(name)
     folder = Path(name).expanduser()
     if folder.exists():
@@ -60,10 +61,10 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Return the values of `split_revision` for a name that must be a folder or have the form of a hub id.
+    """Check that a name is a folder or has the form of a hub id, and return the result of `split_revision`.
 
     Raises:
-        ValueError: If the name is neither a folder nor a possible hub id. The hub is not contacted.
+        ValueError: If the name is no folder and cannot be a hub id. The hub is not contacted.
     """
     found, revision = split_revision(name)
     if os.path.exists(found) or re.fullmatch(r"\w[\w.-]*/[\w.-]+", found):
@@ -82,7 +83,8 @@ def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def shipped_images(name: str) -> Path:
-    """Return the folder of `train.parquet` and `test.parquet` of `"cifar10"` or, in a clone only, `"caltech101"`."""
+    """Return the folder with `train.parquet` and `test.parquet` of a data set: `"cifar10"` or, only in a clone of the
+    repository, `"caltech101"`."""
     return Path(str(files("frugalvit.training"))) / name
 
 
@@ -94,7 +96,7 @@ def only_in_a_clone(what: str, hint: str = "") -> ValueError:
 
 
 def check_file_path(path: str | os.PathLike) -> Path:
-    """Return the path of a file to write.
+    """Check that a file can be written to a path, and return the path.
 
     Raises:
         OSError or ValueError: If no file can be written to the path.
@@ -109,7 +111,8 @@ def check_file_path(path: str | os.PathLike) -> Path:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path to write to. The file replaces `path` if the block succeeds, and is removed otherwise."""
+    """Yield a temporary path. If the `with` block succeeds, the file at the temporary path replaces `path`. If the
+    block fails, the temporary file is removed."""
     # If `path` is a symbolic link, the link is kept and its target is replaced.
     path = Path(os.path.realpath(check_file_path(path)))
     aside = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
@@ -125,8 +128,8 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def apply_umask(path: Path):
-    """Give a file, or all files in a folder, the permissions of new files. Files that safetensors 0.8 writes are
-    readable only for their owner."""
+    """Set the default permissions of new files on a file, or on all files in a folder. This is needed because
+    safetensors 0.8 writes files that only their owner can read."""
     mask = os.umask(0o077)
     os.umask(mask)
     for file in path.rglob("*") if path.is_dir() else [path]:
@@ -137,7 +140,7 @@ def apply_umask(path: Path):
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """Read a text file of a user. A file that is not UTF-8 raises a ValueError that names it."""
+    """Read a text file. If the file is not UTF-8, raise a ValueError that contains the file's name."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -154,8 +157,8 @@ def write_json(path: str | os.PathLike, content):
 
 
 def strip_auto_map(folder: Path):
-    """Remove `auto_map` from the configurations of a model and its processor, because their folder lacks the source
-    files that `auto_map` names."""
+    """Remove `auto_map` from the configurations of a model and its processor in a folder, because the folder lacks the
+    source files in `auto_map`."""
     for name in ("config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue
@@ -166,7 +169,7 @@ def strip_auto_map(folder: Path):
 
 
 def check_output_outside_input(output: str | Path, *sources: str | Path | None):
-    """Raise a ValueError if an output folder is, or contains, one of the folders `sources` of models to read."""
+    """Raise a ValueError if the folder `output` is or contains one of the model folders `sources`."""
     for source in sources:
         if source and os.path.exists(source) and Path(source).resolve().is_relative_to(Path(output).resolve()):
             raise ValueError(f"The output folder {str(output)!r} holds the model {str(source)!r}; choose another one.")
@@ -174,11 +177,12 @@ def check_output_outside_input(output: str | Path, *sources: str | Path | None):
 
 @contextmanager
 def atomic_directory(output: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a new folder to write to. It replaces `output` if the block succeeds, and is removed otherwise.
+    """Yield a temporary folder. If the `with` block succeeds, the temporary folder replaces `output`. If the block
+    fails, the temporary folder is removed.
 
     Args:
-        output (`str` or `Path`): A new or empty folder, or one that may be replaced because of `overwrite`.
-        overwrite (`bool`, *optional*, defaults to `False`): Replace a folder that holds a model and nothing else.
+        output (`str` or `Path`): A new or empty folder. With `overwrite`, it may contain a model.
+        overwrite (`bool`, *optional*, defaults to `False`): Replace a folder that contains only a model.
 
     Raises:
         ValueError: If `output` is a file or may not be replaced.
@@ -220,7 +224,8 @@ def _check_free(output: Path, overwrite: bool):
 
 
 def unexpected_files(folder: Path) -> list[str]:
-    """Return the names of files and folders, such as notes or checkpoints, that do not belong in a model folder."""
+    """Return the names of files and folders in `folder`, such as notes or checkpoints, that are not part of a
+    model."""
     card = folder / "README.md"
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))
@@ -240,7 +245,7 @@ def unexpected_files(folder: Path) -> list[str]:
 
 
 def is_picture_of(card: str, path: Path) -> bool:
-    """Return whether a path is a picture that the card's text names."""
+    """Return whether a path is a PNG file whose name occurs in the card's text."""
     return path.suffix == ".png" and re.search(rf"(?<![\w.-]){re.escape(path.name)}", card) is not None
 
 
