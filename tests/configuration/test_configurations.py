@@ -80,7 +80,7 @@ def test_wrong_fields_of_every_family_are_refused(kind):
 
 
 def test_assigned_fields_are_checked(tmp_path):
-    """Assigning a field checks this field. Building a model or saving the configuration checks combinations."""
+    """Assigning a field checks this field. Building a model or saving a configuration checks all fields together."""
     config = SparseFormerConfig(hidden_size=64, focusing_hidden_size=32)
     with pytest.raises(StrictDataclassError, match="(?s)'num_sampling_points'.* expected at least 2, got 1"):
         config.num_sampling_points = 1

@@ -16,7 +16,7 @@ class Kind:
         variant (`str`, *optional*): Variant of the paper from which the tiny configuration starts.
         fields (`dict`): Fields that replace the variant's fields to make models small.
         classes (`tuple`): Model classes: first the base model, then the classifier, then other classes.
-        any_size (`bool`): Whether one exported program takes images of any size.
+        any_size (`bool`): Whether one exported program accepts images of any size.
     """
 
     config_class: type[PreTrainedConfig]

@@ -39,7 +39,7 @@ def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, 
 
 
 def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
-    """Run an action in a fork of the server process. Return the fork's output if the action failed, else None."""
+    """Run an action of `without_frugalvit.py` in a forked process. Return the output of a failed action, else None."""
     server = serving()
     server.stdin.write(json.dumps({"directory": str(directory), "arguments": arguments}) + "\n")
     server.stdin.flush()
@@ -48,7 +48,7 @@ def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
 
 
 def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProcess:
-    """Replacement of `subprocess.run` that runs `python -c SOURCE …` in a fork of the server process."""
+    """Replacement for `subprocess.run` that runs `python -c SOURCE …` in a fork of the server process."""
     executable, option, *source = command
     assert (executable, option) == (sys.executable, "-c")
     error = ask_server(cwd, ["run_source", *source])

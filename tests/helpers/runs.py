@@ -10,7 +10,7 @@ from frugalvit.cli import main
 from frugalvit.training.trainer import ImageTrainer
 
 
-# Suffixes of names of logged values that differ between equal runs: times, and sums that `Trainer` resets on resuming.
+# Suffixes of logged names whose values differ between equal runs: times, and sums that `Trainer` resets on resuming.
 MEASURED = ("_per_second", "runtime", "total_flos", "train_loss")
 
 

@@ -83,7 +83,7 @@ def of_open_clip(trunk: str | None = None, **fields) -> Callable[[], nn.Module]:
 
 
 def small_trunk(name: str) -> str:
-    """Register a small version of a timm architecture and return its name, because open_clip takes only names."""
+    """Register a small version of a timm architecture and return its name. open_clip finds timm models by name."""
 
     def create(pretrained=False, **arguments):
         return timm.create_model(name, **SIZES_OF_TIMM | arguments)

@@ -28,7 +28,7 @@ class TestGeneralizedConvolution:
         )
 
     def test_heads_of_attention_are_positions(self):
-        """The convolution's weight at position i is the product W_O,i W_V,i of head i."""
+        """The convolution's weight at position i is W_O,i W_V,i, the output matrix times value matrix of head i."""
         value = SimpleNamespace(weight=FIXTURE["shared_v_weight"])
         output = SimpleNamespace(weight=FIXTURE["shared_o_weight"])
         weight = head_products(SimpleNamespace(v_proj=value, o_proj=output), 9)

@@ -129,7 +129,7 @@ def test_a_blend_interpolates_between_tokens_and_broadcast_tokens(kind):
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_insertion_equals_wrapping_every_mlp(host):
-    """Inserted modules give the same outputs as wrapped MLPs. Removing the modules restores the model."""
+    """Inserted `ContextBroadcast` modules give the same outputs as wrapped MLPs. Removal restores the model."""
     model = make(host)
     before, weights = output_of(model), set(model.state_dict())
     inserted = insert_context_broadcast(model)
@@ -176,7 +176,7 @@ def test_positions_and_copies(host):
     [("ViT", True), ("ViT", False), ("CLIP", True), ("timm in Transformers", True), ("SparseFormer", True)],
 )
 def test_a_saved_host_loads_with_its_modules(host, original, tmp_path):
-    """A saved host model loads as its own class. `load_context_broadcast` restores the modules in one or two calls."""
+    """A saved host model loads as its own class. `load_context_broadcast` adds the modules and may be called twice."""
     model = make(host)
     model_class = type(model)
     insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)

@@ -1,4 +1,4 @@
-"""Tests of the host models in docs/models.md: reading, inheritance, and the methods in each model's row."""
+"""Tests of the host models in docs/models.md: `read_anatomy`, `from_teacher`, and the methods in each row."""
 
 import re
 from dataclasses import replace

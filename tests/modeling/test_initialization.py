@@ -51,7 +51,7 @@ def test_mimetic_initialization_puts_the_identity_into_attention():
     with torch.no_grad():
         queries_keys = attention.q_proj.weight.T @ attention.k_proj.weight
         values_outputs = attention.v_proj.weight.T @ attention.o_proj.weight.T
-    # The products are 0.7 I + 0.7 Z and -0.4 I + 0.4 Z, where Z is random with mean 0 and variance 1 / 96.
+    # The products of weights are 0.7 I + 0.7 Z and -0.4 I + 0.4 Z, where Z is random with mean 0 and variance 1 / 96.
     assert queries_keys.diagonal().mean().item() == pytest.approx(0.7, abs=0.05)
     assert values_outputs.diagonal().mean().item() == pytest.approx(-0.4, abs=0.05)
     off_diagonal = queries_keys - queries_keys.diagonal().diag()

@@ -131,7 +131,7 @@ def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, 
 
 
 def test_v1_clips_the_gradient_of_points(make_model, pixel_values, monkeypatch):
-    """The limit is 1 / (rows of the feature map). Bootstrapped models have no limit."""
+    """v1 clips gradients of sampling points to 1 / (rows of the feature map). Bootstrapped models do not clip them."""
     seen = []
 
     def locate(rois, offsets):

@@ -43,7 +43,7 @@ class TestModel:
 
 @pytest.fixture
 def solved(monkeypatch) -> list[str]:
-    """Return a list to which models append the names of attention initializations that they run."""
+    """Return a list that records the name of each attention initialization that a model runs."""
     calls = []
 
     def start(parts, config, **options):
