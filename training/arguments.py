@@ -1,4 +1,4 @@
-"""Arguments of all trainings: dataclasses on top of `TrainingArguments`, and their parser."""
+"""Dataclasses of arguments that all trainings share, based on `TrainingArguments`, and their command-line parser."""
 
 import argparse
 import dataclasses
@@ -27,22 +27,22 @@ from .text import first_line, printable
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
-# Conditions on an argument's value: a description for messages, and a function that checks the value.
+# Conditions on an argument's value. A condition is a description for messages and a function that checks a value.
 NOT_NEGATIVE = ("0 or more", lambda value: value >= 0)
 POSITIVE = ("1 or more", lambda value: value >= 1)
 RANGE = ("two positive numbers, the lower first", lambda value: len(value) == 2 and 0 < value[0] <= value[1])
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):
-    """Return a dataclass field with a help text and, for a list, a copy of the default."""
+    """Return a dataclass field with a help text. Each instance of the dataclass copies a default list."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
     return field(default=default, metadata={"help": help, **metadata})
 
 
 def check_fields(arguments):
-    """Raise a ValueError if a field of a dataclass has a value that its choices or the class's `expected` forbid. None
-    is always allowed. `HfArgumentParser` also checks choices, but only on the command line."""
+    """Raise a ValueError if the value of a field is not among its `choices` or violates its condition in `expected`.
+    None is always allowed. `HfArgumentParser` only checks `choices` on the command line."""
     for each in dataclasses.fields(arguments):
         choices = each.metadata.get("choices")
         value = getattr(arguments, each.name)
@@ -76,13 +76,13 @@ class ImageTrainingArguments(TrainingArguments):
     overwrite_output_dir: bool = argument(
         False, "Train anew in an output_dir that is not empty; the checkpoints in it are removed when training starts."
     )
-    # Command line that these arguments were parsed from, for the model card.
+    # The parsed command line, for the model card.
     command: str | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
         check_fields(self)
-        # Only trainings that support label smoothing have a default other than 0.
+        # Trainings without label smoothing have the default 0, and other values are errors.
         if self.label_smoothing_factor and not type(self).label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor is {self.label_smoothing_factor}, expected 0: this training has no smoothing."
@@ -92,13 +92,13 @@ class ImageTrainingArguments(TrainingArguments):
 
     @property
     def n_gpu(self) -> int:
-        """At most one GPU for this process, because `Trainer` would split batches among several by DataParallel."""
+        """Number of GPUs of this process, at most 1. With several GPUs, `Trainer` would use `DataParallel`."""
         return min(super().n_gpu, 1)
 
 
 @dataclass
 class DatasetArguments:
-    """The images of a training or a measurement."""
+    """Images to train on or to evaluate on."""
 
     dataset: list[str] = argument([SUBSET], f"Hub id, folder or zip file of images, parquet files, or {SUBSET}.")
     dataset_config: str | None = argument(None, "Configuration of a hub data set that has several.")
@@ -108,7 +108,7 @@ class DatasetArguments:
 
 @dataclass
 class DataArguments(DatasetArguments):
-    """Images to train and evaluate on."""
+    """Images to train and evaluate on, with their splits."""
 
     train_split: str = argument("train", "Split to train on, or a slice such as train[:1000].")
     eval_dataset: list[str] | None = argument(None, "Data set to evaluate on. Default: another split of dataset.")
@@ -119,20 +119,20 @@ class DataArguments(DatasetArguments):
     )
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, … if the data set has none.")
     streaming: bool = argument(False, "Read training images while training; needs max_steps.")
-    # Splits that `load_splits` chose, for the model card: `evaluated` selects the best epoch, `tested` measures it.
+    # Splits that `load_splits` chose, for the model card. `evaluated` is for choosing the best epoch.
     evaluated: str | None = field(default=None, init=False, repr=False)
     tested: str | None = field(default=None, init=False, repr=False)
 
 
 class ArgumentParser(HfArgumentParser):
-    """`HfArgumentParser` whose errors are one line. An option has its field's name, with underscores; the spelling
-    with hyphens is accepted, too, but not listed in the help.
+    """`HfArgumentParser` with error messages of one line. The help lists options with underscores. Options with
+    hyphens are accepted, too.
 
     Args:
         dataclass_types (`list[type]`): Dataclasses to read.
         prog (`str`): The command, for example "frugalvit train".
-        takes_config (`bool`): Whether there is `--config`, a YAML file of arguments or the name of a recipe. Arguments
-            on the command line replace arguments in the file.
+        takes_config (`bool`): Add the option `--config`: a YAML file of arguments or the name of a recipe. Arguments
+            on the command line override arguments in the file.
         options: Arguments of `HfArgumentParser`.
     """
 
@@ -155,7 +155,7 @@ class ArgumentParser(HfArgumentParser):
         is_empty = default is False or default in (None, "", [], argparse.SUPPRESS)
         if not is_empty and "default" not in text.lower() and text != argparse.SUPPRESS:
             settings["help"] = f"{text} (default: %(default)s)"
-        # `HfArgumentParser` adds the spelling with hyphens as a second name; only the first is kept.
+        # `HfArgumentParser` passes a second name with hyphens. This name is dropped.
         return super().add_argument(*(names[:1] if names[0].startswith("--") else names), **settings)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -166,7 +166,7 @@ class ArgumentParser(HfArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def parse(self, argv: list[str] | None) -> tuple:
-        """Return an instance of each dataclass. An error is printed in one line and ends the process with code 2."""
+        """Parse a command line into an instance of each dataclass. On an error, print one line and exit with 2."""
         given = list(sys.argv[1:] if argv is None else argv)
         try:
             words = self.read_config(given) if self.takes_config else given
@@ -183,7 +183,7 @@ class ArgumentParser(HfArgumentParser):
         return groups
 
     def read_config(self, words: list[str]) -> list[str]:
-        """Return the arguments in the file that `--config` names, followed by the arguments on the command line."""
+        """Return the arguments in the file of `--config`, followed by the arguments on the command line."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
         found, words = finder.parse_known_args(words)
@@ -191,13 +191,13 @@ class ArgumentParser(HfArgumentParser):
         for name, value in read_yaml(found.config, self.prog).items() if found.config else ():
             values = value if isinstance(value, list) else [value]
             texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
-            # In the file, null stands for the default.
+            # In the YAML file, null stands for the default.
             in_file += [] if value is None else [f"--{name}", *texts]
         return in_file + words
 
 
 def read_yaml(given: str, prog: str) -> dict:
-    """Read a command's arguments from a YAML file, or from the recipe of that name."""
+    """Read a command's arguments from the YAML file or the recipe `given`."""
     file = Path(given) if Path(given).is_file() else RECIPES.get(given)
     if file is None:
         close = ", ".join(difflib.get_close_matches(given, RECIPES))
@@ -216,7 +216,7 @@ def read_yaml(given: str, prog: str) -> dict:
 
 
 def read_values(name: str, text: str) -> dict:
-    """Read a text such as `"image_size=32,hidden_act=gelu"` as a dict. Values that are not JSON stay texts."""
+    """Parse a text such as `"image_size=32,hidden_act=gelu"` into a dict. Values that are not JSON stay strings."""
     values = {}
     for part in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = part.partition("=")
@@ -230,7 +230,7 @@ def read_values(name: str, text: str) -> dict:
 
 
 def user_message(error: BaseException) -> str | None:
-    """Return the message, in one line, of an error that a user can correct, or None for a defect of the program."""
+    """Return a message of one line for an error that a user can correct, or None for an error that is a bug."""
     message = str(error).strip()
     if isinstance(error, StrictDataclassClassValidationError):
         message = str(error.__cause__)
@@ -245,14 +245,14 @@ def user_message(error: BaseException) -> str | None:
     elif not isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError)):
         return None
     if message.startswith("Caught "):
-        # The message of a worker's error is its traceback, whose last line starts with the error's type.
+        # An error in a worker has its traceback as the message. The last line starts with the error's type.
         message = message.splitlines()[-1].partition(": ")[2]
     return printable(" ".join(message.split())) or type(error).__name__
 
 
 def run_as_program(main: Callable, prog: str):
-    """Run `main()` and end the process. An error that the user can correct is printed in one line, without a
-    traceback unless FRUGALVIT_DEBUG is set."""
+    """Run `main()` and exit. For an error that the user can correct, print a message of one line. If the environment
+    variable FRUGALVIT_DEBUG is set, print the traceback instead."""
     end_on_sigterm()
     try:
         sys.exit(main())
@@ -262,5 +262,5 @@ def run_as_program(main: Callable, prog: str):
     except Exception as error:
         if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := user_message(error)):
             raise
-    # Outside of the handler, progress bars are closed, so that the message has its own line.
+    # The message is printed after the `except` block, because progress bars are closed then. So it has its own line.
     sys.exit(f"{prog}: error: {message}")

@@ -17,20 +17,21 @@ from .text import shortened
 
 # Names of splits for evaluation, in order of preference.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
-# Name, for the model card, of the part that `hold_back` takes from a split.
+# Name in the model card of the evaluation images that `hold_back` takes from a split.
 HELD_BACK = "{}, held back"
 IMAGENET_CLASSES = 1000
-# Placeholders for class names: numbers, and Transformers' `LABEL_0`, `LABEL_1`, …
+# Pattern of class names that are placeholders: numbers, and Transformers' `LABEL_0`, `LABEL_1`, …
 _NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
 
 
 def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -> tuple:
-    """Load the images of `data` (`DataArguments`) to train on, to evaluate on and to test on, see `load_parts`.
+    """Load the images for training, evaluation and test that `data` (`DataArguments`) describes, see `load_parts`.
 
-    With `learns_labels`, all images need a label, and there must be two classes or more. Otherwise, a split loses its
-    labels if one is missing. Labels of a stream are not checked. See `readable_images` for `skip_corrupt`.
+    With `learns_labels`, all images need a label, and at least two classes are required. Without `learns_labels`, the
+    labels of a split are removed if a label is missing. Labels of a stream are not checked. `skip_corrupt`: see
+    `readable_images`.
     """
-    # Other splits, if their labels are numbers or texts, get the class names of the training images.
+    # Class names of the training images. Other splits use them if they have no class names of their own.
     names = None
 
     def load(dataset: list[str], split: str, streaming: bool = False):
@@ -66,15 +67,16 @@ def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -
 
 
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
-    """Load the images to train on, to evaluate on and to test on. The last two may be `None`.
+    """Load the images for training, evaluation and test. The images for evaluation and for test may be `None`.
 
-    Without `data.eval_split`, the best epoch is chosen on the validation split and the model is tested on "test", if
-    both have labels or neither has. If only one of these splits exists or has labels, the epoch is chosen on it;
-    without both, on the first split of `data.eval_dataset` or on a part of the training images, see `hold_back`.
+    Without `data.eval_split`, the best epoch is chosen on the validation split, and the model is tested on the split
+    "test". If only one of these two splits exists, or only one has labels, the epoch is chosen on this split, and
+    there is no test. If neither split exists, the epoch is chosen on the first split of `data.eval_dataset`. Without
+    `data.eval_dataset`, it is chosen on a part of the training images (see `hold_back`).
 
     Args:
         data (`DataArguments`): The arguments. `evaluated` and `tested` are set to the names of the chosen splits.
-        load (`Callable`): Called as `load(dataset, split, streaming=…)`.
+        load (`Callable`): Loads a split. The call is `load(dataset, split, streaming=…)`.
         names_of_splits (`Callable`): Returns the split names of a data set.
     """
     train = load(data.dataset, data.train_split, streaming=data.streaming)
@@ -105,10 +107,11 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 
 
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Split images into a part to train on and a part to evaluate on: a tenth, at most 5,000 images.
+    """Split images into a part to train on and a part to evaluate on. The second part is a tenth, at most 5,000
+    images.
 
-    The second part is drawn at random with a fixed seed, so that a data set is always split in the same way. It is
-    stratified by class if classes are large enough, and each class keeps at least one image to train on.
+    The images to evaluate on are drawn with a fixed seed, so that a data set is always split in the same way. The
+    split is stratified if all classes are large enough. Each class keeps at least one image to train on.
     """
     count = min(max(len(images) // 10, 1), 5_000)
     labels = label_numbers(images) if "label" in images.features else np.zeros(len(images), dtype=np.int64)
@@ -137,7 +140,7 @@ def check_labels(images: datasets.Dataset, split: str):
 
 
 def check_classes(names: Sequence[str]):
-    """Raise a ValueError for fewer than two classes, because every prediction would be right."""
+    """Raise a ValueError for fewer than two classes, because every prediction of a single class is right."""
     if len(names) < 2:
         raise ValueError(
             f"There is one class, {shortened(list(names))}, expected two or more: with one, every answer is right. "
@@ -146,7 +149,7 @@ def check_classes(names: Sequence[str]):
 
 
 def check_same_classes(names: list[str] | None, images):
-    """Raise a ValueError unless images to evaluate on have the training images' classes, in the same order."""
+    """Raise a ValueError if the classes of training and evaluation images, or the order of these classes, differ."""
     others = None if images is None else class_names(images)
     if names and others and names != others:
         both = f"{shortened(names)} to train and {shortened(others)} to evaluate on"
@@ -154,10 +157,11 @@ def check_same_classes(names: list[str] | None, images):
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """Return the parts and a list with the classifier's index of each class, see `match_labels`.
+    """Return the parts and a list of the classifier's index of each class (see `match_labels`).
 
-    The list of indices is `None` if labels need no conversion, or without labels or a classifier. If classes do not
-    match the classifier's, labels are removed from the parts, or with `learns_labels`, a ValueError is raised.
+    The list is `None` if labels need no conversion, if there are no labels, or if there is no classifier. If the
+    classes do not match those of the classifier, labels are removed from the parts. With `learns_labels`, a ValueError
+    is raised instead.
     """
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names in (None, list(id2label.values())):
@@ -173,8 +177,8 @@ def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_la
 
 
 def check_single_label(config, use: str):
-    """Raise a ValueError for a classifier with several labels an image or a numeric output. The message starts with
-    `use`, a name of the purpose that needs a single label."""
+    """Raise a ValueError if a classifier's `problem_type` is multi-label classification or regression. The message
+    starts with `use`, the name of the feature that needs single labels."""
     if config.problem_type not in (None, "single_label_classification"):
         raise ValueError(
             f"{use} is for one label an image; the classifier's problem_type is {config.problem_type!r}, expected "
@@ -185,16 +189,16 @@ def check_single_label(config, use: str):
 def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]:
     """Return the model's index of each class of a data set.
 
-    Classes are matched by name: exactly, or ignoring case, the characters between words and Unicode's forms of
-    accents. ImageNet's classes are also matched by WordNet ids ("n01440764"), and names that are numbers by the
-    model's index. If the model's classes have no names, its first classes are taken, in order.
+    Classes are matched by name. Without an exact match, the comparison ignores case, word separators and Unicode forms
+    of accents. ImageNet's classes are also matched by WordNet id, such as "n01440764". Names that are numbers are
+    matched with the model's indices. If the model's classes have no names, its first classes are used in order.
 
     Args:
         names (sequence of `str`): The data set's classes.
         id2label (`Mapping[int, str]`): The model's classes.
 
     Raises:
-        ValueError: If the model lacks a class, or has several classes of one name, such as ImageNet's two cranes.
+        ValueError: If the model lacks a class, or if the match is ambiguous: ImageNet has two classes "crane".
     """
     exact = defaultdict(list)
     plain = defaultdict(list)
@@ -222,7 +226,7 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
 
 
 def _distinct(names: Sequence[str], indices: list[int], id2label: Mapping[int, str]) -> list[int]:
-    """Return the indices; raise a ValueError if two names, such as "Cat" and "cat", match one class of the model."""
+    """Return the indices. Raise a ValueError if two names, such as "Cat" and "cat", match one class of the model."""
     for index, count in Counter(indices).most_common(1):
         if count > 1:
             twice = " and ".join(repr(name) for name, other in zip(names, indices, strict=True) if other == index)
