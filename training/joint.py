@@ -1,11 +1,11 @@
-"""Train a ViT together with an agent CNN, whose inductive biases the ViT learns (Zhang et al., Bootstrapping ViTs).
+"""Train a ViT with an agent CNN (Zhang et al., Bootstrapping ViTs). The ViT learns the CNN's inductive biases.
 
     accelerate launch -m frugalvit.training.joint --output_dir OUT --variant joint-small
 
-The defaults are the reference implementation's settings for CIFAR-10, including its initialization
-(`initialization="reference"`), dropout and clipping. Unlike the reference, the weight of the hints decays with every
-step instead of every epoch, and biases and norms have no weight decay. The agent's BatchNorm uses only the images of
-its own process, so that losses depend slightly on the number of processes.
+The defaults are the settings of the authors' code for CIFAR-10, including its initialization
+(`initialization="reference"`), dropout and clipping. There are two differences from the authors' code: the weight of
+the hints decays with every step instead of every epoch, and biases and norms have no weight decay. The agent's
+BatchNorm uses only the images of its own process, so that losses depend slightly on the number of processes.
 """
 
 import math
@@ -34,7 +34,7 @@ from .views import labeled_images
 
 
 PROG = "frugalvit joint"
-# Subfolder of each of the two models, and the name of the model's accuracy.
+# Subfolder of each of the two models, and the name of the model's accuracy metric.
 PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 
@@ -67,7 +67,7 @@ class JointArguments(SmallDataArguments):
     num_train_epochs: float = argument(240, "Epochs, over which the weight of the hints decays linearly to 0.")
     per_device_train_batch_size: int = argument(64, "Training batch size on each device.")
     max_grad_norm: float = argument(0.0, "Norm to which the gradient of both models is clipped; 0 turns it off.")
-    # The reference implementation clips only for the base variants, and their recipes set its norm.
+    # The authors' code only clips for base variants. So the default is 0, and recipes of base variants set a norm.
     vit_max_grad_norm: float = argument(0.0, "Norm to which the gradient of the ViT alone is clipped; 0 turns it off.")
     padding_mode: str = argument(
         "constant", "Content of the padding: the reflected image, or black.", choices=["reflect", "constant"]
@@ -77,13 +77,13 @@ class JointArguments(SmallDataArguments):
 
 
 class HintDecayCallback(TrainerCallback):
-    """Decay the weight of a `BootstrappedViTForImageClassification`'s hints linearly to 0 (Zhang et al., arXiv
-    2112.03552) over the steps of any `Trainer`. At the end of the training, the model's `hint_share` is 1."""
+    """Decay the weight of the hints of a `BootstrappedViTForImageClassification` linearly to 0 during the training
+    (Zhang et al., arXiv 2112.03552), in any `Trainer`. After the training, the model's `hint_share` is 1."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        # The pair is searched for, because the model may be wrapped, for example by PEFT.
+        # The module with `hint_share` is searched for, because the model may be wrapped, for example by PEFT.
         [self.pair] = [module for module in model.modules() if "hint_share" in vars(module)]
-        # A compiled model is recompiled for each value of a Python number, but not for values of a tensor.
+        # `hint_share` is a tensor, because a compiled model would be recompiled for each value of a Python number.
         self.pair.hint_share = torch.ones((), device=args.device)
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -95,10 +95,10 @@ class HintDecayCallback(TrainerCallback):
 
 class JointTrainer(SharpnessAwareTrainer):
     """Transformers' `Trainer` of a ViT and an agent CNN that learn from each other (Zhang et al.). `run()` also saves
-    each of the two models alone, in `vit` and `agent` in `output_dir`.
+    each of the two models alone, in the subfolders `vit` and `agent` of `output_dir`.
 
     Args:
-        model (`BootstrappedViTForImageClassification`): The pair.
+        model (`BootstrappedViTForImageClassification`): The ViT with its agent CNN.
         args (`JointArguments`): The training arguments.
         train_dataset: Images with labels, in the forms that `BootstrapTrainer` accepts.
         eval_dataset (*optional*): Images with labels to choose the best model on.
@@ -131,7 +131,7 @@ class JointTrainer(SharpnessAwareTrainer):
         self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Create the optimizer of `ImageTrainer`, which here clips the ViT's gradient before each step."""
+        """Create the optimizer of `ImageTrainer`. With `vit_max_grad_norm`, its steps clip the ViT's gradient."""
         optimizer = super().create_optimizer(model)
         norm = self.args.vit_max_grad_norm
         if norm and self.is_deepspeed_enabled:
@@ -146,7 +146,7 @@ class JointTrainer(SharpnessAwareTrainer):
         return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # Hints are left out of the loss in evaluation.
+        # In evaluation, the loss does not include the hints.
         hints = {} if model.training else {"hint_share": 0.0}
         outputs = model(pixel_values=inputs["pixel_values"], labels=inputs["labels"], **hints)
         logits = {"vit": outputs.logits, "agent": outputs.agent_logits}
@@ -166,7 +166,7 @@ class JointTrainer(SharpnessAwareTrainer):
         return f"A ViT and its agent CNN, trained together on {name_images(self.data_args)}{measured}."
 
     def run(self) -> dict[str, float]:
-        """Run `ImageTrainer.run`, then also save each of the two models alone, in `vit` and `agent`."""
+        """Run `ImageTrainer.run`, then save each of the two models alone, in the subfolders `vit` and `agent`."""
         metrics = super().run()
         if self.args.should_save:
             pair = BootstrappedViTForImageClassification.from_pretrained(self.args.output_dir)
@@ -184,7 +184,7 @@ class JointTrainer(SharpnessAwareTrainer):
 
 
 def build_twins(options: TwinArguments, names: list[str]) -> BootstrappedViTForImageClassification:
-    """Return a new pair of a ViT and an agent, in float32, for the given class names."""
+    """Return a new ViT with its agent CNN, in float32, for the class names `names`."""
     values = VARIANTS[options.variant]
     fields = {
         **values,

@@ -1,4 +1,4 @@
-"""Transformers' `Trainer` for images: its data sets are views of images, and it writes a model card."""
+"""Base class of the trainers: Transformers' `Trainer` with views of images as data sets, and with a model card."""
 
 import copy
 import dataclasses
@@ -31,14 +31,14 @@ from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
 
-# Parts of names of parameters without weight decay. Vectors and scalars have no weight decay, either.
+# Parameters have no weight decay if their name contains one of these parts, or if they are vectors or scalars.
 WITHOUT_DECAY = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
-# File in `output_dir` with the run's settings. `Trainer.push_to_hub` does not upload files that start with "_".
+# File in `output_dir` with the run's settings. `Trainer.push_to_hub` uploads no files whose names start with "_".
 RUN_FILE = "_run.json"
-# Files and folders in checkpoints of `Trainer`. Even an incomplete checkpoint contains at least one of them.
+# Files and folders in checkpoints of `Trainer`. Even an incomplete checkpoint contains one of these names.
 CHECKPOINT_FILES = (TRAINER_STATE_NAME, "model*.safetensors", "optimizer*", "pytorch_model*", "global_step*")
-# Fields of `TrainingArguments` that change the trained weights. The number of epochs or steps is not among them, so
-# that a longer run can continue a shorter one.
+# Fields of `TrainingArguments` that change the trained weights. The number of epochs or steps is left out, so that a
+# longer run can continue a shorter run.
 TRAINING_SETTINGS = (
     "seed",
     "data_seed",
@@ -68,29 +68,30 @@ WITHOUT_EFFECT = (
 )
 # Arguments whose values are hub ids or paths of models and images.
 SOURCES = ("base_model", "model", "teacher", "student", "vision_model", "distill_from", "dataset", "eval_dataset")
-# Fields of a configuration that depend only on how, where and with which version a model was loaded or saved.
+# Configuration fields that only record how, where and by which version a model was loaded or saved.
 VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype")
 
 
 class ImageTrainer(Trainer):
-    """Base class of the trainers. A subclass defines `compute_loss`; `measure(prediction)`, which returns the metrics
-    of an evaluation; and `summary(metrics)`, which returns the first paragraph of the model card.
+    """Base class of the trainers. A subclass defines `compute_loss`, `measure(prediction)` and `summary(metrics)`.
+    `measure` returns the metrics of an evaluation. `summary` returns the first paragraph of the model card.
 
     Args:
         model (`PreTrainedModel`): The model to train.
-        args (`ImageTrainingArguments`): The training arguments, which are copied.
+        args (`ImageTrainingArguments`): The training arguments. The trainer changes only a copy.
         train_dataset: Images in the form that `as_images` returns.
-        eval_dataset: Images to choose the best model on, or None to evaluate nothing.
+        eval_dataset: Images to choose the best model on, or None for no evaluation.
         train_view (`Callable`): Makes a training view of an image, see `Views`.
         eval_view (`Callable`): Makes an evaluation view of an image, see `Views`.
         mix (`Callable`, *optional*): Mixes the images and labels of a training batch, see `collate`.
         classes (sequence of `int`, *optional*): The model's index of each class of the data set, see `Views`.
         saved_model (`PreTrainedModel`, *optional*): The model to save if `model` is only a part of it.
-        learning_rate_factors (`dict[str, float]`, *optional*): Factors of the learning rate by parameter name. Names
-            are used, because FSDP replaces parameters but keeps their names.
+        learning_rate_factors (`dict[str, float]`, *optional*): Factors of the learning rate by parameter name. FSDP
+            replaces parameters but keeps their names.
         test_dataset (*optional*): Images to measure the best model on.
         base_model (`str`, *optional*): Name of the model from which training starts, for the card.
-        model_args, data_args (*optional*): The command's other arguments, for the card and for comparing runs.
+        model_args, data_args (*optional*): Further arguments of the command. The card and the run's settings contain
+            them.
         usage (`str`, *optional*): Example code in the card that uses `model` and `processor`. Default: code for the
             task.
         callbacks (`list`, *optional*), kwargs: Passed on to `Trainer`.
@@ -152,39 +153,39 @@ class ImageTrainer(Trainer):
             callbacks=[SetEpoch(views), self.interruption, *(callbacks or ())],
             **kwargs,
         )
-        # Losses are means over a batch; without this, `Trainer` would divide them by the number of labels.
+        # Losses are means over a batch. With False, `Trainer` divides a loss by the number of accumulation steps.
         self.model_accepts_loss_kwargs = False
-        # Number and start time of the first step in this process, for the speed in the logs.
+        # Number and start time of the first step in this process, to compute the images per second for the logs.
         self.first_step = None
         if hasattr(args, "attn_implementation") and (args.attn_implementation or args.device.type == "cpu"):
-            # Fused attention has a slow backward pass on CPUs.
+            # Eager attention is the default on CPUs, because fused attention has a slow backward pass there.
             model.set_attn_implementation(args.attn_implementation or "eager")
 
     def evaluation_views(self, images) -> Views:
-        """Return views of images to evaluate on, which may have any form that `as_images` accepts."""
+        """Return evaluation views of images in any form that `as_images` accepts."""
         images = self.as_dataset(images)
         check_same_classes(class_names(self.images), images)
         return Views(images, self.eval_view, None, self.skip_corrupt, self.classes)
 
     def as_dataset(self, images):
-        """Convert images of any accepted form to a data set with columns."""
+        """Convert images in any form that `as_images` accepts to a data set with columns."""
         return as_images(images)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        """Return Transformers' loader; `eval_dataset` may have any form that `as_images` accepts."""
+        """Return the evaluation data loader. `eval_dataset` may have any form that `as_images` accepts."""
         if eval_dataset is not None and not isinstance(eval_dataset, Views | str):
             eval_dataset = self.evaluation_views(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
-        """Return Transformers' loader; `test_dataset` may have any form that `as_images` accepts."""
+        """Return the test data loader. `test_dataset` may have any form that `as_images` accepts."""
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Create Transformers' optimizer, with a parameter group for each weight decay and learning rate factor.
+        """Create the optimizer with a parameter group for each combination of weight decay and learning rate factor.
 
-        Only matrices and filters have weight decay, except positions, [CLS] and names in `model.no_weight_decay()`.
-        Transformers would also decay positions, [CLS] and layer scales.
+        Vectors, scalars, position embeddings, [CLS] and names in `model.no_weight_decay()` have no weight decay. By
+        default, Transformers applies weight decay to position embeddings, [CLS] and layer scales.
         """
         if self.optimizer is None:
             model = model or self.model
@@ -212,7 +213,7 @@ class ImageTrainer(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        """Also log images per second. Raise a ValueError if the loss is not finite; the last checkpoint is kept."""
+        """Add the images per second to the logs. Raise a ValueError if the loss is not finite."""
         if not math.isfinite(logs.get("loss", logs.get("train_loss", 0))):
             checkpoint, _ = find_checkpoint(self.args.output_dir)
             raise ValueError(
@@ -226,10 +227,10 @@ class ImageTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """Train like Transformers. The first Ctrl-C saves the current step, and an error closes the progress bar."""
+        """Run `Trainer.train`. The first Ctrl-C saves the current step and stops. An error closes the progress bar."""
         self.first_step = None
         handler = None
-        # With several processes, Ctrl-C is not handled and ends all processes immediately.
+        # Ctrl-C is only handled in a run with one process. With several processes, Ctrl-C ends all of them at once.
         if self.args.world_size == 1 and threading.current_thread() is threading.main_thread():
             handler = signal.signal(signal.SIGINT, self.interruption.note)
         try:
@@ -242,23 +243,23 @@ class ImageTrainer(Trainer):
                     bar.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
-        """Write a complete repository (model, processor and card), or for a checkpoint only the weights."""
+        """Save a complete repository: model, processor and card. For a checkpoint, save only the model."""
         if _internal_call and output_dir is not None:
-            # `Trainer` looks for the folder of the best checkpoint before FSDP has written weights to it.
+            # The folder is created here, because `Trainer` checks that it exists before FSDP writes weights to it.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(self.model, PreTrainedModel):
                 super().save_model(output_dir, _internal_call)
             elif self.args.should_save:
-                # `Trainer` loads weights by current parameter names, but `save_pretrained` would write a ViT's older
-                # names, so that resumed runs and best models would have wrong weights
+                # By default, `save_pretrained` writes older parameter names for a ViT. `Trainer` loads weights by the
+                # current names, so resumed runs and best models would have wrong weights
                 # (huggingface/transformers#48805).
                 self.model.save_pretrained(output_dir, save_original_format=False)
             return
-        # All processes take part in gathering sharded weights.
+        # All processes call `weights`, because all of them take part in gathering sharded weights.
         weights = self.weights()
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
-            # The card is written first, because `save_pretrained` writes another card if there is none.
+            # The card is written first, because `save_pretrained` writes another card if the folder has none.
             write_card(folder, self.saved_model, self.summary(self.metrics), self.metrics, self)
             self.saved_model.save_pretrained(folder, state_dict=weights)
             if self.processing_class is not None:
@@ -272,10 +273,10 @@ class ImageTrainer(Trainer):
         return self.accelerator.get_state_dict(self.model)
 
     def create_model_card(self, *args, **kwargs):
-        """Do nothing: `save_model` writes the card."""
+        """Do nothing, because `save_model` writes the card."""
 
     def settings(self) -> dict:
-        """Return all settings of this run that change the trained weights, images or classes, as values of JSON."""
+        """Return the settings of this run that change the trained weights, as a dict that can be saved as JSON."""
         settings = {name: getattr(self.args, name) for name in TRAINING_SETTINGS}
         for group in (self.args, self.model_args, self.data_args):
             for field in dataclasses.fields(group) if group is not None else ():
@@ -304,8 +305,8 @@ class ImageTrainer(Trainer):
     def prepare_output_dir(self) -> str | None:
         """Record the settings of this run in `output_dir` and return the checkpoint to resume from, if there is one.
 
-        Without `overwrite_output_dir`, raise a ValueError if the folder holds a run with other settings. With it,
-        remove that run's checkpoints.
+        Raise a ValueError if the folder contains a run with other settings. With `overwrite_output_dir`, remove the
+        run's checkpoints instead.
         """
         args = self.args
         folder = Path(args.output_dir)
@@ -318,7 +319,7 @@ class ImageTrainer(Trainer):
                 raise ValueError(f"resume_from_checkpoint is {checkpoint}, whose {file.name} is missing or damaged.")
         elif args.overwrite_output_dir:
             if args.should_save:
-                # A folder without this file is kept, because `Trainer` may not have written it.
+                # Folders without the file `TRAINER_STATE_NAME` are kept, because `Trainer` may not have written them.
                 for path in list_checkpoints(folder):
                     if (path / TRAINER_STATE_NAME).is_file():
                         shutil.rmtree(path)
@@ -327,11 +328,11 @@ class ImageTrainer(Trainer):
             start = f"continues from {checkpoint}" if checkpoint else "starts anew"
             for file in damaged:
                 self.accelerator.print(f"{file} is missing or damaged, so training {start}.")
-        # One process writes the settings, after all processes have read the earlier run's settings.
+        # Wait until all processes have read the earlier run's settings, because one process overwrites them below.
         self.accelerator.wait_for_everyone()
         for path in filter(Path.is_dir, folder.glob("checkpoint-*")):
             if not any(any(path.glob(pattern)) for pattern in CHECKPOINT_FILES) and args.save_total_limit:
-                # `Trainer` would remove the oldest folders named like checkpoints, whatever they contain.
+                # With a limit, `Trainer` would remove folders that only have the name of a checkpoint.
                 args.save_total_limit = None
                 self.accelerator.print(f"{path} is no checkpoint, so all checkpoints are kept (save_total_limit).")
         if args.should_save:
@@ -340,10 +341,10 @@ class ImageTrainer(Trainer):
         return checkpoint and str(checkpoint)
 
     def run(self) -> dict[str, float]:
-        """Train, starting from the newest checkpoint in `output_dir` if there is one. Measure the best model on
-        `test_dataset` if that is given, save it in `output_dir` as a complete repository, and return `metrics`."""
+        """Train from the newest checkpoint in `output_dir`, or else from the start. Measure the best model on
+        `test_dataset`, if given. Save the model in `output_dir` as a complete repository. Return `metrics`."""
         result = self.train(resume_from_checkpoint=self.prepare_output_dir())
-        # The loss is 0 if the run was complete already and no step was trained.
+        # If the run was already complete, no step was trained and the loss is 0.
         if result.training_loss:
             self.log_metrics("train", result.metrics)
             self.save_metrics("train", result.metrics)
@@ -364,7 +365,7 @@ class ImageTrainer(Trainer):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the saved model, by names without "eval_" or "test_". Metrics of test images replace others."""
+        """Metrics of the saved model, by names without "eval_" or "test_". Test metrics replace evaluation metrics."""
         found = {}
         for record in self.state.log_history:
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
@@ -373,7 +374,7 @@ class ImageTrainer(Trainer):
 
 
 class SaveWhenInterrupted(TrainerCallback):
-    """Save a checkpoint of the current step at the first Ctrl-C, and end the run. A second Ctrl-C ends it at once."""
+    """Save a checkpoint of the current step at the first Ctrl-C, and end the run. A second Ctrl-C kills the run."""
 
     received = False
 
@@ -385,7 +386,7 @@ class SaveWhenInterrupted(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save |= self.received
-        # Logging comes first and raises an error if the loss is not finite, so that such weights are not saved.
+        # `log` is called before saving and raises an error if the loss is not finite, so bad weights are not saved.
         control.should_log |= control.should_save
 
     on_epoch_end = on_step_end
@@ -398,7 +399,7 @@ class SaveWhenInterrupted(TrainerCallback):
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Return the folders named `checkpoint-STEP`, the highest step first."""
+    """Return the folders named `checkpoint-STEP`, in descending order of steps."""
     paths = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     found = [path for path in paths if path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
@@ -414,7 +415,7 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
     except (OSError, ValueError):
         return state_file
     for file in sorted(checkpoint.iterdir()):
-        # `torch.save` writes zip files, and a truncated zip file lacks the directory at its end.
+        # `torch.save` writes zip files. A truncated zip file lacks its directory, so `is_zipfile` is false.
         if file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
             return file
         if file.suffix == ".safetensors":
@@ -427,7 +428,7 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
 
 
 def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
-    """Return the newest complete checkpoint, or None, and a list with one damaged file of each newer checkpoint."""
+    """Return the newest complete checkpoint or None, and a list of damaged files, one of each newer checkpoint."""
     damaged = []
     for checkpoint in list_checkpoints(folder):
         file = find_damaged_file(checkpoint)
@@ -438,7 +439,7 @@ def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
 
 
 def check_same_run(file: Path, settings: dict):
-    """Raise a ValueError if the settings of the run that are recorded in a file differ from `settings`."""
+    """Raise a ValueError if the settings of an earlier run in `file` differ from `settings`."""
     try:
         recorded = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -466,7 +467,7 @@ def list_changes(recorded: dict, asked: dict, prefix: str = "") -> list[str]:
 
 
 def require_processor(processing_class):
-    """Raise a ValueError if a trainer was not given its model's processor."""
+    """Raise a ValueError if `processing_class` is None."""
     if processing_class is None:
         raise ValueError(
             "processing_class is None, expected the processor of the model or teacher, for example "
@@ -483,11 +484,11 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
 
 
 def start(args: ImageTrainingArguments, *sources: str | None):
-    """Prepare a run before anything is loaded: check the output folder, and seed the weights of new models.
+    """Check the output folder and set the random seed. Call this before models and data are loaded.
 
     Raises:
-        ValueError: If `output_dir` holds one of the models to read (`sources`) or, without `overwrite_output_dir`,
-        files that do not come from a run.
+        ValueError: If `output_dir` contains one of the models `sources`. Without `overwrite_output_dir`, also if
+            `output_dir` contains files but no run.
     """
     check_output_outside_input(args.output_dir, *sources)
     folder = Path(args.output_dir)
@@ -502,5 +503,5 @@ def start(args: ImageTrainingArguments, *sources: str | None):
     if started > args.world_size and "RANK" in os.environ:
         raise ValueError(f"{started} processes were started, but each would train alone; on CPUs, pass use_cpu.")
     set_seed(args.seed)
-    # The progress bar of saving a model would be drawn into the progress bar of the training.
+    # Transformers' progress bar for saving a model would be drawn into the progress bar of the training.
     transformers.utils.logging.disable_progress_bar()
