@@ -1,4 +1,4 @@
-"""Replace the backbone of a segmenter, detector or depth estimator of Transformers by a SparseFormer."""
+"""Replace the backbone of a segmentation, detection or depth estimation model of Transformers by a SparseFormer."""
 
 import copy
 
@@ -7,18 +7,18 @@ from transformers.backbone_utils import BackboneMixin
 
 
 def swap_backbone(model: PreTrainedModel, backbone: BackboneMixin) -> PreTrainedModel:
-    """Replace a model's backbone in place, with its configuration, so that the saved model loads again.
+    """Replace a model's backbone and its `backbone_config` in place. The model can then be saved and loaded as usual.
 
     Args:
         model (`PreTrainedModel`):
-            Model with a backbone of Transformers, for example `UperNetForSemanticSegmentation` or
-            `DPTForDepthEstimation`. The head keeps its weights: a head that was trained on a teacher's feature maps
-            fits those of its student.
+            Model with a `backbone_config`, for example `UperNetForSemanticSegmentation` or `DPTForDepthEstimation`.
+            The weights of the head do not change. A head that was trained on a teacher's feature maps also fits the
+            feature maps of the teacher's student.
         backbone (`SparseFormerBackbone`):
-            The new backbone. It is moved to the model's device and dtype, not copied.
+            The new backbone. It is moved to the model's device and dtype. It is not copied.
 
     Raises:
-        ValueError: if the model has no backbone, or if the numbers of feature maps or channels differ.
+        ValueError: if the model has no backbone, or if the backbones differ in the channels of their feature maps.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, BackboneMixin)]
     if not names or getattr(model.config, "backbone_config", None) is None:

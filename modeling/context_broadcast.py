@@ -1,14 +1,14 @@
 """Context Broadcasting: uniform attention for any vision transformer.
 
-Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (ICCV 2023, arXiv 2210.08457): add the
-mean of all tokens to each token, at the end of every MLP. Hooks call the module, so that a host's weights keep their
-names.
+Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (ICCV 2023, arXiv 2210.08457): the mean
+of all tokens is added to each token at the end of every MLP. Hooks call `ContextBroadcast`, so the names of the
+model's weights do not change.
 
-For `cb`, the positions at the end of the MLP and before its second linear layer compute the same function, because a
-linear layer with a bias commutes with an average of tokens. For `cb_s`, they differ. A third position is in front of
-the whole MLP. The supplement states that the MLP's weights get no gradient there (2.6, "case 1"). In fact they get
-one, but the loss of token i reaches the weights only through the MLP's output for token i; with the position at the
-end, it reaches the weights through the outputs for all tokens.
+For `cb`, the position at the end of the MLP and the position before its second linear layer give the same outputs. The
+reason is that a linear layer with a bias commutes with averaging. For `cb_s`, the outputs differ. A third position is
+before the MLP. There, the MLP's weights get no gradient according to the supplement (2.6, "case 1"). In fact, they get
+a gradient, but the loss of token i reaches them only through the MLP's output for token i. With the position at the
+end, the loss of token i reaches the weights through the MLP's outputs for all tokens.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ..configuration.configuration_vit_context_broadcast import ContextBroadcast
 class ContextBroadcast(nn.Module):
     """Broadcast the mean of all tokens, or the class token, to each token.
 
-    Outputs of the kinds; `mean` averages all tokens, including [CLS] and registers, and x_0 is [CLS]:
+    The outputs are listed below. `mean` is the mean of all tokens, including [CLS] and register tokens. x_0 is [CLS].
 
     - `"cb"`: (x_i + mean) / 2, without parameters (CB of the main paper);
     - `"cb_s"`: x_i + s * mean with a learned vector s (CB_S of the main paper);
@@ -33,11 +33,11 @@ class ContextBroadcast(nn.Module):
 
     Args:
         kind (`str`, *optional*, defaults to `"cb"`): `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`.
-        hidden_size (`int`, *optional*): Number of channels; needed for `"cb_s"`.
+        hidden_size (`int`, *optional*): Number of channels. It is required for `"cb_s"`.
         scale_init (`float`, *optional*, defaults to 0.0):
-            Initial value of s. The paper gives no value; with 0, insertion does not change a trained model's outputs.
+            Initial value of s. The paper gives no value. With 0, insertion does not change a trained model's outputs.
         blend (`bool`, *optional*, defaults to `False`):
-            Learn a number b, initially 0, and return (1 - b) x_i + b CB(x_i). This is not part of the paper.
+            Whether to learn a number b, initially 0, and return (1 - b) x_i + b CB(x_i). The paper has no such option.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ContextBroadcast(nn.Module):
             init.zeros_(self.blend)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Broadcast among tokens, `(batch, tokens, channels)`, or the cells of maps, `(batch, height, width,
-        channels)`. The output has the shape of the input."""
+        """Apply Context Broadcasting to tokens, `(batch, tokens, channels)`, or to feature maps, `(batch, height,
+        width, channels)`. The shape does not change."""
         if self.kind == "cb_gate":
             broadcast = torch.addcmul(hidden_states, hidden_states, hidden_states[:, :1])
         else:
@@ -85,7 +85,7 @@ class ContextBroadcast(nn.Module):
 
 
 def has_context_broadcast(model: nn.Module) -> bool:
-    """Whether a model contains Context Broadcasting."""
+    """Whether a model contains a `ContextBroadcast` module."""
     return any(isinstance(module, ContextBroadcast) for module in model.modules())
 
 
@@ -99,14 +99,14 @@ def broadcast_block(
     scale_init: float,
     blend: bool,
 ):
-    """Insert a `ContextBroadcast` at each of the given positions of a block.
+    """Insert a `ContextBroadcast` module into a block at each position in `positions`.
 
     Args:
-        mlp (`nn.Module`): The MLP.
+        mlp (`nn.Module`): The MLP of the block.
         second_linear (`nn.Linear`): The last layer of the MLP.
-        attention (`nn.Module`): The attention, or another module whose input or output is the output of the attention.
-        attention_side (`str`): `"out"` for the output of `attention`, `"in"` for its input.
-        positions (list of `str`): Positions, see `insert_context_broadcast`.
+        attention (`nn.Module`): The attention of the block, or a module that takes the attention's output as input.
+        attention_side (`str`): `"out"` to change the output of `attention`, `"in"` to change its input.
+        positions (list of `str`): Names of positions. `insert_context_broadcast` describes the names.
         kind, scale_init, blend: Arguments of `ContextBroadcast`.
     """
     width = second_linear.out_features
@@ -129,7 +129,7 @@ def broadcast_block(
         module.add_module(f"context_broadcast_{side}", broadcast)
 
 
-# Models have to be copied and pickled, so the hooks are top-level functions that find the broadcast by its name.
+# The hooks are top-level functions, so that models can be copied and pickled.
 def _broadcast_output(module: nn.Module, args, output):
     if isinstance(output, tuple):
         return module.context_broadcast_out(output[0]), *output[1:]

@@ -15,11 +15,11 @@ from .hosts import read_anatomy
 from .hosts.anatomy import find
 
 
-# Names of a block's parts; each library uses one name of each tuple.
+# Names of the parts of a block. Each model uses one name of each tuple.
 _ATTENTIONS = ("attention", "self_attn", "attn")
 _MLPS = ("mlp", "ffn")
 _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# The attention of these blocks returns windows. The block merges them to a map and passes the map to this module.
+# Blocks whose attention returns windows. They merge the windows to a map and pass the map to the module named here.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
@@ -32,13 +32,13 @@ def insert_context_broadcast(
 ) -> list[str]:
     """Insert Context Broadcasting into every block of a vision transformer, in place.
 
-    Insertion changes the outputs of a trained model, which then has to be fine-tuned. Outputs do not change with
-    `blend=True`, or with `kind="cb_s"` and a `scale_init` of 0.
+    Insertion changes the outputs of a trained model, so the model has to be fine-tuned. The outputs do not change with
+    `blend=True`, or with `kind="cb_s"` and `scale_init=0`.
 
-    The model keeps its class. `save_pretrained` saves the arguments in `config.context_broadcast`, and the parameters
-    of `cb_s` and `blend` with the model's weights. `from_pretrained` builds the model without Context Broadcasting:
-    call `load_context_broadcast` afterwards. To publish a model, train a `ViTContextBroadcastForImageClassification`.
-    Models of this package whose configuration has the field `context_broadcast` need no second call.
+    The class of the model does not change. `save_pretrained` saves the arguments in `config.context_broadcast` and the
+    new parameters with the model's weights. `from_pretrained` restores Context Broadcasting only in models whose
+    configuration class has this field, for example `ViTContextBroadcastForImageClassification`. For other models, call
+    `load_context_broadcast` after `from_pretrained`.
 
     Args:
         model (`nn.Module`):
@@ -46,20 +46,20 @@ def insert_context_broadcast(
             DINOv3, Swin, SwinV2 or PVTv2 of timm, or a model of this package.
         kind, scale_init, blend: Arguments of `ContextBroadcast`.
         position (`str` or list of `str`, *optional*, defaults to `"mlp_end"`):
-            `"mlp_front"`, before the MLP; `"mlp_mid"`, between its activation and its second linear layer;
-            `"mlp_end"` and `"attention_end"`, before the residual sums.
+            `"mlp_front"` is before the MLP. `"mlp_mid"` is before the second linear layer of the MLP. `"mlp_end"` and
+            `"attention_end"` are after the MLP and after the attention, before the residual sum.
 
     Returns:
         `list[str]`: Names of the inserted modules.
 
     Raises:
-        ValueError: if the model has no known blocks or already has Context Broadcasting, or an argument is invalid.
+        ValueError: if the model has no known blocks or already has Context Broadcasting, or if an argument is invalid.
     """
     if has_context_broadcast(model):
         raise ValueError(
             f"This {type(model).__name__} already has Context Broadcasting; call `remove_context_broadcast` first."
         )
-    # This module is built only to check the arguments before the model is changed.
+    # This instance only checks the arguments, before the model is changed.
     ContextBroadcast(kind, 1, scale_init=scale_init, blend=blend)
     positions = [position] if isinstance(position, str) else list(position)
     known = get_args(ContextBroadcastPosition)
@@ -96,7 +96,7 @@ def insert_context_broadcast(
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return a model's blocks: members of module lists that have an attention and an MLP, in any library."""
+    """Return the transformer blocks of a model: members of module lists that have an attention and an MLP."""
     return [
         block
         for name, block in model.named_modules()
@@ -107,15 +107,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: dict | None = None):
-    """Insert Context Broadcasting into a model that `from_pretrained` loaded, with the arguments in
-    `config.context_broadcast` and the weights in `folder`. A model without `config.context_broadcast` is unchanged.
+    """Restore Context Broadcasting in a model after `from_pretrained`. The arguments are in `config.context_broadcast`
+    and the weights are in `folder`. A model without `config.context_broadcast` does not change.
 
     Args:
-        model (`PreTrainedModel`): The model, changed in place.
+        model (`PreTrainedModel`): The model. It is changed in place.
         folder (`str` or `Path`): The folder that the model was loaded from.
         loading_info (`dict`, *optional*):
-            The second result of `from_pretrained(…, output_loading_info=True)`. Names that are loaded here are removed
-            from its `unexpected_keys`.
+            The second return value of `from_pretrained(…, output_loading_info=True)`. The names of the restored
+            weights are removed from `loading_info["unexpected_keys"]`.
 
     Raises:
         ValueError: if weights of Context Broadcasting are missing.
@@ -126,7 +126,7 @@ def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: d
     insert_context_broadcast(model, **arguments)
     names = [name for name in model.state_dict() if ".context_broadcast_" in name]
     if names:
-        # `save_pretrained` writes older names for the weights of some models.
+        # For some models, `save_pretrained` saves weights under the names of older Transformers versions.
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         weights = load_file(Path(folder) / "model.safetensors")
         weights = {apply_renamings(name, renamings): weight for name, weight in weights.items()}
@@ -149,8 +149,8 @@ def remove_context_broadcast(model: nn.Module):
 
 
 def _set_config(model: nn.Module, arguments: dict | None):
-    """Write the arguments of `insert_context_broadcast` into a configuration, or remove them if `arguments` is None.
-    Configurations of this package have a field for each argument; other configurations get a dict."""
+    """Store the arguments of `insert_context_broadcast` in the model's configuration. None removes them.
+    Configurations of this package have a field for each argument. Other configurations get a dict."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     own = next((config for config in configs if hasattr(type(config), "context_broadcast")), None)
     if own is not None and arguments is None:

@@ -1,7 +1,7 @@
 """Conversion of checkpoints of the SparseFormer authors' implementation (github.com/showlab/sparseformer).
 
-Names and shapes of a checkpoint determine most of the configuration. A variant of the papers gives the other fields:
-the iterations of v1, epsilons, heads, activations and the normalization of images.
+Most fields of the configuration follow from the names and shapes of the checkpoint's tensors. The other fields are
+taken from a variant of the papers: the iterations of v1, epsilons, heads, activations and the image normalization.
 """
 
 import re
@@ -15,15 +15,15 @@ from ..configuration.configuration_sparseformer import SparseFormerConfig, Spars
 from .modeling_sparseformer import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection
 
 
-# The papers' variants for each kind of checkpoint. The variant with the checkpoint's width is used, else the first.
+# The papers' variants of each kind of checkpoint. If no variant has the checkpoint's width, the first one is used.
 TEMPLATES = {
     "v1": ("v1-tiny", "v1-small", "v1-base"),
     "bootstrapped": ("augreg-base-49-224", "augreg-large-49-224"),
     "bootstrapped-clip": ("clip-base-49-224", "clip-large-64-224"),
 }
 EXPECTED = "Expected one of the files ..._converted.pth of github.com/showlab/sparseformer, release v2.0.0-refactor."
-# Patterns in the authors' names and their replacements, applied in this order. Among the authors' layers, 0 and 2 are
-# focusing layers, 1 changes the width, and the others are blocks. The authors fuse queries, keys and values.
+# Regular expressions that convert the authors' names to this package's names, in this order. In the authors' `layers`,
+# 0 and 2 are focusing layers, 1 changes the width, and the others are encoder blocks. `qkv` is a fused layer.
 RENAMINGS = {
     r"^proj\.": "classifier.",
     r"^feat_extractor\.conv1\.": "sparseformer.stem.convolution.",
@@ -47,7 +47,7 @@ RENAMINGS = {
     r"\.pe_transition\.0\.": ".position_encoding.layernorm.",
     r"\.pe_transition\.1\.": ".position_encoding.proj.",
     r"\.roi_adjust_module\.0\.": ".roi_deltas.layernorm.",
-    # Bootstrapped models have two linear layers here, of which this is the second; v1 has one, without a bias.
+    # In bootstrapped models, `roi_adjust_module` has two linear layers, 1 and 3. In v1, it has only layer 1.
     r"\.roi_adjust_module\.3\.": ".roi_deltas.out_proj.",
     r"\.norm1\.": ".layernorm_before.",
     r"\.norm2\.": ".layernorm_after.",
@@ -66,14 +66,14 @@ BOOTSTRAPPED_RENAMINGS = {
 
 
 def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
-    """Load the state dict of a checkpoint of the reference implementation. No code in the file is executed.
+    """Load the state dict of a checkpoint of the SparseFormer authors. No code in the file is executed.
 
     Args:
-        path (`str` or `Path`): A `.safetensors` file, or a file of `torch.save` that holds a state dict, or a dict
-            with a state dict under "model" or "state_dict".
+        path (`str` or `Path`): A `.safetensors` file or a file of `torch.save`. The content of the file is a state
+            dict, or a dict that has a state dict under "model" or "state_dict".
 
     Raises:
-        ValueError: if the file cannot be read, or holds no state dict.
+        ValueError: if the file cannot be read or does not hold a state dict.
     """
     path = Path(path)
     try:
@@ -96,14 +96,14 @@ def load_showlab_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def infer_showlab_variant(state_dict: dict[str, torch.Tensor]) -> str:
-    """Return the kind of a checkpoint, "v1", "bootstrapped" or "bootstrapped-clip"."""
+    """Return the kind of a checkpoint: "v1", "bootstrapped" or "bootstrapped-clip"."""
     if "cls_embedding.weight" not in state_dict:
         return "v1"
     return "bootstrapped" if "proj.bias" in state_dict else "bootstrapped-clip"
 
 
 def infer_sizes(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
-    """Return the fields of a configuration that follow from a checkpoint's shapes."""
+    """Return the configuration fields that follow from the shapes of a checkpoint's tensors."""
     last = max((int(match[1]) for name in state_dict if (match := re.match(r"layers\.(\d+)\.", name))), default=0)
     shapes = {name: tensor.shape for name, tensor in state_dict.items()}
     stem_shape = shapes["feat_extractor.conv1.weight"]
@@ -120,12 +120,12 @@ def infer_sizes(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
         "num_channels": num_channels,
         "num_sampling_points": shapes["layers.0.roi_offset_bias"][0] // 2,
         "num_mixed_points": shapes["layers.0.adaptive_mixing.out_proj.weight"][1] // stem_channels,
-        # None stands for a quarter of each layer's width, as in checkpoints whose focusing layers differ.
+        # None means a quarter of the layer's width. It is used if the focusing layers have different bottlenecks.
         "mixing_hidden_size": bottlenecks.pop() if len(bottlenecks) == 1 else None,
         "stem_channels": stem_channels,
         "focusing_hidden_size": shapes["initial_embedding.weight"][1],
         "hidden_size": hidden_size,
-        # In v1, the second focusing layer also counts as the first block.
+        # In v1, the second focusing layer is also the first encoder block.
         "num_hidden_layers": max(last - (1 if variant == "v1" else 2), 1),
         "intermediate_size": intermediate_size,
         "projection_dim" if variant == "bootstrapped-clip" else "num_labels": shapes["proj.weight"][0],
@@ -138,22 +138,22 @@ def config_from_showlab(
     iterations: int | None = None,
     image_size: int | tuple[int, int] | None = None,
 ) -> SparseFormerConfig:
-    """Return the configuration of a checkpoint of the reference implementation.
+    """Return the configuration of a checkpoint of the SparseFormer authors.
 
     Args:
-        state_dict (`dict`): A checkpoint, see `load_showlab_checkpoint`.
+        state_dict (`dict`): Result of `load_showlab_checkpoint`.
         variant (`str`, *optional*):
-            "v1", "bootstrapped" or "bootstrapped-clip" (with a projection and QuickGELU). It is inferred from the
-            checkpoint's names by default.
+            "v1", "bootstrapped" or "bootstrapped-clip" (with a projection and QuickGELU). By default, the names in
+            the checkpoint determine the variant.
         iterations (`int`, *optional*):
-            Number of executions of the focusing layer. The default is the number of stage embeddings for a
-            bootstrapped model, or 1 if it has none, and the variant's number for v1.
+            Number of executions of the focusing layer. For bootstrapped models, the default is the number of stage
+            embeddings, or 1 without stage embeddings. For v1, the default is the number of the paper's variant.
         image_size (`int` or pair of `int`, *optional*):
-            Height and width of preprocessed images in pixels; 224 by default. For a square size, images are resized to
-            8/7 of it and cropped; for a rectangular size, they are resized without a crop.
+            Height and width of preprocessed images in pixels. The default is 224. Images are resized to 8/7 of a
+            square size and then cropped. They are resized to a rectangular size without a crop.
 
     Raises:
-        ValueError: if tensors of the variant are missing, or `iterations` is not the number of stage embeddings.
+        ValueError: if tensors are missing, or if `iterations` is not the number of a bootstrapped checkpoint.
     """
     variant = variant or infer_showlab_variant(state_dict)
     if variant != "v1":
@@ -181,14 +181,14 @@ def config_from_showlab(
 
 
 def showlab_model_class(config: SparseFormerConfig) -> type:
-    """Return the class of a converted model: with a projection if the configuration has one, else a classifier."""
+    """Return `SparseFormerVisionModelWithProjection` for a configuration with a projection, else a classifier."""
     is_projection = isinstance(config, SparseFormerProjectionConfig)
     return SparseFormerVisionModelWithProjection if is_projection else SparseFormerForImageClassification
 
 
 def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerConfig) -> dict[str, torch.Tensor]:
-    """Convert a checkpoint of the reference implementation to a state dict of `showlab_model_class(config)`, in
-    float32. Raise a ValueError if the names do not fit the configuration."""
+    """Convert a checkpoint of the SparseFormer authors to a float32 state dict of `showlab_model_class(config)`.
+    Raise a ValueError if the tensor names do not fit the configuration."""
     model_class = showlab_model_class(config)
     converted = {}
     for theirs, tensor in state_dict.items():
@@ -212,7 +212,7 @@ def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerCon
 
 
 def our_name(theirs: str, config: SparseFormerConfig) -> str:
-    """Return this package's name of one of the authors' tensors; `qkv_proj` holds queries, keys and values."""
+    """Convert a tensor name of the SparseFormer authors to this package's name. `qkv_proj` is a fused layer."""
     renamings = RENAMINGS | (V1_RENAMINGS if config.is_v1 else BOOTSTRAPPED_RENAMINGS)
     if isinstance(config, SparseFormerProjectionConfig):
         renamings[r"^proj\."] = "visual_projection."

@@ -1,5 +1,5 @@
-"""Feature maps from a SparseFormer's tokens: a cell has the mean hidden state of the tokens whose RoIs cover it, and a
-few convolutions of the image add details within RoIs."""
+"""Feature maps from the tokens of a SparseFormer. Each grid cell gets a weighted mean of the tokens whose RoIs cover
+the cell. Optional convolutions (`MapUpsampler`) add details of the image."""
 
 import torch
 import torch.nn.functional as F
@@ -10,28 +10,28 @@ from .layers import in_float32, resize
 from .segmentation_head import geometric_bias
 
 
-# Largest number of pixels along the side of a cell that an upsampler reads; larger cells are resized.
+# Maximal side of a grid cell, in pixels, in the input image of `MapUpsampler`. The image is resized for larger cells.
 MOST_POINTS = 8
 
 
 def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return the weight of each token in each cell of a feature map.
 
-    Each token spreads a weight of 1 evenly over its RoI; the weights in each cell are then normalized. Cells that no
-    RoI covers get the weights of the paper's segmentation head (`geometric_bias`). RoIs get no gradient.
+    Each token spreads a weight of 1 evenly over its RoI. The weights in each cell are then normalized to a sum of 1.
+    If no RoI covers a cell, its weights are the softmax of `geometric_bias`. RoIs get no gradient.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.
-        height, width (`int`): Size of the map in cells.
+        height, width (`int`): Size of the feature map in cells.
 
     Returns:
-        `(batch, tokens, height, width)` float32, which sums to 1 over the tokens.
+        Weights, `(batch, tokens, height, width)` float32. The sum over the tokens is 1.
     """
     rois = in_float32(rois).detach()
     left, top, right, bottom = rois.unsqueeze(-1).unbind(-2)
 
     def along(one: torch.Tensor, other: torch.Tensor, cells: int) -> torch.Tensor:
-        """Return the fraction of each interval that lies in each cell, `(batch, tokens, cells)`."""
+        """Return the fraction of each RoI's side that lies in each cell of an axis, `(batch, tokens, cells)`."""
         low = torch.minimum(one, other) * cells
         high = torch.maximum(one, other) * cells
         starts = torch.arange(cells, device=rois.device)
@@ -41,26 +41,26 @@ def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Ten
     weights = along(top, bottom, height).unsqueeze(-1) * along(left, right, width).unsqueeze(-2)
     sums = weights.sum(1, keepdim=True)
     nearest = geometric_bias(rois, height, width).softmax(1)
-    # Sums below 1e-6 are rounding errors.
+    # A sum below 1e-6 is a rounding error, so the cell counts as not covered.
     return torch.where(sums > 1e-6, weights / sums.clamp(min=1e-6), nearest)
 
 
 def scatter_to_grid(states: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Average tokens `(batch, tokens, channels)` in each cell by `assignment_weights`, `(batch, tokens, height,
-    width)`, to `(batch, channels, height, width)`."""
+    """Return a feature map, `(batch, channels, height, width)`, of weighted means of tokens, `(batch, tokens,
+    channels)`. `weights` is the result of `assignment_weights`."""
     return (states.mT @ weights.flatten(2).to(states.dtype)).unflatten(-1, weights.shape[-2:])
 
 
 def place_in_token(rois: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return each cell's position relative to its token's RoI, or to the mean RoI if several tokens cover the cell.
+    """Return each grid cell's position relative to the weighted mean RoI of the tokens that cover the cell.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): RoIs of the tokens.
-        weights (`torch.Tensor` of shape `(batch, tokens, height, width)`): Their `assignment_weights`.
+        weights (`torch.Tensor` of shape `(batch, tokens, height, width)`): Result of `assignment_weights`.
 
     Returns:
-        `(batch, 4, height, width)`: offsets in x and y of the cell's center from the RoI's center, in units of the
-        RoI's size, then the binary logarithms of the RoI's width and height in cells.
+        `(batch, 4, height, width)`. Channels 0 and 1 are the x and y offset of the cell's center from the RoI's
+        center, in units of the RoI's size. Channels 2 and 3 are log2 of the RoI's width and height in cells.
     """
     rows, columns = weights.shape[-2:]
     left, top, right, bottom = scatter_to_grid(in_float32(rois).detach(), weights).unbind(1)
@@ -75,10 +75,11 @@ def place_in_token(rois: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class MapUpsampler(nn.Module):
-    """Residual convolutions that add details of the image to a feature map with cells of `cell` pixels.
+    """Residual convolutions that add details of the image to a feature map.
 
-    The convolutions read the map, the pixels of each cell and the cell's position in its token (`place_in_token`).
-    Before training, they add nothing. docs/dense_features.md names the sources of this design.
+    The inputs are the feature map, the pixels of each cell and the position of each cell (`place_in_token`). A cell has
+    `cell` pixels (height, width). Before training, the output equals the input map. docs/dense_features.md lists the
+    sources of this design.
     """
 
     def __init__(self, config, cell: tuple[float, float]):
@@ -92,11 +93,11 @@ class MapUpsampler(nn.Module):
         self.out_proj = nn.Conv2d(width, config.hidden_size, 1)
 
     def forward(self, features: torch.Tensor, pixel_values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Refine `features`, `(batch, hidden_size, height, width)`, with images `(batch, num_channels, height, width)`
-        and `places`, the result of `place_in_token`."""
+        """Return a refined feature map with the shape of `features`, `(batch, hidden_size, rows, columns)`. `places`
+        is the result of `place_in_token`."""
         size = tuple(cells * points for cells, points in zip(features.shape[-2:], self.points, strict=True))
         pixel_values = resize(pixel_values, size)
-        # Features are normalized, because their scale differs between layers.
+        # Features are normalized, because different encoder layers have features of different scales.
         channels_last = features.permute(0, 2, 3, 1)
         normed = F.layer_norm(channels_last, channels_last.shape[-1:]).permute(0, 3, 1, 2)
         hidden = self.read(normed) + self.look(pixel_values.to(features.dtype)) + self.place(places.to(features.dtype))
@@ -106,7 +107,7 @@ class MapUpsampler(nn.Module):
 
 
 class FeatureMaps(nn.Module):
-    """Feature maps of the layers in `config.out_features`, with their scales and upsamplers."""
+    """Module that computes the feature maps of encoder layers. The layers in `config.out_features` have upsamplers."""
 
     def __init__(self, config):
         super().__init__()
@@ -121,8 +122,8 @@ class FeatureMaps(nn.Module):
                 self.upsamplers[name] = MapUpsampler(config, tuple(side / scale for side in self.stride))
 
     def size_of(self, pixel_values: torch.Tensor, scale: float = 1) -> tuple[int, int]:
-        """Return height and width of the feature map of images. Raise a ValueError if the images are smaller than a
-        cell of the teacher's grid."""
+        """Return the height and width, in cells, of the feature map of images. Raise a ValueError if the images are
+        smaller than one cell of `feature_stride` pixels."""
         height, width = pixel_values.shape[-2:]
         rows, columns = self.stride
         if height < rows or width < columns:
@@ -144,15 +145,15 @@ class FeatureMaps(nn.Module):
         """
         Args:
             hidden_states (`tuple` of `torch.Tensor` of shape `(batch, prefix + tokens, hidden_size)`):
-                Input of the first encoder block and the output of each block.
+                Input of the first encoder block and outputs of all encoder blocks.
             rois (`torch.Tensor` of shape `(batch, tokens, 4)`): RoIs of the tokens.
             pixel_values (`torch.Tensor` of shape `(batch, num_channels, height, width)`): The images.
-            norm (`nn.Module`): Norm that is applied to hidden states.
+            norm (`nn.Module`): Norm that is applied to the hidden states.
             names (`list[str]`):
                 Names of layers. A layer that is not in `config.out_features` has a scale of 1 and no upsampler.
 
         Returns:
-            Feature maps, `(batch, hidden_size, rows, columns)`, and the `assignment_weights` of the last map.
+            Feature maps, each `(batch, hidden_size, rows, columns)`, and the `assignment_weights` of the last map.
         """
         maps = []
         weights_by_scale = {}

@@ -1,9 +1,9 @@
 """Focusing stage of the papers' SparseFormers: tokens sample the image in their RoIs and adjust the RoIs.
 
 Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
-from Vision Foundation Models* (CVPR 2024). An early convolution makes a map of the image. A focusing layer, narrower
-than the encoder, is executed several times; a layer of the encoder's width follows. The papers order the operations of
-the layer differently: `SparseFormerV1FocusingLayer` is the first paper's, `SparseFormerFocusingLayer` the second's.
+from Vision Foundation Models* (CVPR 2024). An early convolution computes a feature map of the image. A focusing layer,
+which is narrower than the encoder, is executed several times. One layer of the encoder's width follows. The papers
+order the operations differently: v1 has `SparseFormerV1FocusingLayer`, CVPR 2024 has `SparseFormerFocusingLayer`.
 """
 
 import math
@@ -19,12 +19,12 @@ from .layers import MLP, SelfAttention, drop_path, in_float32
 
 
 def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
-    """Return RoIs before any adjustment, `(num_tokens, 4)` as left, top, right, bottom.
+    """Return the initial RoIs of tokens, `(num_tokens, 4)`, as left, top, right, bottom.
 
-    With root = floor(sqrt(num_tokens)), the first root**2 tokens have boxes of side 0.5 on a grid, x in the outer
-    loop. Further tokens have the whole image. With fewer than 4 tokens, all have the whole image; the reference
-    implementation divides by zero for them. `counts` are smaller numbers of tokens that a model is trained with: the
-    tokens of the first count, and the tokens that each further count adds, are laid out separately.
+    With root = floor(sqrt(num_tokens)), the RoIs of the first root**2 tokens are squares of side 0.5 on a grid, with x
+    in the outer loop. The RoI of every further token is the whole image. With fewer than 4 tokens, all RoIs are the
+    whole image, because the authors' formula divides by zero. `counts` are smaller numbers of tokens that a model is
+    trained with. The tokens of the first count and the tokens that each further count adds form separate grids.
     """
     if counts:
         added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
@@ -39,8 +39,8 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
 
 
 def initial_sampling_offsets(num_points: int) -> torch.Tensor:
-    """Return offsets from the center of a RoI before training, `(num_points, 2)` as x, y: cell centers of a square
-    grid, x in the inner loop, or uniform in +-0.5 if `num_points` is not a square."""
+    """Return initial sampling offsets from a RoI's center, `(num_points, 2)`, as x and y. If `num_points` is a square
+    number, the offsets are a square grid with x in the inner loop. Otherwise, they are uniform in +-0.5."""
     root = math.isqrt(num_points)
     if root**2 != num_points:
         return torch.rand(num_points, 2) - 0.5
@@ -48,7 +48,7 @@ def initial_sampling_offsets(num_points: int) -> torch.Tensor:
     return torch.cartesian_prod(center, center).flip(1)
 
 
-# One adjustment scales by at most exp(8), almost 3,000; RoIs stay finite in float32 after five adjustments.
+# One adjustment scales a RoI by at most exp(8), almost 3,000. RoIs stay finite in float32 after five adjustments.
 MAX_LOG_SCALE = 8.0
 
 
@@ -58,7 +58,7 @@ def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom.
         deltas (`torch.Tensor` of shape `(batch, tokens, 4)`):
-            Shifts in units of width and height, and logarithms of scales of width and height.
+            Shifts of x and y in units of the RoI's width and height, then log scales of the width and height.
     """
     left_top, right_bottom = in_float32(rois).chunk(2, dim=-1)
     shift, log_scale = in_float32(deltas).chunk(2, dim=-1)
@@ -69,10 +69,10 @@ def adjust_rois(rois: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
 
 
 def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return sampling points, `(batch, tokens, points, 2)` float32 as x and y, 0 to 1 across the image.
+    """Return sampling points, `(batch, tokens, points, 2)` float32, as x and y, 0 to 1 across the image.
 
-    Offsets are standardized over the points of a token and divided by 3: in units of the RoI's size, their standard
-    deviation is 1/3, so that most points lie in the RoI.
+    The offsets of each token are normalized to a mean of 0 and a standard deviation of 1/3, in units of the RoI's
+    size. Most points therefore lie inside the RoI.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom.
@@ -81,33 +81,33 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
     offsets = in_float32(offsets)
     if offsets.shape[0] == 0:
-        # For an empty batch, `var` would warn.
+        # `var` warns about an empty batch.
         return offsets
     variance = offsets.var(dim=2, keepdim=True)
     mean = offsets.mean(dim=2, keepdim=True)
-    # The square root has no finite gradient at 0, where all points of a token coincide.
+    # If all points of a token coincide, the variance is 0. The clamp avoids the infinite gradient of `sqrt` at 0.
     offsets = (offsets - mean) / (3 * (variance.clamp(min=1e-12).sqrt() + 1e-5))
     return (left_top + right_bottom) * 0.5 + offsets * (right_bottom - left_top)
 
 
 def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: str) -> torch.Tensor:
-    """Interpolate a feature map bilinearly in float32.
+    """Sample a feature map at points by bilinear interpolation in float32.
 
     Args:
-        features (`torch.Tensor` of shape `(batch, channels, height, width)`): The map.
+        features (`torch.Tensor` of shape `(batch, channels, height, width)`): The feature map.
         points (`torch.Tensor` of shape `(batch, tokens, points, 2)`):
-            x and y, 0 to 1 across the image; points with a batch of 1 are sampled from all images.
+            x and y, 0 to 1 across the image. A batch of 1 is used for all images.
         padding_mode (`str`): `"border"` or `"zeros"`, for points outside the image.
 
     Returns:
-        `(batch, tokens, points, channels)`, NaN at points that are NaN.
+        Samples, `(batch, tokens, points, channels)`. The samples at NaN points are NaN.
     """
-    # Samples that lie more than one image size outside of the image are constant, so that the clamp does not change
-    # them. It keeps pixel indices in the range of integers.
+    # The clamp keeps pixel indices in the range of integers. It changes only points that are far outside of the image,
+    # where all samples are zero or equal to the border.
     points = points.to(torch.promote_types(in_float32(points).dtype, features.dtype)).clamp(-2, 3)
-    # `clamp` keeps NaN. At NaN, `grid_sample` on CPUs reads outside of the map, and its backward pass writes there.
+    # NaN is replaced, because `grid_sample` on CPUs reads, and its backward pass writes, out of bounds at NaN.
     grid = (points.nan_to_num() * 2 - 1).expand(features.shape[0], -1, -1, -1)
-    # The mask is 0, or NaN at points with a NaN coordinate, so that a model that diverged returns NaN.
+    # The mask is NaN at NaN points and 0 elsewhere. A model that diverged therefore returns NaN.
     nan_mask = 0 * points.detach().sum(-1, keepdim=True)
     sampled = F.grid_sample(features.to(grid.dtype), grid, padding_mode=padding_mode, align_corners=False)
     return sampled.permute(0, 2, 3, 1) + nan_mask
@@ -127,11 +127,11 @@ class ClipGradient(torch.autograd.Function):
 
 
 def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
-    """Return the sinusoidal encoding, `(batch, tokens, hidden_size)` float32, of RoIs `(batch, tokens, 4)`.
+    """Return the sinusoidal encoding, `(batch, tokens, hidden_size)` float32, of RoIs, `(batch, tokens, 4)`.
 
-    `kind="paper"` is supplement A.2 of the bootstrapping paper: d/8 frequencies from 1 to 128, each with a sine and a
-    cosine, interleaved. `kind="reference"` is the reference implementation: d/4 frequencies from 1 to 128, sines of
-    even and cosines of odd frequencies, and all sines of a coordinate before its cosines.
+    `kind="paper"` follows supplement A.2 of the bootstrapping paper. Each coordinate has d/8 frequencies from 1 to
+    128, and the sines and cosines are interleaved. `kind="reference"` follows the authors' code. Each coordinate has
+    d/4 frequencies from 1 to 128. The sines of even indices come before the cosines of odd indices.
     """
     count = hidden_size // (8 if kind == "paper" else 4)
     frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()
@@ -142,7 +142,7 @@ def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -
 
 
 class SparseFormerStem(nn.Module):
-    """Early convolution: `(batch, num_channels, height, width)` to `(batch, stem_channels, height / 4, width / 4)`."""
+    """Early convolution of images. The output is `(batch, stem_channels, height / 4, width / 4)`."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
@@ -152,7 +152,7 @@ class SparseFormerStem(nn.Module):
         pixel_values = pixel_values.to(self.convolution.weight.dtype)
         # Pooling, normalizing and sampling are several times faster with channels last.
         pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
-        # In the paper, ReLU precedes pooling. After pooling, it has the same result at a quarter of the cost.
+        # The paper applies ReLU before pooling. ReLU after pooling has the same result at a quarter of the cost.
         features = F.max_pool2d(self.convolution(pixel_values), kernel_size=3, stride=2, padding=1).relu()
         # Sampling needs float32. The LayerNorm over channels has no parameters.
         features = in_float32(features.permute(0, 2, 3, 1))
@@ -160,8 +160,8 @@ class SparseFormerStem(nn.Module):
 
 
 class SparseFormerLatents(nn.Module):
-    """Initial latent tokens and RoIs, and [CLS] tokens and registers, which are concatenated with the latent tokens
-    before the encoder. Each latent token has its own embedding in v1; all share one in bootstrapped models."""
+    """Initial latent tokens, initial RoIs, [CLS] tokens and register tokens of a model. In v1, each latent token has
+    its own embedding. In bootstrapped models, all latent tokens share one embedding."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
@@ -176,16 +176,16 @@ class SparseFormerLatents(nn.Module):
             self.register_tokens = nn.Parameter(torch.empty(config.num_register_tokens, config.hidden_size))
 
     def forward(self, batch_size: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the initial latent tokens and RoIs, which all images share, and prefix tokens.
+        """Return the initial latent tokens and RoIs, which all images share, and the prefix tokens.
 
         Returns:
-            The first `num_tokens` latent tokens, `(1, num_tokens, width)`, their RoIs, `(1, num_tokens, 4)` float32,
-            and [CLS] and registers, `(batch, prefix tokens, hidden_size)`, or `None`.
+            The first `num_tokens` latent tokens, `(1, num_tokens, width)`, and their RoIs, `(1, num_tokens, 4)`
+            float32. The third result is the [CLS] and register tokens, `(batch, prefix tokens, hidden_size)`, or None.
         """
         tokens = self.token_embedding.expand(len(self.initial_rois), -1)
         rois = in_float32(self.initial_rois)
         prefix = [token for token in (self.cls_token, self.register_tokens) if token is not None]
-        # `repeat` makes copies instead of views, because FSDP frees a module's parameters after its forward pass.
+        # `repeat` returns copies. FSDP frees a module's parameters after its forward pass, so views would be invalid.
         return (
             tokens[:num_tokens].repeat(1, 1, 1),
             rois[:num_tokens].repeat(1, 1, 1),
@@ -193,7 +193,7 @@ class SparseFormerLatents(nn.Module):
         )
 
     def _apply(self, fn, recurse: bool = True):
-        # RoIs stay float32 when a model is cast. `from_pretrained` keeps them float32, too.
+        # RoIs stay in float32 when the model is cast to a smaller dtype. `from_pretrained` also keeps them in float32.
         rois = self.initial_rois.detach()
         super()._apply(fn, recurse)
         if self.initial_rois.itemsize < torch.float32.itemsize:
@@ -202,8 +202,8 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def break_ties(self, first: int = 0, std: float = 0.05):
-        """Add noise to the RoI of each token, from index `first` on, whose RoI and embedding equal another token's.
-        Otherwise, equal tokens (12 of the paper's 48) would get equal gradients and stay equal."""
+        """Add noise to the RoIs of equal tokens from index `first` on. Tokens with equal RoIs and equal embeddings
+        (12 of 48 in the paper) would get equal gradients and stay equal without noise."""
         embedding = self.token_embedding.expand(len(self.initial_rois), -1).to(self.initial_rois)
         starts = torch.cat([self.initial_rois, embedding], dim=1)
         tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
@@ -212,11 +212,11 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Drop the last tokens, or add tokens with the initial RoIs of a new model and move equal RoIs apart."""
+        """Drop the last tokens, or add tokens with `initial_rois`. The RoIs of equal tokens are moved apart."""
         kept = min(num_latent_tokens, len(self.initial_rois))
         if len(self.token_embedding) > 1:
             embedding = self.token_embedding
-            # New tokens start as the mean token, which resembles the tokens that the encoder was trained with.
+            # A new embedding is the mean of the old embeddings, because the encoder was trained with similar tokens.
             new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
             self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
         rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)
@@ -225,10 +225,10 @@ class SparseFormerLatents(nn.Module):
 
 
 class SparseFormerMixing(nn.Module):
-    """Adaptive mixing: a token generates two matrices that multiply its sampled features.
+    """Adaptive mixing: each token generates two matrices that multiply the token's sampled features.
 
-    A channels x channels matrix and a mixed_points x points matrix are followed by a linear layer to the token width.
-    v1 has a bias and a GELU after each product, bootstrapped models have one GELU after both products.
+    The matrices are channels x channels and mixed_points x points. A linear layer to the token width follows. v1 has a
+    bias and a GELU after each product. Bootstrapped models have one GELU after both products and no biases.
     """
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
@@ -252,7 +252,7 @@ class SparseFormerMixing(nn.Module):
         """
         Args:
             tokens (`torch.Tensor` of shape `(batch, tokens, hidden_size)`):
-                Tokens that generate the matrices; a batch of 1 is used for all images.
+                Tokens that generate the matrices. A batch of 1 is used for all images.
             sampled (`torch.Tensor` of shape `(batch, tokens, points, channels)`): Sampled features.
 
         Returns:
@@ -293,7 +293,7 @@ class SparseFormerSampling(nn.Module):
         """Return the residual branch, `(batch, tokens, hidden_size)`, and points, `(batch, tokens, points, 2)`."""
         offsets = in_float32(self.offset_proj(self.offset_layernorm(tokens))) + in_float32(self.offset_bias)
         points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
-        # Points are expanded before `ClipGradient`, so that gradients are clipped for each image.
+        # Points are expanded before `ClipGradient`, so that gradients are clipped for each image separately.
         points = points.expand(features.shape[0], -1, -1, -1)
         if self.clip_gradients and self.training:
             points = ClipGradient.apply(points, 1 / features.shape[2])
@@ -316,7 +316,7 @@ class SparseFormerPositionEncoding(nn.Module):
 
 
 class SparseFormerRoIDeltas(nn.Module):
-    """One or two linear layers from tokens `(batch, tokens, hidden_size)` to RoI deltas `(batch, tokens, 4)`."""
+    """LayerNorm and one or two linear layers that compute RoI deltas, `(batch, tokens, 4)`, from tokens."""
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):
         super().__init__()
@@ -330,8 +330,8 @@ class SparseFormerRoIDeltas(nn.Module):
 
 
 class SparseFormerFocusingLayer(GradientCheckpointingLayer):
-    """Focusing layer of the bootstrapping paper: it samples, encodes positions, attends and adjusts RoIs. It is
-    executed several times; each execution has its own drop path rate."""
+    """Focusing layer of the bootstrapping paper: sampling, position encoding, attention, MLP and RoI adjustment. The
+    layer is executed several times, and each execution has its own drop path rate."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float]):
         super().__init__()
@@ -355,13 +355,13 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
         """
         Args:
             hidden_states (`torch.Tensor` of shape `(batch, tokens, width)`):
-                Latent tokens; a batch of 1 is used for all images.
-            rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Their RoIs; a batch of 1 is used for all images.
+                Latent tokens. A batch of 1 is used for all images.
+            rois (`torch.Tensor` of shape `(batch, tokens, 4)`): The tokens' RoIs. A batch of 1 is used for all images.
             features (`torch.Tensor` of shape `(batch, channels, height, width)`): Output of the stem.
             iteration (`int`, *optional*, defaults to 0): Index of the execution.
 
         Returns:
-            Tokens, adjusted RoIs, and sampling points, `(batch, tokens, points, 2)`.
+            The new tokens, the adjusted RoIs and the sampling points, `(batch, tokens, points, 2)`.
         """
         rate = self.drop_path_rates[iteration]
         if self.stage_embedding is not None:
@@ -377,8 +377,8 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
 
 
 class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
-    """Focusing layer of the first paper: it attends, adjusts RoIs, then samples. With `full_width`, it is the first
-    block of the encoder."""
+    """Focusing layer of the first paper (v1): attention, RoI adjustment, sampling and MLP. With `full_width`, it is
+    also the first encoder block."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float], full_width: bool = False):
         super().__init__()
@@ -397,23 +397,23 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, iteration: int = 0, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Arguments and results are those of `SparseFormerFocusingLayer.forward`."""
+        """Run the layer with the arguments and return values of `SparseFormerFocusingLayer.forward`."""
         rate = self.drop_path_rates[iteration]
         branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
         hidden_states = hidden_states + drop_path(branch, rate, self.training)
-        # The reference implementation of v1 drops RoI deltas along with residual branches.
+        # As in the authors' v1 code, drop path is also applied to RoI deltas.
         rois = adjust_rois(rois, drop_path(self.roi_deltas(hidden_states), rate, self.training))
         branch, points = self.sampling(hidden_states, rois, features)
         hidden_states = hidden_states + drop_path(branch, rate, self.training)
         branch = self.mlp(self.layernorm_after(hidden_states))
         hidden_states = hidden_states + drop_path(branch, rate, self.training)
-        # Before the first sampling, RoIs have a batch of 1, because all images share them.
+        # In the first execution, `rois` has a batch of 1, because all images share the initial RoIs.
         return hidden_states, rois.expand(hidden_states.shape[0], -1, -1), points
 
 
 class FinalSamplingLayer(GradientCheckpointingLayer):
-    """Last layer of the focusing stage in the bootstrapping paper, of the encoder's width. It samples and encodes
-    positions, and does not adjust RoIs."""
+    """Last layer of the focusing stage in the bootstrapping paper: sampling and position encoding at the width of the
+    encoder. The layer does not adjust RoIs."""
 
     def __init__(self, config: SparseFormerConfig, drop_path_rate: float):
         super().__init__()
@@ -424,7 +424,7 @@ class FinalSamplingLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and sampling points; shapes are those of `SparseFormerFocusingLayer.forward`."""
+        """Return the new tokens and the sampling points, `(batch, tokens, points, 2)`."""
         branch, points = self.sampling(hidden_states, rois, features)
         hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
         return hidden_states + self.position_encoding(rois), points

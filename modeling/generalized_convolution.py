@@ -1,7 +1,7 @@
-"""Generalized convolution: a convolution with any number of positions, each of which corresponds to an attention head.
+"""Generalized convolution: a kernel with any number of positions. Each position corresponds to an attention head.
 
 Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
-2112.03552), appendix A, where "H6" is a generalized convolution with 6 positions.
+2112.03552), appendix A. The appendix writes "H6" for a generalized convolution with 6 positions.
 """
 
 import math
@@ -14,8 +14,7 @@ from .layers import uniform_init_
 
 
 def window_size(num_positions: int) -> int:
-    """Return the side of the smallest square window that has a center and holds the positions: the square root of
-    their number, rounded up to an odd number."""
+    """Return the side of the smallest square window with an odd side that holds `num_positions` positions."""
     side = math.isqrt(num_positions - 1) + 1
     return side + 1 - side % 2
 
@@ -23,14 +22,14 @@ def window_size(num_positions: int) -> int:
 def generalized_conv2d(
     feature_map: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute a generalized convolution (eq. 1): each output sums the first positions of the window around it, counted
-    row by row, each multiplied by its own matrix. The map is padded with zeros.
+    """Compute a generalized convolution (eq. 1). Each output is a sum over the first positions of the window around
+    it, counted row by row. Each position has its own matrix. The map is padded with zeros.
 
-    Rows of the window without positions are not computed, so that 6 positions cost two thirds of 9.
+    Window rows without positions are not computed. Therefore, 6 positions cost two thirds of 9 positions.
 
     Args:
         feature_map (`torch.Tensor` of shape `(batch, in_channels, height, width)`): Input.
-        weight (`torch.Tensor` of shape `(out_channels, in_channels, positions)`): Matrices of the positions.
+        weight (`torch.Tensor` of shape `(out_channels, in_channels, positions)`): One matrix for each position.
         bias (`torch.Tensor` of shape `(out_channels,)`, *optional*): Bias.
 
     Returns:
@@ -41,12 +40,12 @@ def generalized_conv2d(
     reach = side // 2
     rows = math.ceil(num_positions / side)
     kernel = F.pad(weight, (0, rows * side - num_positions)).unflatten(-1, (rows, side))
-    # The top is padded for the whole window; the bottom is padded, or cropped, for the rows that are computed.
+    # The top is padded for the whole window. The bottom is padded, or cropped, for the computed rows of the window.
     return F.conv2d(F.pad(feature_map, (reach, reach, reach, rows - 1 - reach)), kernel, bias)
 
 
 class GeneralizedConv2d(nn.Module):
-    """Layer for `generalized_conv2d`; with `num_positions=9`, a 3 x 3 convolution."""
+    """Layer for `generalized_conv2d`. With `num_positions=9`, the layer is a 3 x 3 convolution."""
 
     def __init__(self, in_channels: int, out_channels: int, num_positions: int, bias: bool = True):
         super().__init__()

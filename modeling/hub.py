@@ -1,4 +1,4 @@
-"""Models that save themselves as complete hub repositories, which load without this package."""
+"""Base class of models that are saved as complete hub repositories. They can be loaded without this package."""
 
 import importlib.util
 import inspect
@@ -21,8 +21,8 @@ _CONFIGURATION_IMPORT = re.compile(r"^(from )\.\.configuration\.", re.MULTILINE)
 
 
 def source_files(module_name: str) -> dict[str, str]:
-    """Return names and contents of the source files of a module and its relative imports, with imports rewritten so
-    that all files lie in one folder. The module may be part of the installed package or remote code."""
+    """Return the names and contents of the source files of a module and of its relative imports. The import statements
+    are rewritten for files in one folder. The module may be part of the installed package or remote code."""
     sources = {}
     pending = [module_name]
     while pending:
@@ -37,9 +37,9 @@ def source_files(module_name: str) -> dict[str, str]:
 
 
 def image_processor_config(config) -> dict:
-    """Return the content of `preprocessor_config.json` for a model: a CLIPImageProcessor, which crops the center,
-    where the configuration has `resize_size`, and otherwise a ViTImageProcessor."""
-    # The import is here, because loading a model needs no image processor. These classes do not need torchvision.
+    """Return the content of `preprocessor_config.json` for a model. With `config.resize_size`, it describes a
+    `CLIPImageProcessor`, which crops the center. Otherwise, it describes a `ViTImageProcessor`."""
+    # The import is local, because a model can be loaded without it. The `Pil` classes do not need torchvision.
     from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
     height, width = pair(config.image_size)
@@ -56,14 +56,14 @@ def image_processor_config(config) -> dict:
 
 
 class HubModel(HubMixin, PreTrainedModel):
-    """Base class of all models. `save_pretrained`, which `Trainer` and `push_to_hub` call, writes a folder that loads
-    with `trust_remote_code=True` where frugalvit is not installed.
+    """Base class of all models. `save_pretrained` writes a folder that can be loaded with `trust_remote_code=True` if
+    frugalvit is not installed.
 
     Class attributes:
-        auto_classes (`dict[str, str]`): Names of the family's classes by Auto class, for `auto_map`.
+        auto_classes (`dict[str, str]`): Names of Auto classes and of the model classes that they load, for `auto_map`.
         embeds (`dict[str, tuple[str, str]]`):
-            For sentence-transformers: for each kind of input, "image" or "text", the method of the model that computes
-            the embedding, and the name of the output that holds it.
+            Settings for sentence-transformers. The keys are kinds of input, "image" or "text". A value has the name
+            of the method that computes the embedding, and the name of the embedding in the method's output.
         embedding_arguments (`tuple[str, ...]`): Arguments of the methods in `embeds` that a caller may set.
     """
 
@@ -72,15 +72,15 @@ class HubModel(HubMixin, PreTrainedModel):
     embedding_arguments: tuple[str, ...] = ()
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        # For custom code, Transformers skips modules without direct parameters, but our `_init_weights` initializes
-        # some of them. Loaded parameters are safe, because `transformers.initialization` does not change them.
+        # With `is_custom_code`, Transformers would skip modules without direct parameters. `_init_weights` initializes
+        # some of these modules. Loaded parameters do not change, because `transformers.initialization` skips them.
         super()._initialize_weights(module)
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
-        """Save weights and configuration as `PreTrainedModel.save_pretrained` does, and the family's source files.
+        """Save the source files of the model and everything that `PreTrainedModel.save_pretrained` saves.
 
-        Unless they exist, the image processor's configuration, the files that sentence-transformers needs and, if
-        frugalvit is installed, a model card are saved, too. If the model has adapters, only the adapters are saved.
+        An image processor configuration, files for sentence-transformers and a model card (if frugalvit is installed)
+        are added. Existing files of these kinds are kept. If the model has adapters, only the adapters are saved.
         """
         folder = Path(save_directory)
         names = ("commit_message", "commit_description", "private", "revision", "create_pr")
@@ -90,12 +90,12 @@ class HubModel(HubMixin, PreTrainedModel):
             super().save_pretrained(folder, is_main_process=is_main_process, **kwargs)
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            # A class derived outside of frugalvit is saved as its family's class.
+            # A user's subclass is saved as the base class that defines `auto_classes`.
             family = next(base for base in type(self).__mro__ if "auto_classes" in vars(base))
             module = family.__module__.rpartition(".")[2]
             for name, source in source_files(family.__module__).items():
                 (folder / name).write_text(source, encoding="utf-8", newline="\n")
-            # `AutoConfig` loads the modeling file, too, so that it and the model use the same configuration class.
+            # `AutoConfig` loads the modeling file like the other Auto classes, so all use one configuration class.
             classes = {"AutoConfig": family.config_class.__name__, **self.auto_classes}
             self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
             super().save_pretrained(folder, **kwargs)
@@ -126,8 +126,8 @@ class HubModel(HubMixin, PreTrainedModel):
         return None
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """Return names and contents of the files that make `SentenceTransformer` use the model's embeddings; without
-        the files, it averages all tokens."""
+        """Return the names and contents of the files that `SentenceTransformer` needs to use the model's embeddings.
+        Without these files, `SentenceTransformer` averages all tokens."""
         if not self.embeds:
             return {}
         inputs = {
@@ -141,15 +141,15 @@ class HubModel(HubMixin, PreTrainedModel):
         }
 
     def push_to_hub(self, repo_id: str, *, private=None, token=None, revision=None, **commit):
-        """Upload the files of `save_pretrained` and, if frugalvit is installed, a notebook. A model card or notebook
-        that is already on the hub is kept.
+        """Upload the files of `save_pretrained` and, if frugalvit is installed, a notebook. An existing model card or
+        notebook on the hub is kept.
 
         Args:
-            repo_id (`str`): Repository to upload to; it is created if it does not exist.
+            repo_id (`str`): Repository to upload to. A missing repository is created.
             private, token, revision: Arguments of `PreTrainedModel.push_to_hub`.
             commit: Further arguments of `HfApi.upload_folder`, for example `commit_message`.
         """
-        # Transformers' own method would replace our model card by its template.
+        # `PreTrainedModel.push_to_hub` would replace the model card by a template, so it is not used.
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):

@@ -1,4 +1,4 @@
-"""Size and normalization of a model's images, read from image processors and written into configurations."""
+"""Size and normalization of a model's images. They are read from image processors and stored in configurations."""
 
 import functools
 import math
@@ -12,9 +12,9 @@ from torchvision.transforms import InterpolationMode, v2
 from ..configuration.configuration_base import pair
 
 
-# PIL's number of a resampling filter: torchvision's filter for tensors.
+# Numbers of PIL's resampling filters and the same filters in torchvision.
 FILTERS = {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
-# Image processors of Transformers that are fully described by their attributes.
+# Image processors of Transformers whose attributes describe the preprocessing completely.
 SUPPORTED = re.compile(
     "(Beit|Bit|Blip|CLIP|DeiT|DINOv3ViT|Flava|Llava|Segformer|Siglip|Siglip2|ViT)ImageProcessor(Pil)?"
 )
@@ -26,25 +26,25 @@ class ImageFormat:
 
     # Height and width in pixels.
     size: tuple[int, int]
-    # Mean and standard deviation of normalization, for pixel values in 0..1.
+    # Mean and standard deviation for the normalization of pixel values in 0..1.
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     # PIL's number of the resampling filter.
     resample: int = 2
-    # Shorter side in pixels before the center crop of evaluation; `None` to resize the image to `size`.
+    # Length of the shorter side in pixels before the center crop. None means no crop: images are resized to `size`.
     resize: int | None = None
-    # Whether a crop's edge at half a pixel is rounded to the even pixel, as in timm, instead of down.
+    # Rounding of a center crop's edge at half a pixel: True rounds to the even pixel (as timm), False rounds down.
     rounds_center: bool = False
 
     @classmethod
     def from_processor(cls, processor) -> "ImageFormat":
         """Read the format from the attributes of an image processor of Transformers or timm.
 
-        A processor that resizes to a larger square before the crop (DeiT's) is read as one that resizes the shorter
-        side, as DeiT's authors do. A processor for any shape (SigLIP 2's NaFlex) is read with its largest square.
+        DeiT's processor resizes images to a square before the crop. The returned format resizes the shorter side, as
+        DeiT's authors do. For SigLIP 2 NaFlex, which takes images of any shape, the size is the largest square.
 
         Raises:
-            ValueError: if trainings cannot preprocess images as the processor does.
+            ValueError: if `ImageFormat` cannot describe the preprocessing of the processor.
         """
         if (timm := getattr(processor, "data_config", None)) is not None:
             size = timm["input_size"][1:]
@@ -68,7 +68,7 @@ class ImageFormat:
 
     @classmethod
     def from_config(cls, config) -> "ImageFormat":
-        """Read the format from a SparseFormer's configuration. Raise a ValueError if it has no `image_mean`."""
+        """Read the format from a SparseFormer configuration. Raise a ValueError if `image_mean` is None."""
         if config.image_mean is None:
             raise ValueError(
                 "`image_mean` is None, so that images cannot be normalized; pass the teacher's `image_processor` to "
@@ -81,7 +81,7 @@ class ImageFormat:
         return cls(pair(config.image_size), mean, std, config.resample, config.resize_size)
 
     def config_fields(self) -> dict:
-        """Return the format as fields of a SparseFormer's configuration."""
+        """Return the format as fields of a SparseFormer configuration."""
         height, width = self.size
         return {
             "image_size": height if height == width else [height, width],
@@ -97,7 +97,7 @@ class ImageFormat:
 
     @property
     def fill(self) -> list[int]:
-        """The color, 0..255, that is nearest to zero after normalization."""
+        """Color with channels in 0..255 that is nearest to zero after normalization."""
         return [min(max(round(255 * value), 0), 255) for value in self.mean]
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class ImageFormat:
         return pixel_values * _channels(self.std, device) + _channels(self.mean, device)
 
     def convert(self, pixel_values: torch.Tensor, source: "ImageFormat") -> torch.Tensor:
-        """Convert normalized images of the format `source` to this format."""
+        """Convert normalized images from the format `source` to this format."""
         if source.size != self.size:
             pixel_values = v2.functional.resize(pixel_values, list(self.size), self.interpolation, antialias=True)
         if (source.mean, source.std) == (self.mean, self.std):
@@ -120,7 +120,7 @@ class ImageFormat:
 
 
 def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
-    """Return height and width of an image processor's images, and the shorter side before a center crop, or `None`."""
+    """Return the values of `ImageFormat.size` and `ImageFormat.resize` for an image processor of Transformers."""
     name = type(processor).__name__
     if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
         raise ValueError(
@@ -142,17 +142,17 @@ def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
     elif all(whole):
         return whole, None
     elif shortest and not processor.do_resize:
-        # C-RADIO's processor keeps the size of images.
+        # C-RADIO's processor does not resize images.
         return (shortest, shortest), int(shortest)
     raise ValueError(f'{name} has the size {size}, expected "height" and "width", or a center crop.')
 
 
 def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return an image processor's mean and standard deviation, converted to pixel values in 0..1."""
+    """Return the mean and standard deviation of an image processor, for pixel values in 0..1."""
     if (timm := getattr(processor, "data_config", None)) is not None:
         return tuple(timm["mean"]), tuple(timm["std"])
     mean, std = (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", None) else (0.0, 1.0)
-    # Value that a white pixel, 255, has before normalization.
+    # Value of a white pixel (255) after rescaling and before normalization.
     white = 255 * processor.rescale_factor if getattr(processor, "do_rescale", None) else 255
     triples = ((values,) * 3 if isinstance(values, int | float) else values for values in (mean, std))
     mean, std = (tuple(value / white for value in values) for values in triples)
@@ -160,7 +160,7 @@ def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
-    """Change the size of an image processor's images; the size before a center crop changes in proportion."""
+    """Change the image size of an image processor in place. The size before a center crop changes in proportion."""
     height, width = pair(image_size)
     square = {"height": height, "width": width}
     size = dict(image_processor.size)
@@ -169,13 +169,13 @@ def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):
         scale = min(height, width) / min(dict(crop).values())
         image_processor.size = {side: round(scale * pixels) for side, pixels in size.items()}
     else:
-        # ConvNeXt's processor has "shortest_edge" without a center crop.
+        # ConvNeXt's processor has the size key "shortest_edge" without a center crop.
         image_processor.size = {"shortest_edge": min(height, width)} if "shortest_edge" in size else square
     if crop is not None:
         image_processor.crop_size = square
 
 
-# The tensors are cached, because copying numbers to an accelerator synchronizes with it.
+# The tensors are cached, because a copy from the CPU to an accelerator waits for the accelerator.
 @functools.cache
 @torch.inference_mode(False)
 def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:

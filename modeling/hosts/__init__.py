@@ -1,4 +1,4 @@
-"""Readers of vision transformers of other libraries and of this package; each returns an `Anatomy`."""
+"""Functions that read a vision transformer of Transformers, timm, open_clip or this package into an `Anatomy`."""
 
 from .anatomy import (
     MLP,

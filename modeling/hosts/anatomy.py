@@ -1,8 +1,8 @@
-"""Records of the modules and tensors of vision transformers of any library.
+"""Dataclasses that describe the modules and weights of a vision transformer.
 
-The readers in `transformers.py`, `timm.py` and `open_clip.py` return an `Anatomy` with the model's own weights, or
-views of them, so changes through the record change the model; only the patch embedding of a C-RADIO that normalizes
-pixels is computed. `running.py` has functions that run a model.
+The functions `read` in `transformers.py`, `timm.py` and `open_clip.py` return an `Anatomy`. Its weights are the
+model's own weights or views of them, so a change of these weights changes the model. Two weights are computed: the
+patch embedding of a C-RADIO that normalizes pixels, and the identity that is AIMv2's query projection.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from torch import nn
 from ..layers import rotary_table, rotate_half
 
 
-# Class names of activations in lower case, without "pytorch" and "activation", and Transformers' names.
+# Keys: class names of activations in lower case, without "pytorch" and "activation". Values: keys of `ACT2FN`.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelutanh": "gelu_pytorch_tanh",
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class NotAPlainViT(ValueError):
-    """Error of a reader; its message is the reason why a model or a part is unsupported."""
+    """Error for an unsupported model or an unsupported part of a model. The message is the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A linear map that is no module of its own; weight and bias are views of a model's weights."""
+    """Linear map that is not a module, for example the query projection in a fused QKV layer."""
 
-    weight: torch.Tensor  # (out, in)
+    weight: torch.Tensor  # (out_features, in_features)
     bias: torch.Tensor | None = None
 
 
@@ -47,14 +47,14 @@ Linear = nn.Linear | Projection
 
 @dataclass(frozen=True, eq=False)
 class GridPositions:
-    """Positions that are added to tokens. For other grids, they are interpolated as in the model's own library.
+    """Table of position embeddings. For another grid, the table is interpolated as in the model's own library.
 
     Args:
-        table (`torch.Tensor`): `(prefix tokens + rows * columns, hidden_size)`, or the same with leading axes of 1.
-        grid (pair of `int`): Rows and columns of the patches in the table.
-        mode (`str`): Mode of `F.interpolate`.
-        antialias (`bool`): Argument of `F.interpolate`.
-        crops (`bool`): Whether the positions of a rectangular grid are the top left part of a square grid's.
+        table (`torch.Tensor`): `(prefix tokens + rows * columns, hidden_size)`. Leading axes of size 1 are allowed.
+        grid (pair of `int`): Number of patch rows and number of patch columns in the table.
+        mode (`str`): Interpolation mode of `F.interpolate`.
+        antialias (`bool`): Whether `F.interpolate` uses antialiasing.
+        crops (`bool`): Whether the table is first interpolated to a square grid and then cropped to its top left part.
     """
 
     table: torch.Tensor
@@ -64,7 +64,7 @@ class GridPositions:
     crops: bool = False
 
     def __call__(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the positions of the patches of a grid, `(rows * columns, hidden_size)`."""
+        """Return the position embeddings of the patches of a grid, `(rows * columns, hidden_size)`."""
         rows, columns = grid
         table = self.table.flatten(0, -2)[-math.prod(self.grid) :]
         if (rows, columns) == tuple(self.grid):
@@ -78,16 +78,16 @@ class GridPositions:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Multi-head attention whose queries, keys and values are as wide as the tokens."""
+    """Parts of multi-head attention. Queries, keys and values have the same width as the tokens."""
 
     query: Linear
     key: Linear
     value: Linear
     output: Linear
     num_heads: int
-    query_norm: nn.Module | None = None  # normalizes each head's queries before rotation
+    query_norm: nn.Module | None = None  # Norm of each head's queries, before the rotation.
     key_norm: nn.Module | None = None
-    output_norm: nn.Module | None = None  # precedes the output projection
+    output_norm: nn.Module | None = None  # Norm before the output projection.
 
     @property
     def head_dim(self) -> int:
@@ -96,22 +96,22 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class MLP:
-    """`down(norm(activation(up(x))))`, or, with a gate, `down(norm(activation(gate(x)) * up(x)))`."""
+    """Parts of the MLP `down(norm(activation(up(x))))`. A gated MLP is `down(norm(activation(gate(x)) * up(x)))`."""
 
     up: Linear
     down: Linear
-    activation: str  # a name of Transformers' `ACT2FN`
+    activation: str  # A key of Transformers' `ACT2FN`.
     gate: Linear | None = None
     norm: nn.Module | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A pre-norm transformer block: `x + attention(attention_norm(x))`, then `x + mlp(mlp_norm(x))`.
+    """Parts of a pre-norm transformer block: `x + attention(attention_norm(x))`, then `x + mlp(mlp_norm(x))`.
 
     Raises:
-        NotAPlainViT: if `module` has parameters that belong to no field, norms of another kind, quantized weights, or
-            attention that is not as wide as its tokens.
+        NotAPlainViT: if `module` has parameters outside of these fields, a norm that is neither LayerNorm nor RMSNorm,
+            quantized weights, or queries, keys or values that are not as wide as the tokens.
     """
 
     module: nn.Module
@@ -119,7 +119,7 @@ class Block:
     attention: Attention
     mlp_norm: nn.Module
     mlp: MLP
-    attention_scale: torch.Tensor | None = None  # layer scale, (hidden_size,)
+    attention_scale: torch.Tensor | None = None  # Layer scale, (hidden_size,).
     mlp_scale: torch.Tensor | None = None
 
     def __post_init__(self):
@@ -133,7 +133,7 @@ class Block:
             elif isinstance(part, Projection):
                 tensors += [part.weight, part.bias]
         known = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
-        # Parameters of inserted Context Broadcasting belong to no part, but are allowed.
+        # Parameters of inserted `ContextBroadcast` modules are allowed, although no field holds them.
         unknown = [
             name
             for name, parameter in self.module.named_parameters()
@@ -154,17 +154,17 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Axial rotary positions of patches (Su et al. 2021, arXiv 2104.09864).
+    """Axial rotary position embeddings of patches (Su et al. 2021, arXiv 2104.09864).
 
-    A patch whose center is at `(y, x)`, 0 to 1 across the image, has the angles `(scale * center + shift) * f` with
+    The y and the x of a patch's center, 0 to 1 across the image, give the angles `(scale * center + shift) * f` with
     f = theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4. EVA-02 (Fang et al. 2023, arXiv 2303.11331) and DINOv3
-    (Siméoni et al. 2025, arXiv 2508.10104) differ only in `scale`, `shift` and the channels that rotate together.
+    (Siméoni et al. 2025, arXiv 2508.10104) use this formula with different values of the arguments.
 
     Args:
         theta (`float`): Base of the frequencies.
-        scale, shift (pair of `float`): Map from centers to coordinates, y first.
-        channels (`torch.Tensor`): `(head_dim,)`, a permutation of the model's channels after which channel i rotates
-            with channel i + head_dim / 2: first the n pairs of y, then the n pairs of x.
+        scale, shift (pair of `float`): Factors and offsets that turn a center into coordinates. y comes first.
+        channels (`torch.Tensor`): `(head_dim,)`, a permutation of a head's channels. After the permutation, channel i
+            rotates with channel i + head_dim / 2. The n pairs of y come before the n pairs of x.
     """
 
     theta: float
@@ -174,13 +174,13 @@ class Rotary:
 
     @property
     def config_fields(self) -> dict:
-        """Fields of a SparseFormer's configuration that describe this rotation."""
+        """The fields `rope_theta` and `rope_coordinates` of a SparseFormer configuration."""
         ends = [scale + shift for scale, shift in zip(self.scale, self.shift, strict=True)]
         return {"rope_theta": self.theta, "rope_coordinates": [*self.shift, *ends]}
 
     def rotate(self, states: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        """Rotate the patches among the tokens of queries or keys, `(batch, heads, prefix + patches, head_dim)`, and
-        return the channels in the order of `channels`. The patches form `grid`."""
+        """Permute the channels of queries or keys, `(batch, heads, prefix + patches, head_dim)`, by `channels`. Then
+        rotate the patch tokens. The patches form `grid` (rows, columns)."""
         axes = [(torch.arange(count, device=states.device) + 0.5) / count for count in grid]
         centers = torch.cartesian_prod(*axes)
         cos, sin = rotary_table(centers, self.theta, self.scale, self.shift, states.shape[-1])
@@ -191,63 +191,63 @@ class Rotary:
 
 @dataclass(frozen=True, eq=False)
 class PatchEmbedding:
-    """The linear map from a patch's pixels to its token."""
+    """Linear map from the pixels of a patch to its token."""
 
-    projection: nn.Conv2d | Projection  # weight (hidden_size, channels, patch height, patch width)
-    norm: nn.Module | None = None  # precedes the addition of positions
+    projection: nn.Conv2d | Projection  # Shape of `weight`: (hidden_size, channels, patch height, patch width).
+    norm: nn.Module | None = None  # Norm of the tokens before position embeddings are added.
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPooling:
-    """One learned query that attends to all tokens, as in SigLIP and AIMv2."""
+    """Pooling by one learned query that attends to all tokens, as in SigLIP and AIMv2."""
 
-    probe: torch.Tensor  # (1, hidden_size), the input of `attention.query`
+    probe: torch.Tensor  # Input of `attention.query`, (1, hidden_size).
     attention: Attention
-    norm: nn.Module | None = None  # precedes `mlp`
-    mlp: MLP | None = None  # its output is added to the output of the attention
+    norm: nn.Module | None = None  # Norm before `mlp`.
+    mlp: MLP | None = None  # The output of `mlp` is added to the output of the attention.
 
 
 @dataclass(frozen=True, eq=False)
 class Pooling:
-    """How tokens become the embedding."""
+    """How a model pools its tokens to the image embedding."""
 
-    mode: str = "cls"  # a value of `pooling` in a SparseFormer's configuration
-    class_tokens: list[int] | None = None  # indices of the pooled class tokens; None for all
+    mode: str = "cls"  # One of the values of `pooling` in a SparseFormer configuration.
+    class_tokens: list[int] | None = None  # Indices of the class tokens that are pooled. None means all class tokens.
     before_norm: bool = False
     head: AttentionPooling | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Anatomy:
-    """A vision transformer, part by part.
+    """Description of a vision transformer by its parts.
 
-    Parts of fused layers are views of the model's weights, so that a model has to be read again after it was moved or
-    cast. With an `unsupported_reason`, only `model` and the fields of prefix tokens are set.
+    Parts of fused layers are views of the model's weights. If the model is moved or cast, read the model again. If
+    `unsupported_reason` is set, only `model`, `source` and the fields about prefix tokens are filled.
 
     Args:
         model (`nn.Module`): The vision transformer, without wrappers and text towers.
-        blocks (list of `Block`): Its transformer blocks.
-        image_size (pair of `int`): Height and width of its images in pixels.
-        grid (pair of `int`): Rows and columns of patches.
+        blocks (list of `Block`): The transformer blocks.
+        image_size (pair of `int`): Height and width of the input images in pixels.
+        grid (pair of `int`): Number of patch rows and number of patch columns.
         num_class_tokens (`int`): Number of class tokens before the patches.
         num_register_tokens (`int`): Number of register tokens between class tokens and patches.
-        prefix_tokens (list of `torch.Tensor`): Class tokens and registers, each `(…, hidden_size)`.
-        patches (`PatchEmbedding`, *optional*): Its patch embedding.
-        patch_positions (`Callable`, *optional*): `GridPositions`, or another function from a grid to the positions of
-            its patches, `(rows * columns, hidden_size)`. None if no positions are added.
-        rotary (`Rotary`, *optional*): Rotary positions of its attention.
-        pre_norm, norm (`nn.Module`, *optional*): Norms before the first and after the last block.
-        pooling (`Pooling`): How tokens become the embedding.
-        projection (`nn.Linear` or `Projection`, *optional*): Maps the pooled tokens to a CLIP's embedding.
-        classifier (`nn.Linear`, *optional*): Maps the embedding to logits.
+        prefix_tokens (list of `torch.Tensor`): Class tokens and register tokens, each `(…, hidden_size)`.
+        patches (`PatchEmbedding`, *optional*): The patch embedding.
+        patch_positions (`Callable`, *optional*): Function from a grid to position embeddings, `(rows * columns,
+            hidden_size)`, for example a `GridPositions`. None if the model adds no position embeddings.
+        rotary (`Rotary`, *optional*): Rotary position embeddings of the attention.
+        pre_norm, norm (`nn.Module`, *optional*): Norms before the first block and after the last block.
+        pooling (`Pooling`): How the tokens are pooled.
+        projection (`nn.Linear` or `Projection`, *optional*): Linear map of the pooled tokens in a CLIP model.
+        classifier (`nn.Linear`, *optional*): Linear map from the embedding to logits.
         labels (`dict`): `id2label`, `label2id` and `problem_type` of the classifier.
-        embed (`Callable`, *optional*): Maps images, `(batch, channels, height, width)`, to embeddings, `(batch,
-            embedding_size)`: the projected embedding of a CLIP, not normalized, or the pooled tokens of other models.
-        run_classifier (`Callable`, *optional*): Maps images to logits.
-        unsupported_reason (`str`, *optional*): Reason why it is no plain vision transformer.
-        unsupported_patches_reason (`str`, *optional*): Reason why `patches` were not read.
-        unsupported_embedding_reason (`str`, *optional*): Reason why `pooling` or `projection` was not read.
-        source (`nn.Module`, *optional*): The model that was given to `read_anatomy`.
+        embed (`Callable`, *optional*): Function from images, `(batch, channels, height, width)`, to embeddings,
+            `(batch, embedding_size)`. The embeddings are the pooled tokens, after `projection` if there is one.
+        run_classifier (`Callable`, *optional*): Function from images to logits.
+        unsupported_reason (`str`, *optional*): Reason why the model is not a plain vision transformer.
+        unsupported_patches_reason (`str`, *optional*): Reason why `patches` could not be read.
+        unsupported_embedding_reason (`str`, *optional*): Reason why `pooling` or `projection` could not be read.
+        source (`nn.Module`, *optional*): The model that was passed to `read_anatomy`.
     """
 
     model: nn.Module
@@ -274,11 +274,12 @@ class Anatomy:
     source: nn.Module | None = None
 
     def require_plain(self, purpose: str, embeds: bool = False, patches: bool = False):
-        """Raise a ValueError with the reason if this model is no plain vision transformer.
+        """Raise a ValueError with the reason if the model is not a plain vision transformer.
 
         Args:
-            purpose (`str`): A verb for the message, for example "bootstrap from".
-            embeds, patches (`bool`): Whether its embedding, and its patch embedding, must be supported, too.
+            purpose (`str`): Verb for the error message, for example "bootstrap from".
+            embeds (`bool`): Whether the model's embedding must also be supported.
+            patches (`bool`): Whether the model's patch embedding must also be supported.
         """
         reasons = [self.unsupported_reason]
         if embeds:
@@ -290,7 +291,7 @@ class Anatomy:
                 raise self.unsupported_error(purpose, reason)
 
     def unsupported_error(self, purpose: str, reason: str) -> ValueError:
-        """Return the error for a model that cannot be used; `purpose` is that of `require_plain`."""
+        """Return the ValueError for an unsupported model. `purpose` is a verb for the message."""
         return ValueError(
             f"Cannot {purpose} {self.name}: {reason}. Expected a plain pre-norm vision transformer of Transformers, "
             "timm or open_clip; docs/models.md lists them."
@@ -343,24 +344,24 @@ class Anatomy:
 
     @property
     def position_table(self) -> torch.Tensor | None:
-        """View of the model's table of positions, `(tokens, hidden_size)`, including those of prefix tokens, if any.
-        None for a model that computes or interpolates its positions."""
+        """View of the model's table of position embeddings, `(tokens, hidden_size)`. None if the model computes or
+        interpolates its position embeddings."""
         if not isinstance(self.patch_positions, GridPositions) or self.patch_positions.grid != self.grid:
             return None
         return self.patch_positions.table.flatten(0, -2)
 
 
-# Readers that `register_reader` added, by model class.
+# Model classes and the readers that `register_reader` added for them.
 _READERS: dict[type, Callable] = {}
 
 
 def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, int] | None], Anatomy]):
-    """Register a function that reads models of a class. `read_anatomy`, which every method calls, uses it.
+    """Register a reader for a model class. `read_anatomy` uses this reader for models of exactly this class.
 
     Args:
-        model_class (`type`): A class of models.
-        reader (`Callable`): Takes a model and the height and width of its images, or None, and returns an `Anatomy`;
-            docs/models.md has an example.
+        model_class (`type`): The model class.
+        reader (`Callable`): Function of a model and of an image size (height and width, or None). The function returns
+            an `Anatomy`. docs/models.md has an example.
     """
     _READERS[model_class] = reader
 
@@ -368,25 +369,25 @@ def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, i
 def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None = None) -> Anatomy:
     """Read a vision transformer of Transformers, timm, open_clip or this package into an `Anatomy`.
 
-    If the model is a wrapper or has a text side, its vision tower is read. `register_reader` adds further classes. A
-    model that is no plain pre-norm vision transformer gets an `unsupported_reason`, see `Anatomy.require_plain`.
+    If the model is a wrapper or has a text tower, its vision tower is read. `register_reader` adds readers for more
+    classes. If the model is not a plain pre-norm vision transformer, `Anatomy.unsupported_reason` is set.
 
     Args:
-        model (`nn.Module` or `Anatomy`): The model. An anatomy is returned unchanged.
+        model (`nn.Module` or `Anatomy`): The model. An `Anatomy` is returned unchanged.
         image_size (pair of `int`, *optional*):
-            Height and width of its images in pixels, if they differ from its configuration: DINOv2 is configured for
-            518 pixels, but its image processor makes images of 224. Models of Transformers interpolate their positions
-            in each forward pass; models of timm are set to the new size.
+            Height and width of the images in pixels, if they differ from the model's configuration. For example,
+            DINOv2 is configured for 518 pixels, but its image processor returns 224 pixels. Models of Transformers
+            interpolate their position embeddings in each forward pass. Models of timm are changed to the new size.
 
     Raises:
-        ValueError: if `model` is no model, takes texts alone, or takes no images of `image_size`.
+        ValueError: if `model` is not a model, takes only texts, or does not take images of `image_size`.
     """
     if isinstance(model, Anatomy):
         return model
     if not isinstance(model, nn.Module):
         raise ValueError(f"Expected a model, got {type(model).__name__}; load it first.")
     image_size = None if image_size is None else tuple(image_size)
-    # Read the visual tower of an open_clip model, the timm model in Transformers' wrapper, or else the model itself.
+    # Select the vision tower of an open_clip model, the timm model in a Transformers wrapper, or the model itself.
     part = model.visual if hasattr(model, "encode_image") else getattr(model, "timm_model", model)
     if type(part) in _READERS:
         read = _READERS[type(part)]
@@ -401,7 +402,7 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
     labels = anatomy.labels
     if anatomy.classifier is not None and hasattr(getattr(model, "config", None), "id2label"):
         id2label = dict(model.config.id2label)
-        # A configuration that was given `id2label` alone has None for `label2id`.
+        # `label2id` is None if the configuration was created with `id2label` only.
         label2id = model.config.label2id or {name: index for index, name in id2label.items()}
         labels = {"id2label": id2label, "label2id": dict(label2id), "problem_type": model.config.problem_type}
     if not anatomy.unsupported_reason and image_size not in (None, anatomy.image_size):
@@ -411,7 +412,7 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
 
 
 def read_part(read: Callable[..., T], *arguments) -> tuple[T | None, str | None]:
-    """Return `(part, None)`, or `(None, reason)` if `read` raises `NotAPlainViT`."""
+    """Call `read` and return `(result, None)`, or return `(None, reason)` if `read` raises `NotAPlainViT`."""
     try:
         return read(*arguments), None
     except NotAPlainViT as error:
@@ -419,7 +420,7 @@ def read_part(read: Callable[..., T], *arguments) -> tuple[T | None, str | None]
 
 
 def pool(tokens: torch.Tensor, mode: str, num_prefix_tokens: int) -> torch.Tensor:
-    """Pool normalized tokens, `(batch, prefix + patches, hidden_size)`, of a model that does not pool them itself."""
+    """Pool normalized tokens, `(batch, prefix + patches, hidden_size)`. `mode` is a `Pooling.mode`."""
     if mode == "cls":
         return tokens[:, 0]
     if mode == "mean":
@@ -429,7 +430,7 @@ def pool(tokens: torch.Tensor, mode: str, num_prefix_tokens: int) -> torch.Tenso
 
 
 def activation_name(activation: nn.Module | None) -> str:
-    """Return Transformers' name of an activation of any library. Raise a NotAPlainViT if it is unknown."""
+    """Return the key in `ACT2FN` of an activation module. Raise `NotAPlainViT` if the activation is unknown."""
     name = type(activation).__name__.lower().removeprefix("pytorch").removesuffix("activation")
     if name not in _ACTIVATIONS:
         raise NotAPlainViT(f"its activation {type(activation).__name__} is not one of {sorted(_ACTIVATIONS.values())}")
@@ -439,7 +440,7 @@ def activation_name(activation: nn.Module | None) -> str:
 
 
 def norm_type(norm: nn.Module) -> str:
-    """Return `"layer_norm"` or `"rms_norm"`. Raise a NotAPlainViT for any other module."""
+    """Return `"layer_norm"` or `"rms_norm"`. Raise `NotAPlainViT` for any other module."""
     if isinstance(norm, nn.LayerNorm):
         return "layer_norm"
     if type(norm).__name__.lower().endswith("rmsnorm"):
@@ -448,14 +449,14 @@ def norm_type(norm: nn.Module) -> str:
 
 
 def find(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:
-    """Return the first child module that has one of the names and is no `nn.Identity`, or None."""
+    """Return the first child module in `names` that exists and is not an `nn.Identity`, or None."""
     parts = (getattr(module, name, None) for name in names)
     return next((part for part in parts if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)), None)
 
 
 def check_patches(module: nn.Module | None) -> nn.Conv2d:
-    """Return the convolution that embeds patches. Raise a NotAPlainViT if `module` is no convolution, or its patches
-    overlap or leave gaps."""
+    """Return `module` if it is a convolution that embeds patches without overlaps and gaps. Otherwise, raise
+    `NotAPlainViT`."""
     if not isinstance(module, nn.Conv2d):
         raise NotAPlainViT(f"its patches are embedded by a {type(module).__name__}, expected one convolution")
     if module.stride != module.kernel_size or module.padding not in ((0, 0), "valid"):
@@ -464,7 +465,7 @@ def check_patches(module: nn.Module | None) -> nn.Conv2d:
 
 
 def is_timm(model: nn.Module) -> bool:
-    """Whether a module has the interface of timm's models."""
+    """Whether a module has the methods of a timm model."""
     return all(hasattr(model, name) for name in ("forward_features", "forward_head", "reset_classifier"))
 
 
@@ -474,7 +475,7 @@ def split_linear(count: int, weight: torch.Tensor, bias: torch.Tensor | Sequence
     Args:
         count (`int`): Number of parts.
         weight (`torch.Tensor`): `(count * out, in)`.
-        bias (`torch.Tensor` or list, *optional*): `(count * out,)`, or a bias or None for each part.
+        bias (`torch.Tensor` or list, *optional*): `(count * out,)`, or a list that has a bias or None for each part.
     """
     if bias is None:
         biases = [None] * count

@@ -1,4 +1,4 @@
-"""Reader of open_clip's VisionTransformer, and of its towers with a timm model. open_clip is not imported."""
+"""Reader of open_clip's `VisionTransformer` and of open_clip towers with a timm model. open_clip is not imported."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ from .anatomy import (
 
 
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
-    """Read a visual tower into an `Anatomy`."""
+    """Read a vision tower of open_clip into an `Anatomy`."""
     if is_timm(getattr(model, "trunk", None)) and isinstance(getattr(model, "head", None), nn.Sequential):
         return _read_with_trunk(model, image_size)
     if not all(hasattr(model, name) for name in ("transformer", "class_embedding", "ln_post")):
@@ -54,7 +54,7 @@ def _read_with_trunk(model: nn.Module, image_size: tuple[int, int] | None) -> An
 
 
 def _read_head(head: nn.Sequential, classifier: nn.Linear | None) -> Linear | None:
-    """Return the projection that follows a trunk's pooling: the head's layer, or the trunk's own classifier."""
+    """Return the linear layer after pooling. It is in `head`, or it is the `classifier` of the timm model."""
     linears = [module for module in head if not isinstance(module, nn.Dropout)]
     if classifier is not None:
         linears.append(classifier)
@@ -69,7 +69,7 @@ def _read_plain(model: nn.Module) -> Anatomy:
 
     def embed(pixel_values: torch.Tensor) -> torch.Tensor:
         outputs = model(pixel_values)
-        # A tower with `output_tokens` returns the embedding and the tokens.
+        # With `output_tokens`, the tower returns a tuple of the embedding and the tokens.
         return outputs[0] if isinstance(outputs, tuple) else outputs
 
     grid = tuple(model.grid_size)
@@ -83,7 +83,7 @@ def _read_plain(model: nn.Module) -> Anatomy:
         num_class_tokens=1,
         prefix_tokens=[model.class_embedding],
         patches=None if convolution is None else PatchEmbedding(convolution),
-        # open_clip interpolates positions with antialiasing when it loads weights.
+        # open_clip also uses antialiasing when it interpolates the position embeddings of a checkpoint.
         patch_positions=GridPositions(model.positional_embedding, grid, antialias=True),
         pre_norm=find(model, ["ln_pre"]),
         norm=model.ln_post,
@@ -103,8 +103,7 @@ def _read_pooling(model: nn.Module) -> Pooling:
 
 
 def read_block(module: nn.Module) -> Block:
-    """Read a residual attention block of a visual or a text tower. Raise a NotAPlainViT if it is no plain pre-norm
-    block."""
+    """Read a block of a vision or text tower. Raise `NotAPlainViT` if it is not a plain pre-norm block."""
     attention = getattr(module, "attn", None)
     if not isinstance(attention, nn.MultiheadAttention):
         raise NotAPlainViT(f"its attention is a {type(attention).__name__}, expected nn.MultiheadAttention")

@@ -12,8 +12,8 @@ from .anatomy import Anatomy, Block
 
 @contextmanager
 def record_hidden_states(anatomy: Anatomy) -> Iterator[list[torch.Tensor]]:
-    """Yield a list that holds the hidden states of the last forward pass within the context: the tokens before the
-    first block and after each block, `(batch, prefix + patches, hidden_size)`."""
+    """Record the hidden states of forward passes in a list. After a pass, the list holds the tokens before the first
+    block and after each block, each `(batch, prefix + patches, hidden_size)`. The next pass replaces them."""
     hidden_states: list[torch.Tensor] = []
 
     def record_input(module, arguments, keywords):
@@ -32,7 +32,7 @@ def record_hidden_states(anatomy: Anatomy) -> Iterator[list[torch.Tensor]]:
 
 
 def compute_hidden_states(anatomy: Anatomy, pixel_values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tokens before the first block and after each block, `(batch, prefix + patches, hidden_size)`."""
+    """Return the tokens before the first block and after each block, each `(batch, prefix + patches, hidden_size)`."""
     with record_hidden_states(anatomy) as hidden_states:
         anatomy.embed(pixel_values)
     return hidden_states
@@ -41,31 +41,30 @@ def compute_hidden_states(anatomy: Anatomy, pixel_values: torch.Tensor) -> list[
 def compute_feature_maps(
     anatomy: Anatomy, pixel_values: torch.Tensor, layers: Sequence[int] = (-1,)
 ) -> list[torch.Tensor]:
-    """Return the patches' normalized tokens as maps, `(batch, hidden_size, rows, columns)`.
+    """Return the patch tokens of layers after the final norm, as maps, `(batch, hidden_size, rows, columns)`.
 
     Args:
         pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
-        layers (list of `int`): Indices of hidden states; index 0 is the input of the first block.
+        layers (list of `int`): Indices of hidden states. Index 0 is the input of the first block.
     """
     hidden_states = compute_hidden_states(anatomy, pixel_values)
     return [as_map(anatomy, hidden_states[layer]) for layer in layers]
 
 
 def as_map(anatomy: Anatomy, tokens: torch.Tensor) -> torch.Tensor:
-    """Apply the final norm to tokens, `(batch, prefix + patches, hidden_size)`, and return the patches as a map,
+    """Apply the final norm to tokens, `(batch, prefix + patches, hidden_size)`. Return the patch tokens as a map,
     `(batch, hidden_size, rows, columns)`."""
     patches = normalize(anatomy, tokens)[:, anatomy.num_prefix_tokens :]
     return patches.mT.unflatten(-1, anatomy.grid)
 
 
 def normalize(anatomy: Anatomy, tokens: torch.Tensor) -> torch.Tensor:
-    """Apply the final norm, if there is one."""
+    """Apply the final norm of the model to tokens, if the model has a final norm."""
     return tokens if anatomy.norm is None else anatomy.norm(tokens)
 
 
 def compute_queries_and_keys(anatomy: Anatomy, block: Block, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Return a block's queries and keys, `(batch, heads, tokens, head_dim)` each, normalized and rotated as in the
-    model.
+    """Return the queries and keys of a block, each `(batch, heads, tokens, head_dim)`, after norms and rotation.
 
     Args:
         block (`Block`): A block of the model.
@@ -83,7 +82,7 @@ def compute_queries_and_keys(anatomy: Anatomy, block: Block, tokens: torch.Tenso
 
 
 def make_example(anatomy: Anatomy) -> torch.Tensor:
-    """Return two normalized images of noise, `(2, channels, height, width)`."""
+    """Return two images of Gaussian noise as model inputs, `(2, channels, height, width)`."""
     weight = next(anatomy.model.parameters())
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, anatomy.num_channels, *anatomy.image_size, generator=generator)
@@ -98,7 +97,7 @@ def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Te
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode within the context, and restore each module's mode afterwards."""
+    """Set a model to evaluation mode within the context. Afterwards, restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

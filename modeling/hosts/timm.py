@@ -1,4 +1,4 @@
-"""Reader of timm's VisionTransformer and Eva (EVA-02, PE-Core, DINOv3). timm is not imported."""
+"""Reader of timm's `VisionTransformer` and `Eva` (EVA-02, PE-Core, DINOv3). timm is not imported."""
 
 import torch
 from torch import nn
@@ -24,14 +24,14 @@ from .anatomy import (
 )
 
 
-# Classes of pre-norm blocks. Names are checked, because some post-norm blocks (`ResPostBlock`) have the same parts.
+# Class names of pre-norm blocks. A post-norm block, `ResPostBlock`, has the same parts, so class names are checked.
 _BLOCKS = ("Block", "EvaBlock")
-# Attributes of models whose class token joins the patches only after some blocks: CaiT, XCiT, ConViT, VOLO.
+# Attributes of CaiT, XCiT, ConViT and VOLO models. Their first blocks process the patch tokens without a class token.
 _LATE_CLASS_TOKENS = ("blocks_token_only", "cls_attn_blocks", "local_up_to_layer", "post_network")
 
 
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
-    """Read a model of timm into an `Anatomy`. The model is changed to take images of `image_size`."""
+    """Read a timm model into an `Anatomy`. With `image_size`, change the image size of the model in place."""
     num_class_tokens = int(getattr(model, "cls_token", None) is not None)
     if any(hasattr(model, name) for name in _LATE_CLASS_TOKENS):
         num_class_tokens = 0
@@ -90,7 +90,7 @@ def _read_plain(model: nn.Module, num_class_tokens: int, image_size: tuple[int, 
 
 
 def read_block(module: nn.Module) -> Block:
-    """Read a block. Raise a NotAPlainViT if it is no plain pre-norm block."""
+    """Read a transformer block. Raise `NotAPlainViT` if it is not a plain pre-norm block."""
     if type(module).__name__ not in _BLOCKS:
         raise NotAPlainViT(f"its blocks are {type(module).__name__}s, expected one of {', '.join(_BLOCKS)}")
     return Block(
@@ -108,7 +108,7 @@ def _read_attention(module: nn.Module) -> Attention:
     if find(module, ["qkv"]) is not None:
         bias = module.qkv.bias
         if getattr(module, "q_bias", None) is not None:
-            # EVA's biases are parameters outside of the fused layer, and its keys have no bias.
+            # EVA has the biases of queries and values outside of the fused layer. Keys have no bias.
             bias = [module.q_bias, None, module.v_bias]
         query, key, value = split_linear(3, module.qkv.weight, bias)
     elif hasattr(module, "q_proj"):
@@ -153,11 +153,11 @@ def _read_rotary(model: nn.Module, grid: tuple[int, int], head_dim: int) -> Rota
         return None
     kind = type(rope).__name__
     if kind == "RotaryEmbeddingDinoV3" and rope.normalize_coords == "separate" and rope.min_period is None:
-        # Row or column i of n has the coordinate 2 (i + 0.5 + offset) / n - 1. Angles are 2 pi times the coordinates.
+        # Row or column i of n has the coordinate 2 * (i + 0.5 + offset) / n - 1. DINOv3 multiplies it by 2 pi.
         scale = (4 * torch.pi, 4 * torch.pi)
         shift = tuple(2 * torch.pi * (2 * rope.grid_offset / count - 1) for count in grid)
     elif kind == "RotaryEmbeddingCat" and rope.grid_type == "index":
-        # Row or column i of n has the coordinate (i + offset) / n * reference.
+        # Row or column i of n has the coordinate (i + offset) / n * m. The reference grid has m rows or columns.
         reference = rope.ref_feat_shape or grid
         scale = tuple(float(count) for count in reference)
         shift = tuple((rope.grid_offset - 0.5) / count * ref for count, ref in zip(grid, reference, strict=True))
@@ -165,7 +165,7 @@ def _read_rotary(model: nn.Module, grid: tuple[int, int], head_dim: int) -> Rota
         raise NotAPlainViT(f"its rotary positions ({kind}) are not those of EVA-02 or DINOv3")
     channels = torch.arange(head_dim)
     if not rope.rotate_half:
-        # Neighboring channels rotate together.
+        # Here, timm rotates channel 2 * i with channel 2 * i + 1.
         channels = channels.view(-1, 2).T.flatten()
     if rope.grid_indexing == "xy":
         channels = channels.view(2, 2, -1).flip(1).flatten()
@@ -182,7 +182,7 @@ def _read_pooling(model: nn.Module) -> Pooling:
     includes_prefix = getattr(model, "pool_include_prefix", False)
     pool_type = getattr(model, "global_pool", None)
     if pool_type == "map" and model.attn_pool is not None:
-        # Eva has no such attribute: its attention pooling always attends to all tokens.
+        # `Eva` has no `pool_include_prefix`. Its attention pooling always attends to all tokens.
         attends_to_all = includes_prefix or not hasattr(model, "pool_include_prefix")
         mode = "attention" if attends_to_all and model.num_prefix_tokens else "latent_attention"
         return Pooling(mode, before_norm=before_norm, head=_read_pooling_head(model.attn_pool))

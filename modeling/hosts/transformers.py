@@ -1,7 +1,7 @@
 """Reader of vision transformers of Transformers and of this package.
 
-Models are read by structure; no model file is imported. Families differ in how they pool and interpolate (`_FAMILIES`)
-and in the names of their modules (the tuples below it).
+Modules are found by their names, and no model file is imported. `_FAMILIES` has the pooling and interpolation of each
+model family. The tuples below `_FAMILIES` have the names of modules.
 """
 
 import functools
@@ -38,14 +38,14 @@ from .anatomy import (
 
 @dataclass(frozen=True)
 class Family:
-    """How a family pools its tokens and interpolates its positions.
+    """How a model family pools its tokens and interpolates its position embeddings.
 
     Args:
-        pooling (`str`, *optional*): `Pooling.mode` of the base model; None to read it from the configuration.
-        classifier_pooling (`str`, *optional*): `Pooling.mode` of the classifier, if it differs.
-        output (`str`, *optional*): Name of the output that holds the pooled tokens; None to pool `last_hidden_state`.
-        any_size (`bool`): Whether a call takes images of any size without further arguments.
-        interpolation (`dict`): Arguments of `GridPositions`.
+        pooling (`str`, *optional*): `Pooling.mode` of the base model. If None, `config.pooling` is used.
+        classifier_pooling (`str`, *optional*): `Pooling.mode` of the classifier, if it differs from `pooling`.
+        output (`str`, *optional*): Name of the output with the pooled tokens. If None, `last_hidden_state` is pooled.
+        any_size (`bool`): Whether `forward` takes images of any size without further arguments.
+        interpolation (`dict`): Keyword arguments of `GridPositions`.
     """
 
     pooling: str | None = "cls"
@@ -81,7 +81,7 @@ _FAMILIES = {
     "vit_impulse_init": Family(None, output="pooler_output"),
 }
 
-# Names of a block's parts; each family uses one name of each tuple.
+# Names of the parts of a block. Each model family uses one name of each tuple.
 _ATTENTION_NORMS = ("layernorm_before", "layer_norm1", "norm1", "rms_norm1")
 _MLP_NORMS = ("layernorm_after", "layer_norm2", "norm2", "rms_norm2")
 _ATTENTIONS = ("attention", "self_attn")
@@ -90,19 +90,19 @@ _MLPS = ("mlp", "ffn")
 _UPS = ("fc1", "up_proj")
 _DOWNS = ("fc2", "down_proj")
 _ACTIVATIONS = ("activation", "activation_fn", "act_fn")
-# Names of a model's other parts.
+# Names of the parts of a model outside of its blocks.
 _FINAL_NORMS = ("layernorm", "post_layernorm", "norm", "rms_norm")
 _PRE_NORMS = ("pre_layrnorm", "pre_layernorm")
 _PATCHES = ("patch_embeddings", "patch_embedding", "patch_embed", "patch_projection")
 _POSITIONS = ("position_embeddings", "position_embedding")
-# Names of class tokens and registers, in the order of the sequence.
+# Names of class tokens and register tokens, in the order of the token sequence.
 _PREFIX_TOKENS = ("cls_token", "class_embedding", "cls_register_token", "distillation_token", "register_tokens")
 # Names of vision towers in models with several modalities.
 _TOWERS = ("vision_model", "vision_tower", "visual")
 
 
 def find_tower(model: nn.Module) -> nn.Module:
-    """Return the module that has a model's embeddings: its vision tower, or the base model if it has no towers."""
+    """Return the vision tower of a model, or the base model if the model has no vision tower."""
     if hasattr(model, "embeddings"):
         return model
     for name in ("model", *_TOWERS):
@@ -114,10 +114,10 @@ def find_tower(model: nn.Module) -> nn.Module:
 
 
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
-    """Read a model, or its vision tower, into an `Anatomy`. Raise a ValueError if the model takes no images."""
+    """Read a model or its vision tower into an `Anatomy`. Raise a ValueError if the model takes no images."""
     tower = find_tower(model)
     config = tower.config
-    # Idefics3's vision tower inherits a wrong `main_input_name`, "input_ids"; its `input_modalities` are right.
+    # The vision tower of Idefics3 has the wrong `main_input_name` "input_ids", but the right `input_modalities`.
     modalities = getattr(tower, "input_modalities", ())
     if getattr(tower, "main_input_name", None) == "input_ids" and "image" not in modalities:
         raise ValueError(f"{type(model).__name__} takes texts alone, expected a model that takes images.")
@@ -128,7 +128,7 @@ def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy
         tokens = [token for name in _PREFIX_TOKENS if (token := getattr(embeddings, name, None)) is not None]
         counts = [token.numel() // token.shape[-1] for token in tokens]
         num_class_tokens = getattr(config, "num_cls_tokens", counts[0]) if tokens else 0
-        # A distillation token counts as a register.
+        # A distillation token counts as a register token.
         num_register_tokens = sum(counts) - num_class_tokens
         prefix = {
             "prefix_tokens": tokens,
@@ -155,7 +155,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
     if hasattr(config, "image_size"):
         own_size = pair(config.image_size)
     else:
-        # SigLIP 2 NaFlex has no image size; the size here is that of the square grid in its table of positions.
+        # SigLIP 2 NaFlex has no image size. The image size of the square grid in its position table is used.
         own_size = pair(int(config.num_patches**0.5) * patch_size[0])
     can_interpolate = "interpolate_pos_encoding" in inspect.signature(tower.embeddings.forward).parameters
     takes_any_size = family.any_size or can_interpolate or getattr(config, "is_native", False)
@@ -171,13 +171,13 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
         classifier = None
     norm = find(tower, _FINAL_NORMS)
     if classifier is not None and family.classifier_pooling == "latent_mean":
-        # CLIP's classifier reads tokens before the final norm.
+        # CLIP's classifier pools tokens without the final norm.
         norm = None
     call = _caller(tower, interpolates=can_interpolate and image_size != own_size)
     num_prefix_tokens = prefix["num_class_tokens"] + prefix["num_register_tokens"]
     rotary = None
     if rope := getattr(tower, "rope_embeddings", None):
-        # DINOv3's coordinates are 2 center - 1, and its angles 2 pi times the coordinates.
+        # DINOv3 has coordinates 2 * center - 1 and multiplies them by 2 pi.
         scale = (4 * torch.pi, 4 * torch.pi)
         shift = (-2 * torch.pi, -2 * torch.pi)
         rotary = Rotary(float(rope.base), scale, shift, torch.arange(blocks[0].attention.head_dim))
@@ -224,7 +224,7 @@ def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, mode: str)
     if mode != "attention":
         return Pooling(mode, class_tokens)
     head = getattr(tower, "head", None)
-    # SigLIP and AIMv2 can be built without a head; their tokens are then averaged.
+    # SigLIP and AIMv2 can be configured without a pooling head. The mean of the tokens is used in this case.
     return Pooling("mean") if head is None else Pooling("attention", head=read_head(head))
 
 
@@ -246,9 +246,9 @@ def _read_positions(
 
 
 def read_block(module: nn.Module) -> Block:
-    """Read a block of any family. Raise a NotAPlainViT if it is no plain pre-norm block."""
+    """Read a transformer block. Raise `NotAPlainViT` if it is not a plain pre-norm block."""
     if hasattr(module, "mlp_scale"):
-        # Only the blocks of SparseFormers have these names for layer scale.
+        # Only SparseFormer blocks use the names `attention_scale` and `mlp_scale` for layer scale.
         attention_scale = module.attention_scale
         mlp_scale = module.mlp_scale
     else:
@@ -266,7 +266,7 @@ def read_block(module: nn.Module) -> Block:
 
 
 def read_attention(module: nn.Module) -> Attention:
-    """Read an attention with four linear layers. Raise a NotAPlainViT if it normalizes all heads together."""
+    """Read an attention module with four linear layers. Raise `NotAPlainViT` if a norm spans several heads."""
     query_norm = find(module, ["q_norm"])
     if query_norm is not None and len(query_norm.weight) != module.head_dim:
         raise NotAPlainViT("it normalizes the queries and keys of all heads together")
@@ -293,8 +293,8 @@ def _read_mlp(module: nn.Module) -> MLP:
 
 
 def sincos_positions(hidden_size: int, grid: tuple[int, int], theta: float = 10000.0) -> torch.Tensor:
-    """Return the fixed positions that AIMv2 adds to the patches of a grid, `(rows * columns, hidden_size)` float64:
-    sines and cosines of the column, then of the row."""
+    """Return AIMv2's fixed position embeddings of the patches of a grid, `(rows * columns, hidden_size)` float64. They
+    are the sines and cosines of the column, then the sines and cosines of the row."""
     quarter = hidden_size // 4
     frequencies = theta ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
     rows, columns = (torch.arange(count, dtype=torch.float64) for count in grid)
@@ -314,7 +314,7 @@ def _read_patches(tower: nn.Module) -> PatchEmbedding:
         # SigLIP 2 NaFlex flattens the pixels of a patch with channels last.
         weight = projection.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2)
         return PatchEmbedding(Projection(weight, bias), norm)
-    # C-RADIO flattens patches with channels first. The returned weight and bias include its normalization of pixels.
+    # C-RADIO flattens the pixels of a patch with channels first. Its pixel normalization is merged into the weights.
     weight = projection.weight.unflatten(1, (-1, *size))
     conditioner = find(tower, ["input_conditioner"])
     if conditioner is not None and (conditioner.norm_mean.any() or (conditioner.norm_std != 1).any()):
@@ -335,14 +335,14 @@ def read_head(head: nn.Module) -> AttentionPooling:
             attention = read_attention(module)
         mlp = None if head.mlp is None else _read_mlp(head.mlp)
         return AttentionPooling(head.probe.view(1, -1), attention, head.layernorm, mlp)
-    # AIMv2 learns the query itself, without a projection.
+    # AIMv2 learns the query without a query projection. An identity matrix takes the place of the projection.
     query = Projection(torch.eye(head.cls_token.shape[-1]).to(head.cls_token))
     attention = Attention(query, head.k_proj, head.v_proj, head.output_proj, head.num_heads)
     return AttentionPooling(head.cls_token[0], attention)
 
 
 def _caller(tower: nn.Module, interpolates: bool) -> Callable:
-    """Return a function that takes a model and images, and calls the model in the way its family needs."""
+    """Return a function of a model and images. It calls the model with the arguments of the model's family."""
     options = {"interpolate_pos_encoding": True} if interpolates else {}
     if tower.config.model_type == "vit_mae":
         return functools.partial(_call_unmasked, **options)
@@ -352,10 +352,10 @@ def _caller(tower: nn.Module, interpolates: bool) -> Callable:
 
 
 def _call_unmasked(model: nn.Module, pixel_values: torch.Tensor, **options):
-    """Call a ViTMAE without a mask.
+    """Call a ViTMAE model without a mask.
 
-    A ViTMAE sorts its patches by noise and masks most of them. With ascending noise and a mask ratio of 0, it keeps
-    all patches in their order.
+    ViTMAE sorts patches by noise and masks most patches. Ascending noise keeps the order of the patches, and a mask
+    ratio of 0 keeps all patches.
     """
     config = model.config
     mask_ratio = config.mask_ratio
@@ -369,7 +369,7 @@ def _call_unmasked(model: nn.Module, pixel_values: torch.Tensor, **options):
 
 
 def _naflex_inputs(pixel_values: torch.Tensor, patch_size: int) -> dict[str, torch.Tensor]:
-    """Return images as the inputs of SigLIP 2 NaFlex: patches in row order, flattened with channels last."""
+    """Convert images to the inputs of SigLIP 2 NaFlex. Patches are in row order, with channels last."""
     patches = F.unfold(pixel_values, patch_size, stride=patch_size).mT
     patches = patches.unflatten(-1, (-1, patch_size * patch_size)).mT.flatten(2)
     grid = [pixel_values.shape[2] // patch_size, pixel_values.shape[3] // patch_size]
@@ -381,7 +381,7 @@ def _naflex_inputs(pixel_values: torch.Tensor, patch_size: int) -> dict[str, tor
 
 
 def has_positions(model: nn.Module) -> bool:
-    """Whether `resize_positions_` can resize the positions of a Transformers model."""
+    """Whether `resize_positions_` supports a Transformers model."""
     embeddings = getattr(getattr(model, "base_model", model), "embeddings", None)
     positions = getattr(embeddings, "position_embeddings", None)
     return isinstance(positions, torch.Tensor) and hasattr(embeddings, "interpolate_pos_encoding")
@@ -389,8 +389,8 @@ def has_positions(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
-    """Change the image size of a ViT in place. Learned positions are interpolated bicubically, fixed positions are
-    computed for the new size.
+    """Change the image size of a ViT in place. Learned position embeddings are interpolated bicubically. Fixed ones
+    are computed for the new size.
 
     Args:
         model (`nn.Module`): A Transformers ViT or DeiT, or a `ViTImpulseInit` model.
@@ -400,7 +400,7 @@ def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
         The model, with `image_size` in its configuration.
 
     Raises:
-        ValueError: if `image_size` is no multiple of the patch size.
+        ValueError: if `image_size` is not a multiple of the patch size.
     """
     embeddings = model.base_model.embeddings
     patches = embeddings.patch_embeddings
