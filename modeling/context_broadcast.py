@@ -6,9 +6,9 @@ model's weights do not change.
 
 For `cb`, the position at the end of the MLP and the position before its second linear layer give the same outputs. The
 reason is that a linear layer with a bias commutes with averaging. For `cb_s`, the outputs differ. A third position is
-before the MLP. There, the MLP's weights get no gradient according to the supplement (2.6, "case 1"). In fact, they get
-a gradient, but the loss of token i reaches them only through the MLP's output for token i. With the position at the
-end, the loss of token i reaches the weights through the MLP's outputs for all tokens.
+before the MLP. The supplement (2.6, "case 1") states that the MLP's weights get no gradient with this position. In
+fact, the weights get a gradient, but the loss of token i reaches the weights only through the MLP's output for token
+i. With the position at the end, the loss of token i reaches the weights through the MLP's outputs for all tokens.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ..configuration.configuration_vit_context_broadcast import ContextBroadcast
 class ContextBroadcast(nn.Module):
     """Broadcast the mean of all tokens, or the class token, to each token.
 
-    The outputs are listed below. `mean` is the mean of all tokens, including [CLS] and register tokens. x_0 is [CLS].
+    `kind` selects the output. x_i is token i, x_0 is [CLS], and `mean` averages all tokens, including [CLS].
 
     - `"cb"`: (x_i + mean) / 2, without parameters (CB of the main paper);
     - `"cb_s"`: x_i + s * mean with a learned vector s (CB_S of the main paper);
@@ -37,7 +37,8 @@ class ContextBroadcast(nn.Module):
         scale_init (`float`, *optional*, defaults to 0.0):
             Initial value of s. The paper gives no value. With 0, insertion does not change a trained model's outputs.
         blend (`bool`, *optional*, defaults to `False`):
-            Whether to learn a number b, initially 0, and return (1 - b) x_i + b CB(x_i). The paper has no such option.
+            Whether to learn a number b, initially 0, and return (1 - b) x_i + b y_i, where y_i is the output above.
+            The paper has no such option.
     """
 
     def __init__(

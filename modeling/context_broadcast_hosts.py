@@ -19,7 +19,7 @@ from .hosts.anatomy import find
 _ATTENTIONS = ("attention", "self_attn", "attn")
 _MLPS = ("mlp", "ffn")
 _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# Blocks whose attention returns windows. They merge the windows to a map and pass the map to the module named here.
+# Blocks whose attention returns windows, and the name of the module that gets the merged windows as its input.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
@@ -139,7 +139,7 @@ def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: d
 
 
 def remove_context_broadcast(model: nn.Module):
-    """Undo `insert_context_broadcast`."""
+    """Remove Context Broadcasting from a model and from its configuration, in place."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, ContextBroadcast):
@@ -149,8 +149,8 @@ def remove_context_broadcast(model: nn.Module):
 
 
 def _set_config(model: nn.Module, arguments: dict | None):
-    """Store the arguments of `insert_context_broadcast` in the model's configuration. None removes them.
-    Configurations of this package have a field for each argument. Other configurations get a dict."""
+    """Store the arguments of `insert_context_broadcast` in the model's configuration, or remove them if `arguments` is
+    None. Configurations of this package have a field for each argument. Other configurations get a dict."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     own = next((config for config in configs if hasattr(type(config), "context_broadcast")), None)
     if own is not None and arguments is None:

@@ -1,7 +1,7 @@
 """Conversion of checkpoints of the SparseFormer authors' implementation (github.com/showlab/sparseformer).
 
 Most fields of the configuration follow from the names and shapes of the checkpoint's tensors. The other fields are
-taken from a variant of the papers: the iterations of v1, epsilons, heads, activations and the image normalization.
+taken from the papers' model variants: iterations of v1, epsilons, attention heads, activations, image normalization.
 """
 
 import re
@@ -15,7 +15,7 @@ from ..configuration.configuration_sparseformer import SparseFormerConfig, Spars
 from .modeling_sparseformer import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection
 
 
-# The papers' variants of each kind of checkpoint. If no variant has the checkpoint's width, the first one is used.
+# The papers' variants of each kind of checkpoint. If no variant has the checkpoint's width, the first is used.
 TEMPLATES = {
     "v1": ("v1-tiny", "v1-small", "v1-base"),
     "bootstrapped": ("augreg-base-49-224", "augreg-large-49-224"),
@@ -47,7 +47,7 @@ RENAMINGS = {
     r"\.pe_transition\.0\.": ".position_encoding.layernorm.",
     r"\.pe_transition\.1\.": ".position_encoding.proj.",
     r"\.roi_adjust_module\.0\.": ".roi_deltas.layernorm.",
-    # In bootstrapped models, `roi_adjust_module` has two linear layers, 1 and 3. In v1, it has only layer 1.
+    # In bootstrapped models, `roi_adjust_module` has the linear layers 1 and 3. In v1, there is no layer 3.
     r"\.roi_adjust_module\.3\.": ".roi_deltas.out_proj.",
     r"\.norm1\.": ".layernorm_before.",
     r"\.norm2\.": ".layernorm_after.",
@@ -120,7 +120,7 @@ def infer_sizes(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
         "num_channels": num_channels,
         "num_sampling_points": shapes["layers.0.roi_offset_bias"][0] // 2,
         "num_mixed_points": shapes["layers.0.adaptive_mixing.out_proj.weight"][1] // stem_channels,
-        # None means a quarter of the layer's width. It is used if the focusing layers have different bottlenecks.
+        # If the focusing layers have different bottlenecks, None makes each bottleneck a quarter of the layer's width.
         "mixing_hidden_size": bottlenecks.pop() if len(bottlenecks) == 1 else None,
         "stem_channels": stem_channels,
         "focusing_hidden_size": shapes["initial_embedding.weight"][1],
@@ -149,11 +149,11 @@ def config_from_showlab(
             Number of executions of the focusing layer. For bootstrapped models, the default is the number of stage
             embeddings, or 1 without stage embeddings. For v1, the default is the number of the paper's variant.
         image_size (`int` or pair of `int`, *optional*):
-            Height and width of preprocessed images in pixels. The default is 224. Images are resized to 8/7 of a
-            square size and then cropped. They are resized to a rectangular size without a crop.
+            Height and width of preprocessed images in pixels. The default is 224. For a square size, images are
+            resized to 8/7 of the size and cropped. For a rectangular size, images are resized without a crop.
 
     Raises:
-        ValueError: if tensors are missing, or if `iterations` is not the number of a bootstrapped checkpoint.
+        ValueError: if tensors are missing, or if a bootstrapped checkpoint has another number of iterations.
     """
     variant = variant or infer_showlab_variant(state_dict)
     if variant != "v1":
@@ -212,7 +212,7 @@ def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerCon
 
 
 def our_name(theirs: str, config: SparseFormerConfig) -> str:
-    """Convert a tensor name of the SparseFormer authors to this package's name. `qkv_proj` is a fused layer."""
+    """Convert a tensor name of the authors to this package's name. `qkv_proj` fuses queries, keys and values."""
     renamings = RENAMINGS | (V1_RENAMINGS if config.is_v1 else BOOTSTRAPPED_RENAMINGS)
     if isinstance(config, SparseFormerProjectionConfig):
         renamings[r"^proj\."] = "visual_projection."

@@ -10,7 +10,7 @@ from .layers import in_float32, resize
 from .segmentation_head import geometric_bias
 
 
-# Maximal side of a grid cell, in pixels, in the input image of `MapUpsampler`. The image is resized for larger cells.
+# Largest side of a grid cell, in pixels, in `MapUpsampler`. If the cells are larger, the image is scaled down.
 MOST_POINTS = 8
 
 
@@ -18,7 +18,7 @@ def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Ten
     """Return the weight of each token in each cell of a feature map.
 
     Each token spreads a weight of 1 evenly over its RoI. The weights in each cell are then normalized to a sum of 1.
-    If no RoI covers a cell, its weights are the softmax of `geometric_bias`. RoIs get no gradient.
+    If no RoI covers a cell, the cell's weights are the softmax of `geometric_bias`. RoIs get no gradient.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.
@@ -77,9 +77,9 @@ def place_in_token(rois: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 class MapUpsampler(nn.Module):
     """Residual convolutions that add details of the image to a feature map.
 
-    The inputs are the feature map, the pixels of each cell and the position of each cell (`place_in_token`). A cell has
-    `cell` pixels (height, width). Before training, the output equals the input map. docs/dense_features.md lists the
-    sources of this design.
+    The inputs are the map, the pixels of each grid cell and the position of each cell (`place_in_token`). `cell` is
+    the height and width of a cell in pixels. Before training, the output equals the input map. docs/dense_features.md
+    lists the sources of this design.
     """
 
     def __init__(self, config, cell: tuple[float, float]):
@@ -107,7 +107,7 @@ class MapUpsampler(nn.Module):
 
 
 class FeatureMaps(nn.Module):
-    """Module that computes the feature maps of encoder layers. The layers in `config.out_features` have upsamplers."""
+    """Module that computes feature maps of encoder layers from their hidden states and from RoIs."""
 
     def __init__(self, config):
         super().__init__()
@@ -123,7 +123,7 @@ class FeatureMaps(nn.Module):
 
     def size_of(self, pixel_values: torch.Tensor, scale: float = 1) -> tuple[int, int]:
         """Return the height and width, in cells, of the feature map of images. Raise a ValueError if the images are
-        smaller than one cell of `feature_stride` pixels."""
+        smaller than `feature_stride`."""
         height, width = pixel_values.shape[-2:]
         rows, columns = self.stride
         if height < rows or width < columns:

@@ -2,8 +2,8 @@
 
 Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
 from Vision Foundation Models* (CVPR 2024). An early convolution computes a feature map of the image. A focusing layer,
-which is narrower than the encoder, is executed several times. One layer of the encoder's width follows. The papers
-order the operations differently: v1 has `SparseFormerV1FocusingLayer`, CVPR 2024 has `SparseFormerFocusingLayer`.
+which is narrower than the encoder, is executed several times. A layer of the encoder's width follows. The order of
+operations in v1 is that of `SparseFormerV1FocusingLayer`. The second paper has `SparseFormerFocusingLayer`.
 """
 
 import math
@@ -81,7 +81,7 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
     offsets = in_float32(offsets)
     if offsets.shape[0] == 0:
-        # `var` warns about an empty batch.
+        # `var` would warn about an empty batch.
         return offsets
     variance = offsets.var(dim=2, keepdim=True)
     mean = offsets.mean(dim=2, keepdim=True)
@@ -105,7 +105,7 @@ def sample_features(features: torch.Tensor, points: torch.Tensor, padding_mode: 
     # The clamp keeps pixel indices in the range of integers. It changes only points that are far outside of the image,
     # where all samples are zero or equal to the border.
     points = points.to(torch.promote_types(in_float32(points).dtype, features.dtype)).clamp(-2, 3)
-    # NaN is replaced, because `grid_sample` on CPUs reads, and its backward pass writes, out of bounds at NaN.
+    # NaN is replaced, because `grid_sample` on CPUs accesses memory outside of the feature map at NaN.
     grid = (points.nan_to_num() * 2 - 1).expand(features.shape[0], -1, -1, -1)
     # The mask is NaN at NaN points and 0 elsewhere. A model that diverged therefore returns NaN.
     nan_mask = 0 * points.detach().sum(-1, keepdim=True)
@@ -129,9 +129,9 @@ class ClipGradient(torch.autograd.Function):
 def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
     """Return the sinusoidal encoding, `(batch, tokens, hidden_size)` float32, of RoIs, `(batch, tokens, 4)`.
 
-    `kind="paper"` follows supplement A.2 of the bootstrapping paper. Each coordinate has d/8 frequencies from 1 to
-    128, and the sines and cosines are interleaved. `kind="reference"` follows the authors' code. Each coordinate has
-    d/4 frequencies from 1 to 128. The sines of even indices come before the cosines of odd indices.
+    `kind="paper"` follows supplement A.2 of the bootstrapping paper. A coordinate has hidden_size/8 frequencies from 1
+    to 128, and its sines and cosines are interleaved. `kind="reference"` follows the authors' code. A coordinate has
+    hidden_size/4 frequencies. The sines of even frequencies come before the cosines of odd frequencies.
     """
     count = hidden_size // (8 if kind == "paper" else 4)
     frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()
@@ -142,7 +142,7 @@ def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -
 
 
 class SparseFormerStem(nn.Module):
-    """Early convolution of images. The output is `(batch, stem_channels, height / 4, width / 4)`."""
+    """Early convolution of images `(…, height, width)` to `(batch, stem_channels, height / 4, width / 4)`."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
@@ -212,11 +212,11 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Drop the last tokens, or add tokens with `initial_rois`. The RoIs of equal tokens are moved apart."""
+        """Drop the last latent tokens, or add latent tokens with `initial_rois`. `break_ties` changes equal RoIs."""
         kept = min(num_latent_tokens, len(self.initial_rois))
         if len(self.token_embedding) > 1:
             embedding = self.token_embedding
-            # A new embedding is the mean of the old embeddings, because the encoder was trained with similar tokens.
+            # A new token gets the mean embedding, which is similar to the tokens that the encoder was trained with.
             new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
             self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
         rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)

@@ -22,8 +22,8 @@ def window_size(num_positions: int) -> int:
 def generalized_conv2d(
     feature_map: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute a generalized convolution (eq. 1). Each output is a sum over the first positions of the window around
-    it, counted row by row. Each position has its own matrix. The map is padded with zeros.
+    """Compute a generalized convolution (eq. 1). Each output cell is a sum over the first positions of the window
+    around the cell, counted row by row. Each position has its own matrix. The map is padded with zeros.
 
     Window rows without positions are not computed. Therefore, 6 positions cost two thirds of 9 positions.
 

@@ -1,4 +1,4 @@
-"""Base class of models that are saved as complete hub repositories. They can be loaded without this package."""
+"""Base class of models that are saved as complete hub repositories. The models can be loaded without this package."""
 
 import importlib.util
 import inspect
@@ -21,8 +21,8 @@ _CONFIGURATION_IMPORT = re.compile(r"^(from )\.\.configuration\.", re.MULTILINE)
 
 
 def source_files(module_name: str) -> dict[str, str]:
-    """Return the names and contents of the source files of a module and of its relative imports. The import statements
-    are rewritten for files in one folder. The module may be part of the installed package or remote code."""
+    """Return the names and contents of the source files of a module and of its relative imports. Imports are rewritten
+    for files in one folder. The module may be part of the installed package or remote code."""
     sources = {}
     pending = [module_name]
     while pending:
@@ -37,9 +37,9 @@ def source_files(module_name: str) -> dict[str, str]:
 
 
 def image_processor_config(config) -> dict:
-    """Return the content of `preprocessor_config.json` for a model. With `config.resize_size`, it describes a
-    `CLIPImageProcessor`, which crops the center. Otherwise, it describes a `ViTImageProcessor`."""
-    # The import is local, because a model can be loaded without it. The `Pil` classes do not need torchvision.
+    """Return the content of `preprocessor_config.json` for a model. With `config.resize_size`, the file describes a
+    `CLIPImageProcessor`, which crops the center. Otherwise, the file describes a `ViTImageProcessor`."""
+    # The import is local, because loading a model needs no image processor. `Pil` classes do not need torchvision.
     from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
     height, width = pair(config.image_size)
@@ -56,11 +56,11 @@ def image_processor_config(config) -> dict:
 
 
 class HubModel(HubMixin, PreTrainedModel):
-    """Base class of all models. `save_pretrained` writes a folder that can be loaded with `trust_remote_code=True` if
-    frugalvit is not installed.
+    """Base class of all models. `save_pretrained` writes a folder that loads without frugalvit, with
+    `trust_remote_code=True`.
 
     Class attributes:
-        auto_classes (`dict[str, str]`): Names of Auto classes and of the model classes that they load, for `auto_map`.
+        auto_classes (`dict[str, str]`): Entries of `auto_map`: names of Auto classes and of the model classes.
         embeds (`dict[str, tuple[str, str]]`):
             Settings for sentence-transformers. The keys are kinds of input, "image" or "text". A value has the name
             of the method that computes the embedding, and the name of the embedding in the method's output.
@@ -72,8 +72,8 @@ class HubModel(HubMixin, PreTrainedModel):
     embedding_arguments: tuple[str, ...] = ()
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        # With `is_custom_code`, Transformers would skip modules without direct parameters. `_init_weights` initializes
-        # some of these modules. Loaded parameters do not change, because `transformers.initialization` skips them.
+        # With `is_custom_code`, Transformers would skip modules without direct parameters, but some of these modules
+        # need `_init_weights`. Loaded parameters do not change, because `transformers.initialization` skips them.
         super()._initialize_weights(module)
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
@@ -95,7 +95,7 @@ class HubModel(HubMixin, PreTrainedModel):
             module = family.__module__.rpartition(".")[2]
             for name, source in source_files(family.__module__).items():
                 (folder / name).write_text(source, encoding="utf-8", newline="\n")
-            # `AutoConfig` loads the modeling file like the other Auto classes, so all use one configuration class.
+            # `AutoConfig` also loads the modeling file, so that it returns the configuration class of the model.
             classes = {"AutoConfig": family.config_class.__name__, **self.auto_classes}
             self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
             super().save_pretrained(folder, **kwargs)

@@ -1,4 +1,4 @@
-"""Size and normalization of a model's images. They are read from image processors and stored in configurations."""
+"""Size and normalization of a model's images. `ImageFormat` is read from image processors or configurations."""
 
 import functools
 import math
@@ -120,7 +120,6 @@ class ImageFormat:
 
 
 def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
-    """Return the values of `ImageFormat.size` and `ImageFormat.resize` for an image processor of Transformers."""
     name = type(processor).__name__
     if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Dataclasses that describe the modules and weights of a vision transformer.
 
 The functions `read` in `transformers.py`, `timm.py` and `open_clip.py` return an `Anatomy`. Its weights are the
-model's own weights or views of them, so a change of these weights changes the model. Two weights are computed: the
-patch embedding of a C-RADIO that normalizes pixels, and the identity that is AIMv2's query projection.
+model's own weights or views of them, so a change of these weights changes the model. Two weights are new tensors: the
+patch embedding of C-RADIO with pixel normalization, and the query projection of AIMv2 (an identity matrix).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class NotAPlainViT(ValueError):
 class Projection:
     """Linear map that is not a module, for example the query projection in a fused QKV layer."""
 
-    weight: torch.Tensor  # (out_features, in_features)
+    weight: torch.Tensor  # Shape: (out_features, in_features).
     bias: torch.Tensor | None = None
 
 
@@ -47,7 +47,7 @@ Linear = nn.Linear | Projection
 
 @dataclass(frozen=True, eq=False)
 class GridPositions:
-    """Table of position embeddings. For another grid, the table is interpolated as in the model's own library.
+    """Table of position embeddings. For another grid size, the table is interpolated as in the model's own library.
 
     Args:
         table (`torch.Tensor`): `(prefix tokens + rows * columns, hidden_size)`. Leading axes of size 1 are allowed.
@@ -110,8 +110,8 @@ class Block:
     """Parts of a pre-norm transformer block: `x + attention(attention_norm(x))`, then `x + mlp(mlp_norm(x))`.
 
     Raises:
-        NotAPlainViT: if `module` has parameters outside of these fields, a norm that is neither LayerNorm nor RMSNorm,
-            quantized weights, or queries, keys or values that are not as wide as the tokens.
+        NotAPlainViT: if `module` has parameters outside of the fields of `Block`, a norm that is neither LayerNorm nor
+            RMSNorm, quantized weights, or queries, keys or values that are not as wide as the tokens.
     """
 
     module: nn.Module
@@ -119,7 +119,7 @@ class Block:
     attention: Attention
     mlp_norm: nn.Module
     mlp: MLP
-    attention_scale: torch.Tensor | None = None  # Layer scale, (hidden_size,).
+    attention_scale: torch.Tensor | None = None  # Layer scale of shape (hidden_size,).
     mlp_scale: torch.Tensor | None = None
 
     def __post_init__(self):
@@ -156,15 +156,15 @@ class Block:
 class Rotary:
     """Axial rotary position embeddings of patches (Su et al. 2021, arXiv 2104.09864).
 
-    The y and the x of a patch's center, 0 to 1 across the image, give the angles `(scale * center + shift) * f` with
-    f = theta^(-i / n), i = 0, …, n - 1, n = head_dim / 4. EVA-02 (Fang et al. 2023, arXiv 2303.11331) and DINOv3
-    (Siméoni et al. 2025, arXiv 2508.10104) use this formula with different values of the arguments.
+    For each axis, the patch center c (0 to 1 across the image) gives the angles `(scale * c + shift) * f`. The n =
+    head_dim / 4 frequencies are f = theta^(-i / n), i = 0, …, n - 1. EVA-02 (Fang et al. 2023, arXiv 2303.11331) and
+    DINOv3 (Siméoni et al. 2025, arXiv 2508.10104) use this formula with different arguments.
 
     Args:
         theta (`float`): Base of the frequencies.
-        scale, shift (pair of `float`): Factors and offsets that turn a center into coordinates. y comes first.
+        scale, shift (pair of `float`): Factor and offset of the y axis, then of the x axis.
         channels (`torch.Tensor`): `(head_dim,)`, a permutation of a head's channels. After the permutation, channel i
-            rotates with channel i + head_dim / 2. The n pairs of y come before the n pairs of x.
+            rotates with channel i + head_dim / 2. The n channel pairs for y come before the n channel pairs for x.
     """
 
     theta: float
@@ -209,7 +209,7 @@ class AttentionPooling:
 
 @dataclass(frozen=True, eq=False)
 class Pooling:
-    """How a model pools its tokens to the image embedding."""
+    """Method that pools the tokens of a model into the image embedding."""
 
     mode: str = "cls"  # One of the values of `pooling` in a SparseFormer configuration.
     class_tokens: list[int] | None = None  # Indices of the class tokens that are pooled. None means all class tokens.
@@ -221,8 +221,8 @@ class Pooling:
 class Anatomy:
     """Description of a vision transformer by its parts.
 
-    Parts of fused layers are views of the model's weights. If the model is moved or cast, read the model again. If
-    `unsupported_reason` is set, only `model`, `source` and the fields about prefix tokens are filled.
+    Parts of fused layers are views of the model's weights. After the model is moved or cast, these views are outdated:
+    read the model again. If `unsupported_reason` is set, only `model`, `source` and prefix token fields are filled.
 
     Args:
         model (`nn.Module`): The vision transformer, without wrappers and text towers.
@@ -233,16 +233,16 @@ class Anatomy:
         num_register_tokens (`int`): Number of register tokens between class tokens and patches.
         prefix_tokens (list of `torch.Tensor`): Class tokens and register tokens, each `(…, hidden_size)`.
         patches (`PatchEmbedding`, *optional*): The patch embedding.
-        patch_positions (`Callable`, *optional*): Function from a grid to position embeddings, `(rows * columns,
-            hidden_size)`, for example a `GridPositions`. None if the model adds no position embeddings.
+        patch_positions (`Callable`, *optional*): Function from a grid (rows, columns) to position embeddings,
+            `(rows * columns, hidden_size)`, such as `GridPositions`. None if the model adds no position embeddings.
         rotary (`Rotary`, *optional*): Rotary position embeddings of the attention.
         pre_norm, norm (`nn.Module`, *optional*): Norms before the first block and after the last block.
         pooling (`Pooling`): How the tokens are pooled.
-        projection (`nn.Linear` or `Projection`, *optional*): Linear map of the pooled tokens in a CLIP model.
+        projection (`nn.Linear` or `Projection`, *optional*): Linear map after pooling, as in CLIP.
         classifier (`nn.Linear`, *optional*): Linear map from the embedding to logits.
         labels (`dict`): `id2label`, `label2id` and `problem_type` of the classifier.
         embed (`Callable`, *optional*): Function from images, `(batch, channels, height, width)`, to embeddings,
-            `(batch, embedding_size)`. The embeddings are the pooled tokens, after `projection` if there is one.
+            `(batch, embedding_size)`. The embeddings are the pooled tokens or, with `projection`, projected tokens.
         run_classifier (`Callable`, *optional*): Function from images to logits.
         unsupported_reason (`str`, *optional*): Reason why the model is not a plain vision transformer.
         unsupported_patches_reason (`str`, *optional*): Reason why `patches` could not be read.
@@ -360,8 +360,8 @@ def register_reader(model_class: type, reader: Callable[[nn.Module, tuple[int, i
 
     Args:
         model_class (`type`): The model class.
-        reader (`Callable`): Function of a model and of an image size (height and width, or None). The function returns
-            an `Anatomy`. docs/models.md has an example.
+        reader (`Callable`): Function that takes a model and an image size (height and width, or None) and returns an
+            `Anatomy`. docs/models.md has an example.
     """
     _READERS[model_class] = reader
 
@@ -376,8 +376,8 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
         model (`nn.Module` or `Anatomy`): The model. An `Anatomy` is returned unchanged.
         image_size (pair of `int`, *optional*):
             Height and width of the images in pixels, if they differ from the model's configuration. For example,
-            DINOv2 is configured for 518 pixels, but its image processor returns 224 pixels. Models of Transformers
-            interpolate their position embeddings in each forward pass. Models of timm are changed to the new size.
+            DINOv2 is configured for 518 pixels, but its image processor returns images of 224 pixels. Models of
+            Transformers interpolate position embeddings in each forward pass. Models of timm are changed in place.
 
     Raises:
         ValueError: if `model` is not a model, takes only texts, or does not take images of `image_size`.
@@ -420,7 +420,7 @@ def read_part(read: Callable[..., T], *arguments) -> tuple[T | None, str | None]
 
 
 def pool(tokens: torch.Tensor, mode: str, num_prefix_tokens: int) -> torch.Tensor:
-    """Pool normalized tokens, `(batch, prefix + patches, hidden_size)`. `mode` is a `Pooling.mode`."""
+    """Pool normalized tokens, `(batch, prefix + patches, hidden_size)`. `mode` is a value of `Pooling.mode`."""
     if mode == "cls":
         return tokens[:, 0]
     if mode == "mean":
@@ -430,7 +430,7 @@ def pool(tokens: torch.Tensor, mode: str, num_prefix_tokens: int) -> torch.Tenso
 
 
 def activation_name(activation: nn.Module | None) -> str:
-    """Return the key in `ACT2FN` of an activation module. Raise `NotAPlainViT` if the activation is unknown."""
+    """Return the `ACT2FN` key of an activation module. Raise `NotAPlainViT` if the activation is unknown."""
     name = type(activation).__name__.lower().removeprefix("pytorch").removesuffix("activation")
     if name not in _ACTIVATIONS:
         raise NotAPlainViT(f"its activation {type(activation).__name__} is not one of {sorted(_ACTIVATIONS.values())}")
@@ -440,7 +440,7 @@ def activation_name(activation: nn.Module | None) -> str:
 
 
 def norm_type(norm: nn.Module) -> str:
-    """Return `"layer_norm"` or `"rms_norm"`. Raise `NotAPlainViT` for any other module."""
+    """Return the type of a norm, `"layer_norm"` or `"rms_norm"`. Raise `NotAPlainViT` for any other module."""
     if isinstance(norm, nn.LayerNorm):
         return "layer_norm"
     if type(norm).__name__.lower().endswith("rmsnorm"):
@@ -449,7 +449,7 @@ def norm_type(norm: nn.Module) -> str:
 
 
 def find(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:
-    """Return the first child module in `names` that exists and is not an `nn.Identity`, or None."""
+    """Return the first child module that has a name in `names` and is not an `nn.Identity`, or None."""
     parts = (getattr(module, name, None) for name in names)
     return next((part for part in parts if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)), None)
 

@@ -54,7 +54,7 @@ def _read_with_trunk(model: nn.Module, image_size: tuple[int, int] | None) -> An
 
 
 def _read_head(head: nn.Sequential, classifier: nn.Linear | None) -> Linear | None:
-    """Return the linear layer after pooling. It is in `head`, or it is the `classifier` of the timm model."""
+    """Return the linear layer after pooling, or None. The layer is in `head`, or it is timm's `classifier`."""
     linears = [module for module in head if not isinstance(module, nn.Dropout)]
     if classifier is not None:
         linears.append(classifier)
@@ -83,7 +83,7 @@ def _read_plain(model: nn.Module) -> Anatomy:
         num_class_tokens=1,
         prefix_tokens=[model.class_embedding],
         patches=None if convolution is None else PatchEmbedding(convolution),
-        # open_clip also uses antialiasing when it interpolates the position embeddings of a checkpoint.
+        # open_clip uses antialiasing when it interpolates the position embeddings of a checkpoint.
         patch_positions=GridPositions(model.positional_embedding, grid, antialias=True),
         pre_norm=find(model, ["ln_pre"]),
         norm=model.ln_post,
@@ -103,7 +103,7 @@ def _read_pooling(model: nn.Module) -> Pooling:
 
 
 def read_block(module: nn.Module) -> Block:
-    """Read a block of a vision or text tower. Raise `NotAPlainViT` if it is not a plain pre-norm block."""
+    """Read a block of an open_clip vision or text tower. Raise `NotAPlainViT` if it is not a plain pre-norm block."""
     attention = getattr(module, "attn", None)
     if not isinstance(attention, nn.MultiheadAttention):
         raise NotAPlainViT(f"its attention is a {type(attention).__name__}, expected nn.MultiheadAttention")

@@ -1,4 +1,4 @@
-"""Functions that run a vision transformer that was read into an `Anatomy`."""
+"""Functions that run the vision transformer of an `Anatomy`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from .anatomy import Anatomy, Block
 
 @contextmanager
 def record_hidden_states(anatomy: Anatomy) -> Iterator[list[torch.Tensor]]:
-    """Record the hidden states of forward passes in a list. After a pass, the list holds the tokens before the first
-    block and after each block, each `(batch, prefix + patches, hidden_size)`. The next pass replaces them."""
+    """Record the hidden states of the last forward pass in a list. The list holds the tokens before the first block
+    and after each block, each `(batch, prefix + patches, hidden_size)`."""
     hidden_states: list[torch.Tensor] = []
 
     def record_input(module, arguments, keywords):
@@ -41,7 +41,7 @@ def compute_hidden_states(anatomy: Anatomy, pixel_values: torch.Tensor) -> list[
 def compute_feature_maps(
     anatomy: Anatomy, pixel_values: torch.Tensor, layers: Sequence[int] = (-1,)
 ) -> list[torch.Tensor]:
-    """Return the patch tokens of layers after the final norm, as maps, `(batch, hidden_size, rows, columns)`.
+    """Return a map of normalized patch tokens for each of `layers`, `(batch, hidden_size, rows, columns)`.
 
     Args:
         pixel_values (`torch.Tensor`): `(batch, channels, height, width)`.
@@ -90,7 +90,7 @@ def make_example(anatomy: Anatomy) -> torch.Tensor:
 
 
 def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute difference, divided by the largest absolute value of `expected`."""
+    """Return the largest absolute difference of two tensors, divided by the largest absolute value of `expected`."""
     largest = expected.float().abs().max().clamp(min=1e-12)
     return (found.float() - expected.float()).abs().max() / largest
 

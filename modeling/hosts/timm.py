@@ -153,11 +153,11 @@ def _read_rotary(model: nn.Module, grid: tuple[int, int], head_dim: int) -> Rota
         return None
     kind = type(rope).__name__
     if kind == "RotaryEmbeddingDinoV3" and rope.normalize_coords == "separate" and rope.min_period is None:
-        # Row or column i of n has the coordinate 2 * (i + 0.5 + offset) / n - 1. DINOv3 multiplies it by 2 pi.
+        # Row or column i of n has the coordinate 2 * (i + 0.5 + offset) / n - 1. The angle is 2 pi * coordinate * f.
         scale = (4 * torch.pi, 4 * torch.pi)
         shift = tuple(2 * torch.pi * (2 * rope.grid_offset / count - 1) for count in grid)
     elif kind == "RotaryEmbeddingCat" and rope.grid_type == "index":
-        # Row or column i of n has the coordinate (i + offset) / n * m. The reference grid has m rows or columns.
+        # Row or column i of n has the coordinate (i + offset) / n * m, where the reference grid has m rows or columns.
         reference = rope.ref_feat_shape or grid
         scale = tuple(float(count) for count in reference)
         shift = tuple((rope.grid_offset - 0.5) / count * ref for count, ref in zip(grid, reference, strict=True))
@@ -165,7 +165,7 @@ def _read_rotary(model: nn.Module, grid: tuple[int, int], head_dim: int) -> Rota
         raise NotAPlainViT(f"its rotary positions ({kind}) are not those of EVA-02 or DINOv3")
     channels = torch.arange(head_dim)
     if not rope.rotate_half:
-        # Here, timm rotates channel 2 * i with channel 2 * i + 1.
+        # Without `rotate_half`, timm rotates channel 2 * i with channel 2 * i + 1.
         channels = channels.view(-1, 2).T.flatten()
     if rope.grid_indexing == "xy":
         channels = channels.view(2, 2, -1).flip(1).flatten()

@@ -155,7 +155,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
     if hasattr(config, "image_size"):
         own_size = pair(config.image_size)
     else:
-        # SigLIP 2 NaFlex has no image size. The image size of the square grid in its position table is used.
+        # SigLIP 2 NaFlex has no image size. Its position table is a square grid, which gives this image size.
         own_size = pair(int(config.num_patches**0.5) * patch_size[0])
     can_interpolate = "interpolate_pos_encoding" in inspect.signature(tower.embeddings.forward).parameters
     takes_any_size = family.any_size or can_interpolate or getattr(config, "is_native", False)
@@ -177,7 +177,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
     num_prefix_tokens = prefix["num_class_tokens"] + prefix["num_register_tokens"]
     rotary = None
     if rope := getattr(tower, "rope_embeddings", None):
-        # DINOv3 has coordinates 2 * center - 1 and multiplies them by 2 pi.
+        # DINOv3 has the coordinates 2 * center - 1 and the angles 2 pi * coordinate * f.
         scale = (4 * torch.pi, 4 * torch.pi)
         shift = (-2 * torch.pi, -2 * torch.pi)
         rotary = Rotary(float(rope.base), scale, shift, torch.arange(blocks[0].attention.head_dim))
@@ -335,14 +335,14 @@ def read_head(head: nn.Module) -> AttentionPooling:
             attention = read_attention(module)
         mlp = None if head.mlp is None else _read_mlp(head.mlp)
         return AttentionPooling(head.probe.view(1, -1), attention, head.layernorm, mlp)
-    # AIMv2 learns the query without a query projection. An identity matrix takes the place of the projection.
+    # AIMv2 has no query projection, because it learns the query. An identity matrix replaces the projection.
     query = Projection(torch.eye(head.cls_token.shape[-1]).to(head.cls_token))
     attention = Attention(query, head.k_proj, head.v_proj, head.output_proj, head.num_heads)
     return AttentionPooling(head.cls_token[0], attention)
 
 
 def _caller(tower: nn.Module, interpolates: bool) -> Callable:
-    """Return a function of a model and images. It calls the model with the arguments of the model's family."""
+    """Return a function of a model and images that calls the model with the arguments of its model family."""
     options = {"interpolate_pos_encoding": True} if interpolates else {}
     if tower.config.model_type == "vit_mae":
         return functools.partial(_call_unmasked, **options)
@@ -389,8 +389,8 @@ def has_positions(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def resize_positions_(model: nn.Module, image_size: int) -> nn.Module:
-    """Change the image size of a ViT in place. Learned position embeddings are interpolated bicubically. Fixed ones
-    are computed for the new size.
+    """Change the image size of a ViT in place. Learned position embeddings are interpolated bicubically. Sinusoidal
+    position embeddings are computed for the new size.
 
     Args:
         model (`nn.Module`): A Transformers ViT or DeiT, or a `ViTImpulseInit` model.
