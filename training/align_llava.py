@@ -1,11 +1,11 @@
-"""Align the projector of a LLaVA with a SparseFormer as its vision tower, without labels.
+"""Align the projector of a LLaVA with a new vision tower, a SparseFormer, without labels.
 
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
 
-The SparseFormer replaces the vision tower of a LLaVA or a PaliGemma, as in `frugalvit swap`; the SparseFormer and the
-language model are frozen. The original model is the teacher: it generates an answer to a question about each image.
-The new model learns the distribution of each token of the answer and the mean of the projected tokens.
+The SparseFormer replaces the vision tower of a LLaVA or a PaliGemma, as in `frugalvit swap`. Only the projector is
+trained. The original model is the teacher and generates an answer to a question about each image. The new model learns
+the teacher's probabilities for each token of the answer, and the mean of the teacher's projected image tokens.
 """
 
 import copy
@@ -41,7 +41,7 @@ PROG = "frugalvit align-llava"
 # Prompts of LLaVA 1.5 and of PaliGemma.
 PROMPT = "USER: {image}{question} ASSISTANT:"
 PALIGEMMA_PROMPT = "{image}{question}\n"
-# Label of tokens outside of answers: Transformers' label of ignored tokens.
+# Label of tokens outside of answers. Transformers ignores tokens with this label.
 NO_ANSWER = -100
 # Code example in the model card.
 USE = """
@@ -113,8 +113,8 @@ def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int
 def pad(
     questions: Sequence[list[int]], answers: Sequence[list[int]], processor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a model's text inputs and labels, `(images, length)` each, for token ids of questions and answers. All
-    rows are padded at the left, so that generation continues them at the same position."""
+    """Return a model's text inputs and labels, each `(images, length)`, from the token ids of questions and answers.
+    Rows are padded on the left, so that generation starts at the same position in all rows."""
     rows = [question + answer for question, answer in zip(questions, answers, strict=True)]
     length = max(map(len, rows))
 
@@ -127,7 +127,7 @@ def pad(
         "attention_mask": stack([[1] * len(row) for row in rows], 0),
     }
     if isinstance(processor, PaliGemmaProcessor):
-        # Tokens of type 0, which precede the answer, attend to each other in both directions.
+        # Tokens before the answer have type 0 and attend to each other in both directions.
         inputs["token_type_ids"] = (labels != NO_ANSWER).long()
     return inputs, labels
 
@@ -138,7 +138,7 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
 
     Args:
         llava (`PreTrainedModel`): The model.
-        processor: Its processor.
+        processor: The model's processor.
         pixel_values (`torch.Tensor`): The images, `(images, channels, height, width)`.
         questions (`list[str]`): A question for each image.
         prompt (`str`): Text with `{image}` and `{question}`.
@@ -161,7 +161,7 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
         output_logits=True,
     )
     tokens = given.sequences[:, inputs["input_ids"].shape[1] :].cpu()
-    # An answer includes its first end-of-text token; later tokens are dropped.
+    # An answer includes its first end-of-text token. Later tokens are dropped.
     end = llava.generation_config.eos_token_id
     ends = torch.isin(tokens, torch.tensor([end] if isinstance(end, int) else end or [], dtype=tokens.dtype))
     kept = ends.cumsum(1) - ends.int() == 0
@@ -172,7 +172,7 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
 
 
 class Learner(nn.Module):
-    """A LLaVA whose projector, a copy in float32, is trainable. The state dict contains the projector alone, because
+    """A LLaVA with a trainable projector, a copy in float32. The state dict only contains the projector, because all
     other weights are frozen and may be shared with the teacher."""
 
     def __init__(self, llava: PreTrainedModel):
@@ -183,7 +183,7 @@ class Learner(nn.Module):
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
     def train(self, mode: bool = True):
-        """Stay in evaluation mode, so that no layer behaves differently in training."""
+        """Stay in evaluation mode, also if `mode` is True."""
         return super().train(False)
 
     def forward(self, **inputs):
@@ -191,7 +191,7 @@ class Learner(nn.Module):
 
 
 def drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
-    # A parameter that two modules share has two names, and `state` contains both.
+    # Duplicates are kept: a parameter that two modules share has two names, and `state` contains both names.
     named = learner.named_parameters(remove_duplicate=False)
     for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
         del state[name]
@@ -207,7 +207,7 @@ class AlignLlavaTrainer(ImageTrainer):
         train_dataset: Images, in the forms that `BootstrapTrainer` accepts.
         eval_dataset (*optional*): Images to choose the best projector on.
         processing_class: The processor of `original`.
-        base_model (`str`, *optional*): Name of `original` for the card. Default: its folder or hub id.
+        base_model (`str`, *optional*): Name of `original` in the card. Default: the folder or hub id of `original`.
         kwargs: See `ImageTrainer`.
     """
 
@@ -233,12 +233,12 @@ class AlignLlavaTrainer(ImageTrainer):
         processor = matching_processor(processing_class, self.llava)
         widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
         if len(widths) > 1:
-            # A tower of another width comes from another model family, whose images are normalized differently.
+            # A tower with another width is from another model family, so its normalization is used.
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std
         formats = [ImageFormat.from_processor(each.image_processor) for each in (processor, processing_class)]
-        # PaliGemma's processor adds the final line break itself, so the example in the card leaves it out.
+        # The prompt in the card has no final line break, because PaliGemma's processor adds the line break.
         token = processing_class.image_token
         image = token if self.prompt.endswith("\n") else f"{token}\n"
         prompt = self.prompt.removesuffix("\n").format(image=image, question=args.questions[0])
@@ -259,8 +259,8 @@ class AlignLlavaTrainer(ImageTrainer):
             raise ValueError("align-llava trains a small projector, expected no FSDP and no DeepSpeed.")
 
     def ask_teacher(self, batch: dict) -> tuple:
-        """Ask the teacher a random question about each image of a batch. Return the questions, the token ids and the
-        logits of the answers, and each image's mean projected token."""
+        """Generate the teacher's answer to a random question about each image of a batch. Return the questions, the
+        answers' token ids and logits, and the mean projected token of each image."""
         args = self.args
         indices = batch["index"].tolist()
         epochs = batch["epoch"].tolist() if "epoch" in batch else [0] * len(indices)
@@ -280,7 +280,7 @@ class AlignLlavaTrainer(ImageTrainer):
         asked = [encode(self.processing_class, length, question, self.prompt) for question in questions]
         inputs, labels = pad(asked, answers, self.processing_class)
         inputs = {name: value.to(self.args.device) for name, value in inputs.items()}
-        # Logits start at the last token before the longest answer: this token predicts the answer's first token.
+        # The first logits are from the last token before the longest answer, which predicts the answer's first token.
         length = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
         outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=length + 1, **inputs)
         labels = labels[:, -length:]
@@ -307,7 +307,7 @@ class AlignLlavaTrainer(ImageTrainer):
         return None, shares, torch.zeros_like(shares)
 
     def measure(self, prediction) -> dict[str, float]:
-        """Return `agreement`, the mean share of the answers' tokens that are predicted correctly."""
+        """Return `agreement`, the share of an answer's tokens that are predicted correctly, averaged over images."""
         return {"agreement": prediction.predictions.mean()}
 
     def weights(self) -> dict[str, torch.Tensor]:

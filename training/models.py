@@ -1,4 +1,4 @@
-"""Models to train: new models, and pretrained models of Transformers and timm with new heads."""
+"""Build models to train: new models, or pretrained models of Transformers and timm with new heads."""
 
 import inspect
 
@@ -20,7 +20,7 @@ from .loading import TIMM, load_config, load_processor, load_weights
 from .students import parse_overrides
 
 
-# Expected kind of model, for messages.
+# Description of the expected kind of model, for messages.
 CLASSIFIER = "an image classifier to go on from"
 
 
@@ -28,8 +28,8 @@ def build_model(options, args, names: list[str]):
     """Return a classifier for the given class names, in float32, and its image processor.
 
     Args:
-        options (`ModelArguments`): The model, new or pretrained, and its Context Broadcasting.
-        args (`TrainingArguments`): The training, for `trust_remote_code`.
+        options (`ModelArguments`): Describes the model, new or pretrained, and its Context Broadcasting.
+        args (`TrainingArguments`): The training arguments. Only `trust_remote_code` is used.
         names (`list[str]`): Class names.
     """
     labels = label_fields(names)
@@ -58,7 +58,7 @@ def label_fields(names: list[str]) -> dict:
 
 
 def new_classifier(options, labels: dict):
-    """Return a classifier with initial weights, and an image processor for the classifier's image size."""
+    """Return a new, untrained classifier, and an image processor for the classifier's image size."""
     config = new_config(options.model_type or "vit", options.config_overrides, options.drop_path, **labels)
     is_configured = configure_initialization(config, options.initialization, options.initialization_options)
     normalization = {"image_mean": options.image_mean, "image_std": options.image_std}
@@ -88,7 +88,7 @@ def pretrained_classifier(options, args, labels: dict):
     trust = args.trust_remote_code
     config = load_config(options.model, CLASSIFIER, trust, problem_type="single_label_classification", **labels)
     if config.model_type == TIMM:
-        # timm's folders also record their classes in other fields, which would contradict the new labels.
+        # Configurations of timm models have further fields with class names. They would contradict the new labels.
         for name in ("label_names", "label_descriptions"):
             vars(config).pop(name, None)
         config.model_args = {name: value for name, value in (config.model_args or {}).items() if name != "num_classes"}
@@ -101,7 +101,7 @@ def pretrained_classifier(options, args, labels: dict):
 
 
 def resize(model, processor, pixels: int):
-    """Set the image size of a model, interpolating its position embeddings, and return an image processor for that
+    """Set the image size of a model and interpolate its position embeddings. Return an image processor for the new
     size."""
     config = model.config
     if config.model_type == TIMM:
@@ -118,7 +118,7 @@ def resize(model, processor, pixels: int):
 
 
 def initialization_arguments(name: str, text: str) -> dict:
-    """Read the argument `initialization_options` as keyword arguments for the initialization `name`."""
+    """Parse the argument `initialization_options` into keyword arguments of the initialization `name`."""
     function = initialization.INITIALIZATIONS.get(name)
     accepted = inspect.signature(function).parameters.keys() - {"model", "generator"} if function else set()
     values = read_values("initialization_options", text)
@@ -131,7 +131,7 @@ def initialization_arguments(name: str, text: str) -> dict:
 
 
 def configure_initialization(config: PreTrainedConfig, name: str, text: str) -> bool:
-    """Write the initialization into the configuration of a new model. Return whether its class applies it."""
+    """Set the initialization in the configuration of a new model. Return whether the model's class applies it."""
     values = initialization_arguments(name, text)
     if name == "default":
         return True
@@ -146,10 +146,10 @@ def configure_initialization(config: PreTrainedConfig, name: str, text: str) -> 
 
 
 def load_with_new_head(auto_class: type, name: str, config: PreTrainedConfig, kind: str, trust_remote_code: bool):
-    """Load a pretrained model, in float32, with a new head if its own head does not fit the configuration.
+    """Load a pretrained model in float32, with a new head if the checkpoint's head does not fit the configuration.
 
     Raises:
-        ValueError: If weights of the backbone are missing, unused or of other shapes.
+        ValueError: If weights of the backbone are missing or unused, or have another shape than in the model.
     """
     options = {"config": config, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
     model, report = load_weights(auto_class, name, kind, **options)
@@ -172,7 +172,7 @@ def new_config(model_type: str, text: str, drop_path: float, **labels) -> PreTra
 
 
 def set_drop_path(config: PreTrainedConfig, rate: float):
-    """Set the stochastic depth rate of a configuration; raise a ValueError if the model has none."""
+    """Set the stochastic depth rate of a configuration. Raise a ValueError if the model has no stochastic depth."""
     if rate and config.model_type == TIMM:
         config.model_args["drop_path_rate"] = rate
     elif rate and not hasattr(config, "drop_path_rate"):
@@ -182,17 +182,16 @@ def set_drop_path(config: PreTrainedConfig, rate: float):
 
 
 def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_decay: float) -> dict[str, float]:
-    """Return the factor of each parameter's learning rate by parameter name.
+    """Return the learning rate factor of each parameter by name.
 
-    The last block and the layers after it have the factor 1; each earlier block has `layer_decay` times the factor of
-    the next block, and the layers before the first block decay once more. The blocks are the longest list of modules
-    in the base model. The factor of the head, which only timm's models have inside of the base model, is
-    `head_multiplier`.
+    The last block and the layers after it have the factor 1. The factor of an earlier block is `layer_decay` times the
+    factor of the next block. The layers before the first block count as one more block. The longest list of modules in
+    the base model is taken as the blocks. The factor of the head is `head_multiplier`.
     """
     base = model.base_model
     if base is model and head_multiplier != 1:
         raise ValueError(f"head_multiplier is {head_multiplier}, expected 1 for a {type(model).__name__}.")
-    # timm keeps its blocks in an `nn.Sequential`.
+    # In timm models, the blocks are in an `nn.Sequential`.
     kinds = (torch.nn.ModuleList, torch.nn.Sequential) if is_timm(base) else torch.nn.ModuleList
     lists = [(name, module) for name, module in base.named_modules() if isinstance(module, kinds)]
     name, blocks = max(lists, key=lambda item: len(item[1]), default=("", ()))
@@ -213,8 +212,8 @@ def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the classifier's parameter names in a timm model, whose base model contains the
-    classifier; return none for Transformers' models."""
+    """Return the name prefixes of the classifiers' parameters inside of a base model. Only base models of timm contain
+    classifiers."""
     if not is_timm(base):
         return ()
     heads = base.get_classifier()

@@ -27,7 +27,7 @@ from .files import find_model
 from .loading import load_config, load_model
 
 
-# Class of a student by the argument `focusing` and by the kind of output.
+# Class of a student, by the argument `focusing` and the kind of the student's output.
 STUDENTS = {
     "paper": {
         "map": SparseFormerBackbone,
@@ -83,14 +83,14 @@ def build_student(
     inherit_blocks: bool = True,
     **defaults,
 ) -> PreTrainedModel:
-    """Return a new student with the teacher's blocks.
+    """Build a new student of a teacher.
 
     Args:
         options (`StudentArguments`): The student's class, tokens and configuration.
         teacher (`Anatomy`): The vision transformer whose blocks and head the student inherits.
-        teacher_format (`ImageFormat`): Size and normalization of the teacher's images, which the student shares.
+        teacher_format (`ImageFormat`): Size and normalization of the images of teacher and student.
         inherit_blocks (`bool`): Whether to inherit the teacher's blocks and classifier, or only the classifier.
-        defaults: Default of `truncate` and defaults of configuration fields, which `options` may override.
+        defaults: Defaults of `truncate` and of configuration fields. `options` may override them.
     """
     kind = "map" if options.upsampler_hidden_size else kind_of(teacher)
     student_class = STUDENTS[options.focusing][kind]
@@ -115,14 +115,14 @@ def build_student(
 
 
 def kind_of(teacher: Anatomy) -> str:
-    """Return the student's kind, an inner key of `STUDENTS`, for the teacher's head."""
+    """Return the inner key of `STUDENTS` for students of a teacher."""
     if teacher.classifier is not None:
         return "classifier"
     return "tokens" if teacher.projection is None else "projection"
 
 
 def check_embedding(student: PreTrainedModel, teacher: Anatomy):
-    """Raise a ValueError unless the embeddings of student and teacher have the same width, and both or neither are
+    """Raise a ValueError if the embeddings of student and teacher differ in width, or if only one of them is
     projected."""
     projects = hasattr(student, "visual_projection")
     width = student.config.projection_dim if projects else student.config.pooled_size
@@ -135,7 +135,7 @@ def check_embedding(student: PreTrainedModel, teacher: Anatomy):
 
 
 def continued_student(options: StudentArguments) -> PreTrainedModel:
-    """Load `options.student` to continue its training, and set the number of its tokens and their placement."""
+    """Load `options.student` to continue its training. Set the student's token counts and placement of tokens."""
     name, revision = find_model(options.student)
     config = load_config(options.student, "a SparseFormer")
     if not is_sparseformer(config):
@@ -162,7 +162,7 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
 
 
 def parse_overrides(model_type: str, text: str) -> dict:
-    """Read `config_overrides` as a dict of configuration fields."""
+    """Parse `config_overrides` into a dict of configuration fields."""
     defaults = AutoConfig.for_model(model_type)
     overrides = read_values("config_overrides", text)
     for name in overrides:
@@ -172,8 +172,8 @@ def parse_overrides(model_type: str, text: str) -> dict:
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """Return the numbers of tokens to train in a step: the largest, two random numbers and the smallest (the sandwich
-    rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*)."""
+    """Return the token counts to train in a step: the largest, two random counts and the smallest. This is the
+    sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*."""
     if len(config.trained_token_counts) == 1:
         return list(config.trained_token_counts)
     smallest, *between, largest = config.trained_token_counts
@@ -181,8 +181,8 @@ def token_counts_to_train(config, seed: str) -> list[int]:
 
 
 def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]:
-    """Freeze a student in place, except for its focusing stage and the leading blocks that `args` tunes. Without
-    inherited blocks, only classifier, projection and pooling head are frozen.
+    """Freeze a student in place. The focusing stage and the leading blocks to tune (`args.tune`) stay trainable. If
+    the student inherits no blocks, only classifier, projection and pooling head are frozen.
 
     Args:
         student (`PreTrainedModel`): The student.
@@ -190,7 +190,7 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
         num_blocks (`int`): Number of the teacher's blocks.
 
     Returns:
-        `set[nn.Parameter]`: The inherited parameters that are tuned.
+        `set[nn.Parameter]`: The inherited parameters, with the learning rate factor `args.inherited_lr_factor`.
     """
     base = student.base_model
     for owner in (student, base):
@@ -209,7 +209,7 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
         raise ValueError(f"tune is {args.tune}, {count} blocks, expected at most the student's {len(layers)}.")
     layers[count:].requires_grad_(False)
     if inherits_patches:
-        # All weights are inherited, except for the placement's weights, which choose the cells of tokens.
+        # All weights are inherited, except for the weights of `placement`, which choose the grid cells of tokens.
         placement = (base.embeddings.placement or nn.Module()).requires_grad_(True)
         return {*base.parameters()} - {*placement.parameters()}
     base.layernorm.requires_grad_(False)

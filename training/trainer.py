@@ -374,7 +374,7 @@ class ImageTrainer(Trainer):
 
 
 class SaveWhenInterrupted(TrainerCallback):
-    """Save a checkpoint of the current step at the first Ctrl-C, and end the run. A second Ctrl-C kills the run."""
+    """Save a checkpoint and end the run after the first Ctrl-C. A second Ctrl-C ends the run immediately."""
 
     received = False
 
