@@ -147,7 +147,7 @@ def config_from_showlab(
             the checkpoint determine the variant.
         iterations (`int`, *optional*):
             Number of executions of the focusing layer. For bootstrapped models, the default is the number of stage
-            embeddings, or 1 without stage embeddings. For v1, the default is the number of the paper's variant.
+            embeddings, or 1 without stage embeddings. For v1, the paper's variant gives the default.
         image_size (`int` or pair of `int`, *optional*):
             Height and width of preprocessed images in pixels. The default is 224. For a square size, images are
             resized to 8/7 of the size and cropped. For a rectangular size, images are resized without a crop.

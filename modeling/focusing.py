@@ -2,8 +2,8 @@
 
 Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
 from Vision Foundation Models* (CVPR 2024). An early convolution computes a feature map of the image. A focusing layer,
-which is narrower than the encoder, is executed several times. A layer of the encoder's width follows. The order of
-operations in v1 is that of `SparseFormerV1FocusingLayer`. The second paper has `SparseFormerFocusingLayer`.
+which is narrower than the encoder, is executed several times. A layer of the encoder's width follows. The papers order
+the operations differently: see `SparseFormerV1FocusingLayer` (first paper) and `SparseFormerFocusingLayer` (second).
 """
 
 import math
@@ -22,8 +22,8 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
     """Return the initial RoIs of tokens, `(num_tokens, 4)`, as left, top, right, bottom.
 
     With root = floor(sqrt(num_tokens)), the RoIs of the first root**2 tokens are squares of side 0.5 on a grid, with x
-    in the outer loop. The RoI of every further token is the whole image. With fewer than 4 tokens, all RoIs are the
-    whole image, because the authors' formula divides by zero. `counts` are smaller numbers of tokens that a model is
+    in the outer loop. The RoI of every further token is the whole image. With fewer than 4 tokens, the authors'
+    formula divides by zero, so all RoIs are the whole image. `counts` are smaller numbers of tokens that a model is
     trained with. The tokens of the first count and the tokens that each further count adds form separate grids.
     """
     if counts:
@@ -131,7 +131,7 @@ def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -
 
     `kind="paper"` follows supplement A.2 of the bootstrapping paper. A coordinate has hidden_size/8 frequencies from 1
     to 128, and its sines and cosines are interleaved. `kind="reference"` follows the authors' code. A coordinate has
-    hidden_size/4 frequencies. The sines of even frequencies come before the cosines of odd frequencies.
+    hidden_size/4 frequencies. The sines of even indices come first, then the cosines of odd indices.
     """
     count = hidden_size // (8 if kind == "paper" else 4)
     frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()

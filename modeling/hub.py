@@ -60,7 +60,7 @@ class HubModel(HubMixin, PreTrainedModel):
     `trust_remote_code=True`.
 
     Class attributes:
-        auto_classes (`dict[str, str]`): Entries of `auto_map`: names of Auto classes and of the model classes.
+        auto_classes (`dict[str, str]`): Map from an Auto class name to a model class name, for `auto_map`.
         embeds (`dict[str, tuple[str, str]]`):
             Settings for sentence-transformers. The keys are kinds of input, "image" or "text". A value has the name
             of the method that computes the embedding, and the name of the embedding in the method's output.

@@ -156,9 +156,9 @@ class Block:
 class Rotary:
     """Axial rotary position embeddings of patches (Su et al. 2021, arXiv 2104.09864).
 
-    For each axis, the patch center c (0 to 1 across the image) gives the angles `(scale * c + shift) * f`. The n =
-    head_dim / 4 frequencies are f = theta^(-i / n), i = 0, …, n - 1. EVA-02 (Fang et al. 2023, arXiv 2303.11331) and
-    DINOv3 (Siméoni et al. 2025, arXiv 2508.10104) use this formula with different arguments.
+    For each axis, the patch center c (0 to 1 across the image) gives the angles `(scale * c + shift) * f`. The
+    frequencies are f = theta^(-i / n) with n = head_dim / 4 and i = 0, …, n - 1. EVA-02 (Fang et al. 2023, arXiv
+    2303.11331) and DINOv3 (Siméoni et al. 2025, arXiv 2508.10104) use this formula with different arguments.
 
     Args:
         theta (`float`): Base of the frequencies.
@@ -242,7 +242,7 @@ class Anatomy:
         classifier (`nn.Linear`, *optional*): Linear map from the embedding to logits.
         labels (`dict`): `id2label`, `label2id` and `problem_type` of the classifier.
         embed (`Callable`, *optional*): Function from images, `(batch, channels, height, width)`, to embeddings,
-            `(batch, embedding_size)`. The embeddings are the pooled tokens or, with `projection`, projected tokens.
+            `(batch, embedding_size)`: pooled tokens, after `projection` in a CLIP model. They are not L2-normalized.
         run_classifier (`Callable`, *optional*): Function from images to logits.
         unsupported_reason (`str`, *optional*): Reason why the model is not a plain vision transformer.
         unsupported_patches_reason (`str`, *optional*): Reason why `patches` could not be read.
