@@ -1,4 +1,4 @@
-"""Configuration of agent CNNs, from which vision transformers learn convolutional biases."""
+"""Configuration of agent CNNs (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552)."""
 
 from typing import Literal
 
@@ -33,34 +33,36 @@ VARIANTS = {
 @strict
 class AgentCNNConfig(VisionConfig):
     r"""
-    Configuration of an agent CNN (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552, tables 1 and 2): a vision
-    transformer's blocks with a generalized convolution in the place of attention. The defaults are those of Agent-S
-    except `initialization`; `from_variant` makes the other models. Models take images of any size. Fields of the image
-    processor are documented in `VisionConfig`, further fields in Transformers' `ViTConfig`.
+    Configuration of an agent CNN (Zhang et al., *Bootstrapping ViTs*, arXiv 2112.03552, tables 1 and 2). An agent CNN
+    has the blocks of a vision transformer, with a generalized convolution (`GeneralizedConv2d`) instead of attention.
+    The default values are those of Agent-S, except for `initialization`. `from_variant` returns the configurations of
+    the paper's models. Models accept images of any size. Fields that are not listed here are documented in
+    `VisionConfig` and in Transformers' `ViTConfig`.
 
     Args:
         stem (`str`, *optional*, defaults to `"patch"`):
-            `"patch"`, the patch embedding of a vision transformer, or `"res"`, the stem of a ResNet: a 7 x 7
-            convolution, 3 x 3 max pooling (2 x 2 in the paper, 3 x 3 in its code) and a 3 x 3 convolution, each with
-            stride 2.
+            `"patch"` for the patch embedding of a vision transformer, or `"res"` for a ResNet stem: a 7 x 7
+            convolution, 3 x 3 max pooling and a 3 x 3 convolution, each with stride 2. The paper's text has 2 x 2 max
+            pooling, but the paper's code has 3 x 3.
         patch_size (`int`, *optional*, defaults to 16): Patch size in pixels, for `stem="patch"`.
         stem_channels (`int`, *optional*, defaults to 64): Channels of the first convolution of `stem="res"`.
         hidden_size (`int`, *optional*, defaults to 288): Channels of the feature maps.
-        num_positions (`int`, *optional*, defaults to 9): Receptive field of the generalized convolutions ("H9").
-        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of MLPs, of `stem="res"` and after the last
-        norm.
+        num_positions (`int`, *optional*, defaults to 9): Number of positions of each generalized convolution.
+        hidden_act (`str`, *optional*, defaults to `"gelu"`):
+            Activation function in the MLPs, in the ResNet stem and after the final norm.
         norm_position (`str`, *optional*, defaults to `"before"`):
-            BatchNorm `"before"` the convolution and the MLP (Agent-S) or `"after"` them (Agent-B).
+            `"before"` for BatchNorm before the convolution and before the MLP (Agent-S), or `"after"` for BatchNorm
+            after both (Agent-B).
         downsample_after (sequence of `int`, *optional*, defaults to `()`):
-            Indices of blocks that are followed by 2 x 2 average pooling. For Agent-B with `stem="res"`, the paper and
-            our variant have 1 and 3, the paper's code 2 and 8.
-        dropout (`float`, *optional*, defaults to 0.1): Dropout after the activation of the MLPs.
+            Indices of the blocks after which 2 x 2 average pooling follows. For Agent-B with `stem="res"`, the paper's
+            text and our variant have 1 and 3; the paper's code has 2 and 8.
+        dropout (`float`, *optional*, defaults to 0.1): Dropout rate after the activation function in the MLPs.
         branch_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout at the end of both residual branches. In the reference implementation, agents that share a
-            transformer's weights have this dropout at the transformer's rate.
+            Dropout rate at the end of both residual branches. In the reference implementation, an agent that shares
+            weights with a transformer has the transformer's dropout rate here.
         initialization (`str`, *optional*, defaults to `"default"`):
-            Initialization of new weights: `"default"`, as PyTorch does it, or `"reference"`, as the reference
-            implementation and all variants do it (`reference_initialization.py`).
+            Initialization of new weights: `"default"` for PyTorch's, or `"reference"` for the reference
+            implementation's (`reference_initialization.py`). All variants have `"reference"`.
     """
 
     model_type = "agent_cnn"
@@ -94,7 +96,7 @@ class AgentCNNConfig(VisionConfig):
         return (self.patch_size if self.stem == "patch" else 8) * 2 ** len(self.downsample_after)
 
     def validate_stride(self):
-        """Check that blocks followed by pooling exist and that the last map is not empty."""
+        """Check that the blocks in `downsample_after` exist, and that `image_size` is at least `stride`."""
         if not {*self.downsample_after} <= {*range(self.num_hidden_layers)}:
             last = self.num_hidden_layers - 1
             raise ValueError(f"`downsample_after` is {self.downsample_after}, expected blocks from 0 to {last}.")

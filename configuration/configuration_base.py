@@ -1,4 +1,4 @@
-"""Base classes of all configurations, and validators of their fields."""
+"""Base classes of all configurations, and validators of configuration fields."""
 
 import difflib
 import math
@@ -15,13 +15,13 @@ Size = int | list[int] | tuple[int, int]
 Floats = list[float | int] | tuple[float | int, ...]
 Ints = list[int] | tuple[int, ...]
 
-# Factories of validated fields, for example `drop_path_rate: float | int = rate(default=0.0)`.
+# `rate` and `positive` make validated dataclass fields, for example `dropout: float | int = rate(default=0.0)`.
 rate = interval(min=0.0, max=1.0, exclude_max=True)
 positive = interval(min=0.0, exclude_min=True)
 
 
 def at_least(low: int):
-    """Return a factory of fields whose value is `None`, a number or a pair of numbers, none of them below `low`."""
+    """Return a factory of dataclass fields: `None`, or one number or a pair of numbers that are at least `low`."""
 
     @as_validated_field
     def check(value):
@@ -34,57 +34,57 @@ def at_least(low: int):
 
 
 def pair(size) -> tuple[int, ...]:
-    """Return height and width of a size, which may be one number for both."""
+    """Return `(height, width)`. `size` is a pair, or one number for both sides."""
     return tuple(size) if isinstance(size, (list, tuple)) else (size, size)
 
 
 def is_sparseformer(config) -> bool:
-    """Return whether a configuration is a SparseFormer's."""
-    # `model_type` is compared, because models loaded with remote code have other classes.
+    """Return whether a configuration belongs to a SparseFormer or a PatchSparseFormer."""
+    # `isinstance` fails for models loaded with remote code, because remote code defines its own classes.
     return getattr(config, "model_type", "").removesuffix("_projection") in ("sparseformer", "patch_sparseformer")
 
 
 def set_image_size(config, image_size: int | list[int]):
-    """Change the size of a model's images in pixels, and `resize_size` in proportion."""
+    """Set `image_size` of a configuration, in pixels, and scale `resize_size` by the same factor."""
     if getattr(config, "resize_size", None) is not None:
         config.resize_size = round(config.resize_size * min(pair(image_size)) / min(pair(config.image_size)))
     config.image_size = image_size
 
 
 class HubMixin:
-    """Mixin of `HubModel` and its configurations and processors."""
+    """Mixin for models, configurations and processors that disables `register_for_auto_class`."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class=None):
-        """Do nothing: `HubModel.save_pretrained` saves the source files."""
+        """Do nothing, because `HubModel.save_pretrained` sets `auto_map` and saves the source files."""
 
 
 @strict
 class FrugalViTConfig(HubMixin, PreTrainedConfig):
-    """Base configuration that rejects misspelled fields and makes the papers' models by name.
+    """Base configuration that rejects misspelled field names and has the papers' models as named variants.
 
-    Transformers keeps unknown keyword arguments as attributes, so that `num_hiden_layers=6` would build the default
-    model without a warning. Here, an unknown name similar to a field's raises a `StrictDataclassError`.
+    `PreTrainedConfig` keeps unknown keyword arguments as attributes: `num_hiden_layers=6` would build the default
+    model without a warning. This class raises a `StrictDataclassError` if an unknown name is similar to a field name.
     """
 
-    # Fields of the papers' models by model name.
+    # Configuration fields of the papers' models, by variant name.
     _variants = {}
 
     @classmethod
     def variants(cls) -> list[str]:
-        """Return the names of the papers' models, for `from_variant`."""
+        """Return the names of the papers' models that `from_variant` accepts."""
         return list(cls._variants)
 
     @classmethod
     def from_variant(cls, name: str, **overrides):
-        """Return the configuration of a model of the papers.
+        """Return the configuration of one of the papers' models.
 
         Args:
             name (`str`): One of `variants()`.
             overrides: Fields to change, for example `num_labels=10`.
 
         Raises:
-            ValueError: if there is no variant of that name; the message lists similar names.
+            ValueError: if `name` is not in `variants()`. The message lists similar names.
         """
         if name not in cls._variants:
             close = ", ".join(difflib.get_close_matches(name, cls._variants, n=4, cutoff=0.5) or cls._variants)
@@ -93,7 +93,7 @@ class FrugalViTConfig(HubMixin, PreTrainedConfig):
         return cls(**cls._variants[name] | overrides)
 
     def validate_names(self):
-        """Check that no attribute is similar to the name of a field."""
+        """Check that no unknown attribute has a name similar to a field name."""
         names = {field.name for field in fields(self)}
         for key in vars(self):
             if key in names or key.startswith("_") or hasattr(type(self), key):
@@ -105,15 +105,16 @@ class FrugalViTConfig(HubMixin, PreTrainedConfig):
 
 @strict
 class VisionConfig(FrugalViTConfig):
-    """Base configuration of image models, with the preprocessing of their image processor.
+    """Base configuration of image models, with the fields of their image processor.
 
     Args:
         image_mean, image_std (`float` or sequence of `float`, *optional*):
-            Mean and standard deviation of normalization, one number or one for each channel; `None` if the model has
-            no image processor.
+            Mean and standard deviation for normalization: one number, or one number for each channel. `None` if the
+            model has no image processor.
         resize_size (`int`, *optional*):
-            Shorter side to resize to before a center crop of `image_size`; `None` resizes straight to `image_size`.
-        resample (`int`, *optional*, defaults to 2): PIL's resampling filter (2 bilinear, 3 bicubic).
+            Length of the shorter side, in pixels, before a center crop of `image_size`. With `None`, images are
+            resized to `image_size` without a crop.
+        resample (`int`, *optional*, defaults to 2): PIL's resampling filter: 2 for bilinear, 3 for bicubic.
     """
 
     image_mean: float | list[float] | tuple[float, ...] | None = (0.5, 0.5, 0.5)
@@ -122,7 +123,8 @@ class VisionConfig(FrugalViTConfig):
     resample: int = 2
 
     def validate_preprocessing(self):
-        """Check that mean and standard deviation are both given or both `None`, and that their lengths fit."""
+        """Check that `image_mean` and `image_std` are both set or both `None`, and that sequences have one number for
+        each channel."""
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError(
                 f"`image_mean` is {self.image_mean} and `image_std` is {self.image_std}; give both or neither."
@@ -138,68 +140,73 @@ class VisionConfig(FrugalViTConfig):
 @strict
 class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     r"""
-    Base configuration of both SparseFormers: numbers of tokens, the transformer encoder, pooling and feature maps. The
-    encoder can have the blocks of any plain vision transformer. Fields of the image processor are documented in
-    `VisionConfig`, further fields in Transformers' `ViTConfig`.
+    Base configuration of `SparseFormerConfig` and `PatchSparseFormerConfig`: numbers of tokens, the transformer
+    encoder, pooling and feature maps. The encoder can have the blocks of any plain vision transformer. Fields that are
+    not listed here are documented in `VisionConfig` and in Transformers' `ViTConfig`.
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
-            Size of preprocessed images in pixels, one number or height and width. The model itself takes any size.
+            Size of preprocessed images in pixels: one number, or height and width. The model also accepts images of
+            other sizes.
         num_latent_tokens (`int`, *optional*, defaults to 48):
-            Number of latent tokens, without [CLS]. The papers count [CLS]: 48 is their 49.
+            Number of latent tokens, without [CLS]. The numbers in the papers include [CLS], for example 49 for 48.
         elastic_token_counts (sequence of `int`, *optional*):
-            Increasing numbers of latent tokens that the model is trained with; the last is `num_latent_tokens`.
+            Numbers of latent tokens that the model is trained with, in increasing order up to `num_latent_tokens`.
         num_tokens (`int`, *optional*):
-            Number of latent tokens if `forward` gets no `num_tokens`; `num_latent_tokens` by default.
-        num_hidden_layers (`int`, *optional*, defaults to 8): Number of encoder blocks, after truncation.
-        num_attention_heads, intermediate_size (`int`, *optional*):
-            Number of attention heads, by default one per 64 channels, and MLP width, by default 4 times `hidden_size`.
-        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of MLPs ("quick_gelu" for CLIP).
-        gated_mlp (`bool`, *optional*, defaults to `False`): Use gated MLPs (SwiGLU with "silu").
-        layer_scale (`bool`, *optional*, defaults to `False`): Use layer scale (DINOv2).
-        norm_type (`str`, *optional*, defaults to `"layer_norm"`): `"layer_norm"` or `"rms_norm"`, in the encoder.
+            Number of latent tokens that `forward` computes with by default. `None` for all latent tokens.
+        num_hidden_layers (`int`, *optional*, defaults to 8): Number of encoder blocks.
+        num_attention_heads (`int`, *optional*): Number of attention heads; one per 64 channels by default.
+        intermediate_size (`int`, *optional*): MLP width; 4 times `hidden_size` by default.
+        hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation function of the MLPs.
+        gated_mlp (`bool`, *optional*, defaults to `False`): Use gated MLPs (SwiGLU with `hidden_act="silu"`).
+        layer_scale (`bool`, *optional*, defaults to `False`): Use layer scale, as in DINOv2.
+        norm_type (`str`, *optional*, defaults to `"layer_norm"`): Encoder norms: `"layer_norm"` or `"rms_norm"`.
         extra_norms (sequence of `str`, *optional*, defaults to `()`):
-            Norms that a plain transformer does not have: `"query_key"` for queries and keys of each head,
-            `"attention"` before the output projection of attention, `"mlp"` before the second layer of MLPs (EVA-02).
+            Additional norms in each encoder block: `"query_key"` for the queries and keys of each head, `"attention"`
+            before the output projection of attention, `"mlp"` before the second linear layer of the MLP (EVA-02).
         final_norm (`str`, *optional*, defaults to `"before_pooling"`):
             Place of the final norm: `"before_pooling"`, `"after_pooling"` (v1), or `None` for no final norm.
         rope_theta (`float`, *optional*):
-            Base of the frequencies of rotary position embeddings, which rotate queries and keys of latent tokens by
-            the centers of their RoIs (`rotary_table`). `None` for no rotation.
+            Base of the frequencies of rotary position embeddings, or `None` for no rotary position embeddings. The
+            position of a latent token is the center of its RoI (`rotary_table`).
         rope_coordinates (sequence of `float`, *optional*):
-            Coordinates of the image's top, left, bottom and right edges; DINOv3's by default.
+            Coordinates of the image's top, left, bottom and right edges for rotary position embeddings. The default
+            is that of DINOv3.
         num_class_tokens (`int`, *optional*, defaults to 1):
-            Number of [CLS] tokens, which are concatenated before the encoder; 0 for none.
+            Number of [CLS] tokens. They are placed before the latent tokens at the input of the encoder.
         num_register_tokens (`int`, *optional*, defaults to 0): Number of registers, which follow the [CLS] tokens.
         pooling (`str`, *optional*, defaults to `"cls"`):
-            The pooled embedding: `"cls"`, the concatenated class tokens; `"class_mean"`, the mean of class tokens;
-            `"mean"`, the mean of all tokens; `"latent_mean"`, the mean of latent tokens; `"cls_and_latent_mean"`,
-            [CLS] and the mean of latent tokens concatenated (DINOv2's classifiers); `"attention"` or
-            `"latent_attention"`, attention of a learned query to all or to latent tokens (SigLIP, AIMv2).
+            Pooling of tokens to one embedding. `"cls"` concatenates the class tokens. `"class_mean"` averages the
+            class tokens, `"mean"` all tokens, and `"latent_mean"` the latent tokens. `"cls_and_latent_mean"`
+            concatenates [CLS] and the mean of the latent tokens (DINOv2's classifiers). `"attention"` pools all tokens
+            and `"latent_attention"` the latent tokens by the attention of a learned query (SigLIP, AIMv2).
         pooled_class_tokens (sequence of `int`, *optional*):
-            Indices of the class tokens that `"cls"` and `"class_mean"` pool (RADIO); all by default.
-        pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; the encoder's by default.
+            Indices of the class tokens that `"cls"` and `"class_mean"` pool (RADIO); all class tokens by default.
+        pooling_num_attention_heads (`int`, *optional*):
+            Number of heads of attention pooling; `num_attention_heads` by default.
         pooling_intermediate_size (`int`, *optional*):
-            MLP width of attention pooling; the encoder's by default, 0 for no MLP (AIMv2).
+            MLP width of attention pooling; `intermediate_size` by default, 0 for no MLP (AIMv2).
         out_features, out_indices (`list`, *optional*):
-            Layers whose feature maps a backbone returns, as in Transformers: "stem", "stage1", and so on. The last
-            layer by default; with `feature_scales`, evenly spaced layers, one for each scale.
+            Layers whose feature maps a backbone returns, by name ("stem", "stage1", …) or by index. The default is the
+            last layer. With `feature_scales`, it is one layer for each scale, evenly spaced.
         reshape_hidden_states (`bool`, *optional*, defaults to `True`):
-            Return feature maps with rows and columns. With `False`, return sequences for DPT: [CLS] or, in models
-            without [CLS], the mean token, then the cells.
+            Return feature maps with rows and columns. With `False`, return sequences for DPT: first [CLS], then the
+            cells. In models without [CLS], the mean of all tokens is first.
         feature_scales (sequence of `float`, *optional*):
-            Factors of rows and columns for each feature map, for example `[4, 2, 1, 0.5]` for ViTDet's pyramid; 1 by
-            default.
+            Factor for the rows and columns of each feature map, for example `[4, 2, 1, 0.5]` for ViTDet's pyramid. By
+            default, all factors are 1.
         upsampler_hidden_size (`int`, *optional*):
-            Width of the convolutions that add details of the image to feature maps (`MapUpsampler`); `None` for none.
-        drop_path_rate (`float`, *optional*, defaults to 0.0): Largest stochastic depth rate; rates rise linearly.
+            Width of the convolutions that add image details to feature maps (`MapUpsampler`). `None` for no such
+            convolutions.
+        drop_path_rate (`float`, *optional*, defaults to 0.0):
+            Stochastic depth rate of the last block. The rates of earlier blocks rise linearly.
     """
 
-    # Name of the SparseFormer's configuration in the configuration of a CLIP or LLaVA.
+    # In the configuration of a CLIP or a VLM, this field holds the SparseFormer's configuration.
     base_config_key = "vision_config"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
     keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states", "stem_features", "token_maps"]
-    # Values that `extra_norms` may have.
+    # Allowed items of `extra_norms`.
     known_norms = {"query_key", "attention", "mlp"}
 
     image_size: Size = at_least(4)(default=224)
@@ -250,13 +257,13 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
 
     @property
     def stage_names(self) -> list[str]:
-        """Names of layers that have feature maps."""
+        """Names of all layers that can return a feature map."""
         return ["stem", *(f"stage{number}" for number in range(1, self.num_hidden_layers + 1))]
 
     @property
     def default_num_tokens(self) -> int:
-        """Number of latent tokens if `forward` gets no `num_tokens`."""
-        # The field is read once, because another thread may call `set_num_tokens`.
+        """Number of latent tokens that `forward` computes with if its argument `num_tokens` is `None`."""
+        # The field is read only once, because another thread may change it between two reads.
         num_tokens = self.num_tokens
         return self.num_latent_tokens if num_tokens is None else num_tokens
 
@@ -275,18 +282,18 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Number of class and register tokens, which precede latent tokens."""
+        """Number of class tokens and registers together."""
         return self.num_class_tokens + self.num_register_tokens
 
     @property
     def pooled_size(self) -> int:
-        """Channels of the pooled embedding."""
+        """Number of channels of the pooled embedding."""
         if self.pooling == "cls":
             return len(self.pooled_class_tokens or range(self.num_class_tokens)) * self.hidden_size
         return 2 * self.hidden_size if self.pooling == "cls_and_latent_mean" else self.hidden_size
 
     def validate_encoder(self):
-        """Check numbers of tokens, heads, norms, pooling and scales of feature maps."""
+        """Check the fields for token counts, attention heads, norms, pooling and feature scales."""
         most = self.num_latent_tokens
         counts = list(self.elastic_token_counts or [most])
         if counts != sorted({*counts}) or counts[0] < 1 or counts[-1] != most:

@@ -1,4 +1,4 @@
-"""Configuration of a vision transformer that is trained with an agent CNN."""
+"""Configuration of a vision transformer that is trained together with an agent CNN."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ from .configuration_base import Ints, at_least, pair, positive, rate
 from .configuration_vit import AttentionStartConfig, Initialization
 
 
-# Loss weights of the reference implementation by `sharing`: classification, divergence, hints.
+# Weights of the classification, divergence and hint losses in the reference implementation, for each `sharing`.
 WEIGHTS = {"none": (1.0, 1.0, 10.0), "weights": (0.5, 0.5, 5.0)}
 
 VIT_SMALL = {
@@ -37,12 +37,12 @@ VIT_BASE = {
     "attention_probs_dropout_prob": 0.0,
     "layer_norm_eps": 1e-6,
 }
-# Names contain the kind of training, the size, and "res" for agents with a ResNet stem.
+# Variant names have the kind of training, the model size, and "res" for an agent with a ResNet stem.
 VARIANTS = {
     f"{name}-{size}{'-res' if res else ''}": {
         "vit_config": vit,
-        # In the reference implementation, an agent with shared weights has the transformer's dropout in its MLPs and
-        # at the end of both residual branches.
+        # In the reference implementation, an agent with shared weights has the transformer's dropout rate in its MLPs
+        # and at the end of both residual branches.
         "agent_config": AGENTS[f"agent-{size}{'-res' if res else ''}"]
         | (dict.fromkeys(("dropout", "branch_dropout"), vit["hidden_dropout_prob"]) if sharing == "weights" else {}),
         "sharing": sharing,
@@ -60,31 +60,33 @@ VARIANTS = {
 class BootstrappedViTConfig(AttentionStartConfig):
     r"""
     Configuration of a vision transformer that `frugalvit joint` trains together with an agent CNN (Zhang et al.,
-    *Bootstrapping ViTs*, arXiv 2112.03552). The defaults are ViT-S with Agent-S; `from_variant` makes other models.
-    Fields of the image processor are documented in `VisionConfig`.
+    *Bootstrapping ViTs*, arXiv 2112.03552). The default models are ViT-S and Agent-S. `from_variant` returns the
+    configurations of the paper's models. `VisionConfig` documents the fields of the image processor.
 
     Args:
-        vit_config (`ViTConfig` or `dict`, *optional*): Configuration of the transformer, a ViT of Transformers.
+        vit_config (`ViTConfig` or `dict`, *optional*): Configuration of the vision transformer.
         agent_config (`AgentCNNConfig` or `dict`, *optional*):
-            Configuration of the agent, with the transformer's number of blocks and width.
+            Configuration of the agent CNN. It must have the number of blocks and the width of `vit_config`.
         sharing (`str`, *optional*, defaults to `"none"`):
-            `"none"`, separate weights (Joint in the paper), or `"weights"` (Shared): position i of the agent's
-            convolutions has the value and output matrices of head i, and MLPs are the transformer's.
+            `"none"` for separate weights ("Joint" in the paper), or `"weights"` for shared weights ("Shared"). With
+            shared weights, position i of the agent's convolutions has the value and output matrices of attention head
+            i, and the agent's MLPs have the weights of the transformer's MLPs.
         classification_weight, divergence_weight, hint_weight (`float`, *optional*):
-            Loss weights. By default the reference implementation's: 1, 1 and 10 for `"none"`, 0.5, 0.5 and 5 for
-            `"weights"`.
-        temperature (`float`, *optional*, defaults to 4.0): Temperature of the distributions in the divergences.
-        hint_layers (sequence of `int`, *optional*): Indices of the blocks that hints compare; all by default.
+            Loss weights. The defaults are those of the reference implementation: 1, 1 and 10 for `sharing="none"`;
+            0.5, 0.5 and 5 for `sharing="weights"`.
+        temperature (`float`, *optional*, defaults to 4.0): Softmax temperature in the divergence losses.
+        hint_layers (sequence of `int`, *optional*):
+            Indices of the blocks whose features the hint loss compares; all blocks by default.
         embedding_dropout (`float`, *optional*):
-            Dropout of the transformer's embeddings; its `hidden_dropout_prob` by default. It is 0 in the variants and
-            in the reference implementation.
+            Dropout rate of the transformer's embeddings; `vit_config.hidden_dropout_prob` by default. All variants and
+            the reference implementation have 0.
         mlp_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout after the activation of the transformer's MLPs. The reference implementation has this dropout,
-            Transformers does not.
+            Dropout rate after the activation function in the transformer's MLPs. The reference implementation has this
+            dropout; Transformers' `ViTModel` does not have it.
         initialization (`str`, *optional*, defaults to `"default"`):
-            Initialization of new weights: `"default"`, as Transformers and PyTorch do it; `"reference"`, as the
-            reference implementation and all variants do it; or an initialization of the transformer's attention, see
-            `AttentionStartConfig`, which documents `initialization_options`, too.
+            Initialization of new weights: `"default"` for that of Transformers and PyTorch, or `"reference"` for that
+            of the reference implementation, which all variants have. Other values initialize the transformer's
+            attention. `AttentionStartConfig` documents these values and `initialization_options`.
     """
 
     model_type = "bootstrapped_vit"
@@ -120,7 +122,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
         self.agree()
 
     def agree(self):
-        """Copy labels to both configurations, and preprocessing and initialization to the agent's."""
+        """Copy labels to `vit_config` and `agent_config`, and preprocessing and initialization to `agent_config`."""
         for config in (self.vit_config, self.agent_config):
             config.id2label = self.id2label
             config.label2id = self.label2id
@@ -130,7 +132,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
 
     @property
     def image_size(self) -> int | list[int] | tuple[int, int]:
-        """Size of images in pixels, one number or height and width."""
+        """Size of images in pixels: one number, or height and width."""
         return self.vit_config.image_size
 
     @property
@@ -139,12 +141,12 @@ class BootstrappedViTConfig(AttentionStartConfig):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Rows and columns of patches."""
+        """Number of rows and number of columns of patches."""
         sizes = zip(pair(self.vit_config.image_size), pair(self.vit_config.patch_size), strict=True)
         return tuple(image // patch for image, patch in sizes)
 
     def validate_twins(self):
-        """Check that both models have the same number of blocks with the same sizes."""
+        """Check that sizes agree in `vit_config` and `agent_config`, and that the blocks in `hint_layers` exist."""
         vit = self.vit_config
         agent = self.agent_config
         same = {"num_hidden_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_channels": "num_channels"}

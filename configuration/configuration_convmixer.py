@@ -1,4 +1,4 @@
-"""Configuration of ConvMixers, whose spatial filters may be trained or fixed."""
+"""Configuration of ConvMixers with trained or fixed spatial filters."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import Size, VisionConfig, at_least, positive
 
 
-# Names contain width and kernel size.
+# Variant names have the width and the kernel size.
 VARIANTS = {
     f"convmixer-{width}-k{kernel_size}": {"hidden_size": width, "kernel_size": kernel_size, "num_labels": 10}
     for width in (256, 512)
@@ -18,16 +18,17 @@ VARIANTS = {
 @strict
 class ConvMixerConfig(VisionConfig):
     r"""
-    Configuration of a ConvMixer (Trockman & Kolter, *Patches Are All You Need?*), with which Zheng et al. (arXiv
-    2404.01139, table 4) show that spatial filters need no training. The defaults are those of Zheng et al. Models take
-    images of any size. Fields of the image processor are documented in `VisionConfig`, further fields in `ViTConfig`.
+    Configuration of a ConvMixer (Trockman & Kolter, *Patches Are All You Need?*). The default values are those of
+    Zheng et al. (arXiv 2404.01139, table 4), who show that spatial filters need no training. Models accept images of
+    any size. Fields that are not listed here are documented in `VisionConfig` and in Transformers' `ViTConfig`.
 
     Args:
-        kernel_size (`int`, *optional*, defaults to 3): Size of the depthwise convolutions' filters, odd or even.
+        kernel_size (`int`, *optional*, defaults to 3): Kernel size of the depthwise convolutions, odd or even.
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
-            `"trained"`, or fixed filters and biases: `"random"`, uniform; `"impulse"`, a one at a random position;
-            `"box"`, all ones; or `"signed_impulse"`, impulses of random sign, which the paper does not have. Filters
-            are scaled to the mean norm of random filters.
+            `"trained"`, or one of the kinds of fixed filters, which have fixed biases. `"random"` filters are uniform
+            random values. `"impulse"` filters have a one at a random position, `"box"` filters are all ones, and
+            `"signed_impulse"` filters have a one of random sign (not in the paper). These three kinds are scaled to
+            the mean norm of random filters.
     """
 
     model_type = "convmixer"

@@ -9,19 +9,19 @@ from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
 def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    """Find the grid of `num_cells` cells that are most nearly square. Return the absolute log of the cells' aspect
-    ratio, and the grid's rows and columns."""
+    """Find the grid with `num_cells` cells whose cells are closest to squares. Return the absolute logarithm of the
+    cells' aspect ratio, and the grid as `(rows, columns)`."""
     height, width = image_size
     grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
     return min((abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids)
 
 
 def choose_grid(num_cells: int, image_size: tuple[int, int], argument: str = "num_latent_tokens") -> tuple[int, int]:
-    """Return the rows and columns of the grid whose cells are most nearly square in images of this height and width.
+    """Return the grid, as `(rows, columns)`, whose `num_cells` cells are closest to squares in images of `image_size`.
 
     Raises:
-        ValueError: if one side of the cells would be more than twice the other. The message names `argument`
-            and numbers of cells that fit.
+        ValueError: if `num_cells` is below 1, or one side of the cells would be more than twice as long as the other
+            side. The message names `argument` and suggests allowed numbers of cells.
     """
     if num_cells < 1:
         raise ValueError(f"`{argument}` is {num_cells}, expected at least 1.")
@@ -40,21 +40,23 @@ def choose_grid(num_cells: int, image_size: tuple[int, int], argument: str = "nu
 @strict
 class PatchSparseFormerConfig(SparseFormerBaseConfig):
     r"""
-    Configuration of a SparseFormer that inherits its teacher's patch embedding: each token embeds a cell of the image
-    as the teacher embeds a patch, so that a new student is its teacher at a lower resolution. Further fields are
-    documented in `SparseFormerBaseConfig`.
+    Configuration of a SparseFormer that inherits its teacher's patch embedding. Each latent token embeds one cell of
+    the image: the cell is resized to the size of a patch and embedded like a patch. An untrained student therefore
+    equals its teacher at a lower resolution. Other fields are documented in `SparseFormerBaseConfig`.
 
     Args:
-        patch_size (`int` or pair of `int`, *optional*, defaults to 16): Height and width of a cell in pixels.
+        patch_size (`int` or pair of `int`, *optional*, defaults to 16):
+            Height and width, in pixels, to which each cell is resized.
         extra_norms (sequence of `str`, *optional*, defaults to `()`):
-            Names from `SparseFormerBaseConfig`, and also `"patch"` for embedded cells before positions are added, and
-            `"embedding"` for all tokens before the encoder (CLIP).
+            Names that `SparseFormerBaseConfig` allows, `"patch"` for a norm of embedded cells before positions are
+            added, and `"embedding"` for a norm of all tokens before the encoder (CLIP).
         token_grid (`int` or pair of `int`, *optional*):
-            Rows and columns of the grid of `num_latent_tokens` cells. By default, cells in an image of `image_size`
-            are as nearly square as possible.
+            Numbers of rows and columns of the grid of `num_latent_tokens` cells. By default, cells in images of
+            `image_size` are as close to squares as possible.
         placement (`str`, *optional*, defaults to `"grid"`):
-            Cells of the tokens: `"grid"`, the cells of a grid, or `"content"`, the same number of cells, chosen for
-            each image by merging blocks of four cells with little detail and splitting cells with much detail in four.
+            `"grid"` for tokens on the cells of a grid, or `"content"` for cells that depend on the image. With
+            `"content"`, blocks of four cells with little detail are merged, and cells with much detail are split in
+            four. The number of cells does not change.
         teacher_config (`dict`, *optional*): The teacher's configuration in Transformers, for `to_plain_vit`.
     """
 
@@ -70,27 +72,26 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
     def __post_init__(self, **kwargs):
         height, width = pair(self.patch_size)
-        # Equal sides become one number, because heads of Transformers divide by a backbone's `patch_size`.
+        # A square patch size is stored as one number, because heads in Transformers divide by `patch_size`.
         self.patch_size = height if height == width else (height, width)
         self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
         super().__post_init__(**kwargs)
 
     @property
     def feature_stride(self) -> tuple[int, int]:
-        """Height and width in pixels of a feature map's cell."""
+        """Height and width of a feature map's cell in pixels."""
         return pair(self.patch_size)
 
     def cell_grids(self, num_tokens: int, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return the grid of `num_tokens` tokens and finer grids, each with twice the rows and columns of the grid
-        before. In images of this height and width, cells of the finer grids are at least as large as a patch."""
+        """Return the grid of `num_tokens` cells, followed by finer grids. Each grid has twice the rows and columns of
+        the grid before it. In images of `image_size`, cells of the finer grids are at least as large as a patch."""
         rows, columns = self.grid_of(num_tokens)
         height, width = pair(self.patch_size)
         finest = min(image_size[0] // (rows * height), image_size[1] // (columns * width))
         return [(rows << level, columns << level) for level in range(max(finest, 1).bit_length())]
 
     def grid_of(self, num_tokens: int, argument: str = "num_tokens") -> tuple[int, int]:
-        """Return the rows and columns of the grid of `num_tokens` tokens. If there is none, `choose_grid` raises a
-        ValueError."""
+        """Return the grid of `num_tokens` cells as `(rows, columns)`. Raise a ValueError if no grid fits."""
         if num_tokens == self.num_latent_tokens:
             return self.token_grid
         return choose_grid(num_tokens, pair(self.image_size), argument)
@@ -100,7 +101,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         self.grid_of(num_tokens)
 
     def validate_placement(self):
-        """Check that numbers of tokens make grids."""
+        """Check that a grid exists for each number of tokens in the configuration."""
         if math.prod(self.token_grid) != self.num_latent_tokens:
             raise ValueError(
                 f"`token_grid`={self.token_grid} has {math.prod(self.token_grid)} cells, expected "
@@ -114,8 +115,8 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
 @strict
 class PatchSparseFormerProjectionConfig(PatchSparseFormerConfig):
-    """Configuration of `PatchSparseFormerVisionModelWithProjection`. The additional fields are documented in
-    `SparseFormerProjectionConfig`."""
+    """Configuration of `PatchSparseFormerVisionModelWithProjection`. `SparseFormerProjectionConfig` documents
+    `projection_dim` and `projection_bias`."""
 
     model_type = "patch_sparseformer_projection"
 

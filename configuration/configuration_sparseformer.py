@@ -1,4 +1,4 @@
-"""Configuration of SparseFormers of both papers, with the papers' models by name."""
+"""Configuration of SparseFormers, with the models of both papers as named variants."""
 
 from typing import Literal
 
@@ -14,8 +14,8 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
-    """Return the fields of a model of the first paper (Gao et al., *SparseFormer: Sparse Visual Recognition via
-    Limited Latent Tokens*)."""
+    """Return the configuration fields of a v1 model (Gao et al., *SparseFormer: Sparse Visual Recognition via Limited
+    Latent Tokens*)."""
     return {
         "generation": "v1",
         "num_latent_tokens": tokens,
@@ -39,8 +39,8 @@ def _v1(width: int, layers: int, tokens: int, drop_path_rate: float) -> dict:
 
 
 def _bootstrapped(size: str, tokens: int, image_size: int = 224, truncated: bool = True, **fields) -> dict:
-    """Return the fields of a model bootstrapped from a ViT (table 1 of the bootstrapping paper); `tokens` include
-    [CLS]."""
+    """Return the configuration fields of a model that is bootstrapped from a ViT (table 1 of the bootstrapping paper).
+    `tokens` is the number of tokens including [CLS]."""
     width, focusing_width, blocks = {"base": (768, 384, 12), "large": (1024, 512, 24)}[size]
     return {
         "image_size": image_size,
@@ -66,8 +66,8 @@ def _clip(size: str, tokens: int, image_size: int = 224) -> dict:
     )
 
 
-# Names contain family, size, tokens as the papers count them (latent + [CLS]) and image size; `-untruncated` models
-# keep all blocks of the teacher.
+# Names of bootstrapped variants have the family, the model size, the number of tokens including [CLS], and the image
+# size. Variants with "-untruncated" keep all blocks of the teacher.
 VARIANTS = {
     "v1-tiny": _v1(512, 8, 49, 0.2),
     "v1-small": _v1(640, 8, 64, 0.3),
@@ -91,43 +91,44 @@ CLIP_VARIANTS = {
 @strict
 class SparseFormerConfig(SparseFormerBaseConfig):
     r"""
-    Configuration of a SparseFormer. The defaults are the base model bootstrapped from AugReg ViT-B/16 with 49 tokens
-    (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1); `from_variant` makes the other
-    models.
+    Configuration of a SparseFormer. The default model is bootstrapped from AugReg ViT-B/16 and has 49 tokens (Gao et
+    al., *Bootstrapping SparseFormers from Vision Foundation Models*, table 1). `from_variant` returns the
+    configurations of the papers' models.
 
-    A SparseFormer has a stem, a focusing stage and a transformer encoder. The focusing stage has a layer of width
-    `focusing_hidden_size`, which is executed `num_focusing_iterations` times, and a layer of the encoder's width,
-    which is executed once. Further fields are documented in `SparseFormerBaseConfig`.
+    A SparseFormer has a stem, a focusing stage and a transformer encoder. The first layer of the focusing stage has
+    width `focusing_hidden_size` and is executed `num_focusing_iterations` times. The last layer of the focusing stage
+    has the encoder's width and is executed once. Other fields are documented in `SparseFormerBaseConfig`.
 
     Args:
         generation (`str`, *optional*, defaults to `"bootstrapped"`):
             `"bootstrapped"` for models of the bootstrapping paper, `"v1"` for models of the first paper:
 
-            - Bootstrapped: a focusing layer samples, encodes positions, attends and adjusts RoIs; the layer of full
-              width only samples and encodes positions. All latent tokens start from one embedding, and each iteration
-              adds a learned embedding.
-            - v1: a focusing layer attends, adjusts RoIs, then samples; the layer of full width is a transformer block,
-              the first of the `num_hidden_layers`. Each token starts from its own embedding. Mixing has biases, and a
-              LayerNorm follows the change of width. RoI deltas come from one linear layer and are dropped along with
-              residual branches. Points outside the image read zeros, and gradients of points are clamped.
+            - Bootstrapped: the first focusing layer samples, encodes positions, attends and adjusts RoIs. The last
+              focusing layer only samples and encodes positions. All latent tokens start from one embedding, and each
+              iteration adds a learned embedding.
+            - v1: the first focusing layer attends, adjusts RoIs, then samples. The last focusing layer does the same
+              and is the first of the `num_hidden_layers` encoder blocks. Each token starts from its own embedding.
+              Adaptive mixing has biases, and a LayerNorm follows the projection to the encoder's width. RoI deltas
+              come from one linear layer, and drop path is applied to them. Sampling points outside the image read
+              zeros, and the gradients of sampling points are clamped.
         num_sampling_points (`int`, *optional*, defaults to 16):
-            Number of points that a token samples in its RoI, at least 2.
+            Number of points that each token samples in its RoI, at least 2.
         num_mixed_points (`int`, *optional*):
-            Number of points after mixing; by default `max(num_sampling_points, 32)`, as in the reference
+            Number of points after mixing. The default is `max(num_sampling_points, 32)`, as in the reference
             implementation.
         mixing_hidden_size (`int`, *optional*, defaults to 128):
-            Bottleneck width of the generator of mixing matrices; `None` for a quarter of the token width (v1).
-        stem_channels (`int`, *optional*, defaults to 64): Channels of the early convolution.
-        focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the iterated focusing layer.
+            Width of the bottleneck layer in adaptive mixing; `None` for a quarter of the token width (v1).
+        stem_channels (`int`, *optional*, defaults to 64): Number of channels of the stem's feature map.
+        focusing_hidden_size (`int`, *optional*, defaults to 384): Width of the first focusing layer.
         num_focusing_iterations (`int`, *optional*, defaults to 4):
-            Number of executions of the focusing layer. The paper's "4+1" also counts the layer of full width.
+            Number of executions of the first focusing layer. The paper's "4+1" also counts the last focusing layer.
         focusing_layer_norm_eps (`float`, *optional*):
-            Epsilon of every LayerNorm before the encoder; the encoder's by default.
+            Epsilon of LayerNorms in the focusing stage; `layer_norm_eps` by default.
         roi_encoding (`str`, *optional*, defaults to `"reference"`):
-            Frequencies and order of the sinusoidal encoding of RoIs: `"reference"`, as in the authors' code, or
-            `"paper"`, as in the supplement, see `encode_rois`.
+            Sinusoidal encoding of RoIs: `"reference"` for that of the authors' code, or `"paper"` for that of the
+            paper's supplement. `encode_rois` documents the differences.
         feature_stride (`int` or pair of `int`, *optional*, defaults to 16):
-            Height and width in pixels of a feature map's cell; `from_teacher` sets the teacher's patch size.
+            Height and width of a feature map's cell in pixels. `from_teacher` sets the teacher's patch size.
     """
 
     model_type = "sparseformer"
@@ -158,11 +159,12 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     @property
     def focusing_num_attention_heads(self) -> int:
-        """Number of heads of the focusing layer: the encoder's in v1, otherwise one per 64 channels."""
+        """Number of attention heads in the first focusing layer: `num_attention_heads` in v1, else one per 64
+        channels."""
         return self.num_attention_heads if self.is_v1 else max(self.focusing_hidden_size // 64, 1)
 
     def validate_focusing(self):
-        """Check that widths are divisible, and that v1 has neither prefix tokens nor rotary positions."""
+        """Check that widths have the required divisors, and that v1 has no prefix tokens and no rotary positions."""
         if self.focusing_hidden_size % self.focusing_num_attention_heads:
             raise ValueError(
                 f"`focusing_hidden_size`={self.focusing_hidden_size} is not divisible by its "
@@ -187,7 +189,7 @@ class SparseFormerProjectionConfig(SparseFormerConfig):
 
     Args:
         projection_dim (`int`, *optional*, defaults to 512): Width of the projected embedding.
-        projection_bias (`bool`, *optional*, defaults to `False`): Add a bias to the projection (EVA-02's CLIP).
+        projection_bias (`bool`, *optional*, defaults to `False`): Add a bias to the projection, as in EVA-02's CLIP.
     """
 
     model_type = "sparseformer_projection"

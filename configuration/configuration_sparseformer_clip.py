@@ -18,9 +18,9 @@ for config_class in (SparseFormerConfig, PatchSparseFormerConfig):
 @strict
 class SparseFormerCLIPConfig(FrugalViTConfig):
     r"""
-    Configuration of a CLIP with a SparseFormer in the place of its vision transformer (Gao et al., *Bootstrapping
-    SparseFormers from Vision Foundation Models*, section 4.2). Fields are those of `CLIPConfig`; `vision_config` is a
-    `SparseFormerConfig` or a `PatchSparseFormerConfig`.
+    Configuration of a CLIP whose vision model is a SparseFormer (Gao et al., *Bootstrapping SparseFormers from Vision
+    Foundation Models*, section 4.2). It has the fields of `CLIPConfig`, but `vision_config` is a `SparseFormerConfig`
+    or a `PatchSparseFormerConfig`.
     """
 
     model_type = "sparseformer_clip"
@@ -38,13 +38,13 @@ class SparseFormerCLIPConfig(FrugalViTConfig):
 @strict
 class SparseFormerSiglipConfig(FrugalViTConfig):
     r"""
-    Configuration of a SigLIP with a SparseFormer in the place of its vision transformer. Fields are those of
-    `SiglipConfig`; `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. The text models of SigLIP
-    and SigLIP 2 end in a linear layer to the width of the image embedding, which is not projected. Initial logits are
-    scaled and biased as in section 3.2 of Zhai et al., *Sigmoid Loss for Language Image Pre-Training*.
+    Configuration of a SigLIP or SigLIP 2 whose vision model is a SparseFormer. It has the fields of `SiglipConfig`,
+    but `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. The text model ends in a linear layer
+    to the width of the image embedding. The initial logit scale and logit bias are those of Zhai et al., *Sigmoid Loss
+    for Language Image Pre-Training*, section 3.2.
     """
 
-    # Transformers' pipeline computes sigmoids and pads texts if the name contains "siglip".
+    # The name must contain "siglip": Transformers' pipeline then computes sigmoids and pads texts as SigLIP needs.
     model_type = "sparseformer_siglip"
     sub_configs_defaults = {
         "text_config": SiglipTextConfig,

@@ -25,12 +25,13 @@ def image_grid(config: PreTrainedConfig) -> int:
 @strict
 class SparseFormerGridConfig(PreTrainedConfig):
     r"""
-    Configuration of a SparseFormer with hidden states on the grid of the vision transformer that it replaces.
+    Configuration of `SparseFormerGridTower`, a SparseFormer whose hidden states form a grid of cells.
 
     Args:
-        tower_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*): The SparseFormer.
+        tower_config (`SparseFormerConfig`, `PatchSparseFormerConfig` or `dict`, *optional*):
+            Configuration of the SparseFormer.
         image_size (`int`, *optional*, defaults to 224): Height and width of images in pixels.
-        patch_size (`int`, *optional*, defaults to 16): Height and width of a cell of the grid in pixels.
+        patch_size (`int`, *optional*, defaults to 16): Height and width of a grid cell in pixels.
     """
 
     model_type = "sparseformer_grid"
@@ -64,8 +65,8 @@ GRID_TOWER = SubConfigSpec(SparseFormerGridConfig)
 
 @strict
 class SparseFormerLlavaConfig(HubMixin, LlavaConfig):
-    """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. The model sets
-    `image_seq_length`."""
+    """`LlavaConfig` whose `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`.
+    `SparseFormerLlavaForConditionalGeneration` sets the field `image_seq_length`."""
 
     model_type = "sparseformer_llava"
     sub_configs_defaults = LlavaConfig.sub_configs_defaults | {"vision_config": TOWER}
@@ -79,7 +80,7 @@ class SparseFormerPaliGemmaConfig(HubMixin, PaliGemmaConfig):
     sub_configs_defaults = PaliGemmaConfig.sub_configs_defaults | {"vision_config": TOWER}
 
     def __post_init__(self, **kwargs):
-        # The method of `PaliGemmaConfig` counts patches, which a SparseFormer does not have.
+        # `PaliGemmaConfig.__post_init__` is skipped, because it counts patches and a SparseFormer has no patches.
         super(PaliGemmaConfig, self).__post_init__(**kwargs)
         if self.text_config.use_bidirectional_attention is None:
             self.text_config.use_bidirectional_attention = True
@@ -87,7 +88,7 @@ class SparseFormerPaliGemmaConfig(HubMixin, PaliGemmaConfig):
 
     @property
     def image_seq_length(self) -> int:
-        """Number of image tokens in the prompt."""
+        """Number of tokens for each image in the prompt."""
         return self.vision_config.default_num_tokens + self.vision_config.num_prefix_tokens
 
 
@@ -100,7 +101,7 @@ class SparseFormerGemma3Config(HubMixin, Gemma3Config):
 
     @property
     def image_seq_length(self) -> int:
-        """Number of image tokens in the prompt."""
+        """Number of tokens for each image in the prompt."""
         return self.mm_tokens_per_image
 
 
@@ -113,7 +114,7 @@ class SparseFormerLlavaOnevisionConfig(HubMixin, LlavaOnevisionConfig):
 
     @property
     def image_seq_length(self) -> int:
-        """Number of image tokens of a tile in the prompt, not counting the newline token after each row."""
+        """Number of tokens for each image tile in the prompt, without the newline tokens after its rows."""
         return image_grid(self) ** 2
 
 

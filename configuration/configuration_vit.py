@@ -1,4 +1,4 @@
-"""Base configurations of vision transformers: initialization of attention, and fields of a plain ViT."""
+"""Base configurations of vision transformers: `AttentionStartConfig` and `PlainViTConfig`."""
 
 from dataclasses import field
 from typing import Literal
@@ -14,14 +14,15 @@ Initialization = Literal["impulse", "mimetic", "trunc_normal", "kaiming_uniform"
 @strict
 class AttentionStartConfig(VisionConfig):
     r"""
-    Base configuration of families whose attention may have a structured initialization.
+    Base configuration of model families whose attention can have a structured initialization.
 
     Args:
         initialization (`str`, *optional*, defaults to `"default"`):
-            Initialization of new weights: `"default"`, the family's own; `"impulse"` or `"mimetic"`, for attention;
-            `"trunc_normal"` (timm's) or `"kaiming_uniform"` (PyTorch's), for all linear layers of the blocks.
+            Initialization of new weights. `"default"` is that of the model family. `"impulse"` and `"mimetic"`
+            initialize attention. `"trunc_normal"` (as in timm) and `"kaiming_uniform"` (as in PyTorch) initialize all
+            linear layers of the blocks.
         initialization_options (`dict`, *optional*):
-            Arguments of the initialization, for example `{"solver": "adam"}` for `impulse_init_`.
+            Keyword arguments for the initialization, for example `{"solver": "adam"}` for `impulse_init_`.
     """
 
     initialization: Literal["default", Initialization] = "default"
@@ -31,15 +32,15 @@ class AttentionStartConfig(VisionConfig):
 @strict
 class PlainViTConfig(AttentionStartConfig):
     r"""
-    Base configuration of plain vision transformers. Fields of the image processor are documented in `VisionConfig`,
-    further fields in Transformers' `ViTConfig`.
+    Base configuration of plain vision transformers. Fields that are not listed here are documented in `VisionConfig`
+    and in Transformers' `ViTConfig`.
 
     Args:
         patch_size (`int` or pair of `int`, *optional*, defaults to 16):
-            Patch size in pixels, by which `image_size` is divisible.
-        intermediate_size (`int`, *optional*): MLP width; four times `hidden_size` by default.
+            Patch size in pixels. It must divide `image_size`.
+        intermediate_size (`int`, *optional*): MLP width; 4 times `hidden_size` by default.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
-            Largest stochastic depth rate; it rises linearly over the blocks.
+            Stochastic depth rate of the last block. The rates of earlier blocks rise linearly.
     """
 
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
@@ -64,13 +65,13 @@ class PlainViTConfig(AttentionStartConfig):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
+        """Number of rows and number of columns of patches."""
         height, width = pair(self.image_size)
         patch_height, patch_width = pair(self.patch_size)
         return height // patch_height, width // patch_width
 
     def validate_patches(self):
-        """Check that patches tile the image, and that the width is divisible by the number of heads."""
+        """Check that `patch_size` divides `image_size`, and that `num_attention_heads` divides `hidden_size`."""
         for size, patch in zip(pair(self.image_size), pair(self.patch_size), strict=True):
             if size % patch:
                 raise ValueError(

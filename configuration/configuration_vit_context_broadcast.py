@@ -1,4 +1,4 @@
-"""Configuration of the vision transformers with Context Broadcasting of Hyeon-Woo et al."""
+"""Configuration of vision transformers with Context Broadcasting (Hyeon-Woo et al., arXiv 2210.08457)."""
 
 from typing import Literal
 
@@ -10,7 +10,8 @@ from .configuration_vit import PlainViTConfig
 ContextBroadcastKind = Literal["cb", "cb_s", "cb_gate", "cb_hybrid"]
 ContextBroadcastPosition = Literal["mlp_front", "mlp_mid", "mlp_end", "attention_end"]
 
-# Names contain size, "distilled" if distilled, kind of Context Broadcasting ("plain" for none), and image size.
+# Variant names have the model size, "distilled" for models with a distillation token, the kind of Context Broadcasting
+# ("plain" for none) and the image size.
 VARIANTS = {
     f"vit-{size}{'-distilled' if distilled else ''}-{'plain' if kind is None else kind}-224": {
         "hidden_size": width,
@@ -29,20 +30,20 @@ VARIANTS = {
 class ViTContextBroadcastConfig(PlainViTConfig):
     r"""
     Configuration of a vision transformer with Context Broadcasting (Hyeon-Woo et al., *Scratching Visual Transformer's
-    Back with Uniform Attention*, arXiv 2210.08457). The defaults are ViT-S with CB at the end of every MLP;
-    `from_variant` makes the other models. Further fields are documented in `PlainViTConfig` and
-    `AttentionStartConfig`.
+    Back with Uniform Attention*, arXiv 2210.08457). The default model is ViT-S with Context Broadcasting at the end of
+    every MLP. `from_variant` returns the configurations of the paper's models. Other fields are documented in
+    `PlainViTConfig` and `AttentionStartConfig`.
 
     Args:
         context_broadcast (`str`, *optional*, defaults to `"cb"`):
-            `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`, see `ContextBroadcast`, or `None` for a plain ViT.
-        context_broadcast_position (`str` or several, *optional*, defaults to `"mlp_end"`):
-            One or several places in a block: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
-        context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Initial scale of `"cb_s"`.
-        context_broadcast_blend (`bool`, *optional*, defaults to `False`):
-            Blend inputs with and without Context Broadcasting by a learned weight, see `ContextBroadcast`.
+            Argument `kind` of `ContextBroadcast`: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`. `None` for a plain
+            ViT.
+        context_broadcast_position (`str` or sequence of `str`, *optional*, defaults to `"mlp_end"`):
+            One or several positions in each block: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
+        context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Initial value of the scale in `"cb_s"`.
+        context_broadcast_blend (`bool`, *optional*, defaults to `False`): Argument `blend` of `ContextBroadcast`.
         use_distillation_token (`bool`, *optional*, defaults to `False`):
-            Add a distillation token with its own classifier, which learns from a teacher (DeiT).
+            Add a distillation token with its own classifier, which is trained with a teacher's predictions (DeiT).
     """
 
     model_type = "vit_context_broadcast"

@@ -1,4 +1,4 @@
-"""Configuration of the small vision transformers of Zheng et al. and the initialization of their attention."""
+"""Configuration of vision transformers whose attention is initialized as a convolution (Zheng et al.)."""
 
 from typing import Literal
 
@@ -8,7 +8,8 @@ from .configuration_base import Size, at_least
 from .configuration_vit import Initialization, PlainViTConfig
 
 
-# Names contain size, heads and image size, or, for tables 5 and 7, depth, width and heads.
+# Variant names have the model size, the number of heads and the image size. The variants of tables 5 and 7 have the
+# depth, the width and the number of heads.
 VARIANTS = {
     f"vit-{size}-h{heads}-{image_size}": {
         "image_size": image_size,
@@ -37,23 +38,26 @@ VARIANTS = {
 class ViTImpulseInitConfig(PlainViTConfig):
     r"""
     Configuration of a vision transformer whose attention is initialized as a convolution (Zheng et al., *Structured
-    Initialization for Attention in Vision Transformers*, arXiv 2404.01139). The defaults are ViT-T for 32 x 32 pixels
-    with sinusoidal positions and average pooling; `from_variant` makes the other models. Further fields are documented
-    in `PlainViTConfig` and `AttentionStartConfig`. The paper's method is `initialization_options={"solver": "adam",
-    "value_init": "default"}`; its authors ran `"adam_bounded"` (docs/impulse_initialization.md).
+    Initialization for Attention in Vision Transformers*, arXiv 2404.01139). The default model is ViT-T for images of
+    32 x 32 pixels, with sinusoidal positions and average pooling. `from_variant` returns the configurations of the
+    paper's models. Other fields are documented in `PlainViTConfig` and `AttentionStartConfig`. With
+    `initialization_options={"solver": "adam", "value_init": "default"}`, the initialization is Algorithm 1 of the
+    paper. The authors' code has `"adam_bounded"` instead of `"adam"` (docs/impulse_initialization.md).
 
     Args:
         position_embedding (`str`, *optional*, defaults to `"sincos"`):
-            `"sincos"`, a fixed sinusoidal encoding; `"learned"` (table 1), initialized with the sinusoidal encoding
-            or, for baselines, truncated normal; or `"random"`, learned and initialized normal.
+            `"sincos"` for a fixed sinusoidal encoding, `"learned"` (table 1) for learned positions, or `"random"` for
+            learned positions with a normal initialization. `"learned"` positions are initialized with the sinusoidal
+            encoding or, without a structured `initialization`, with a truncated normal distribution.
         position_std (`float`, *optional*, defaults to 0.36):
-            Standard deviation of random positions. The NeurIPS 2025 code has 0.02, and 18 times as much in one setup.
+            Standard deviation of `"random"` positions. The NeurIPS 2025 code has 0.02, and 18 x 0.02 in one setup.
         pooling (`str`, *optional*, defaults to `"mean"`):
-            Pooling for the classifier: `"mean"`, the average of tokens after the final LayerNorm, or `"cls"`, a
-            learned [CLS] (table 1).
+            Input of the classifier: `"mean"` for the mean of all tokens after the final LayerNorm, or `"cls"` for a
+            learned [CLS] token (table 1).
         initialization (`str`, *optional*, defaults to `"impulse"`):
-            Initialization of new weights: `"impulse"` or `"mimetic"` for attention, with other linear layers truncated
-            normal; or `"trunc_normal"` (timm's) or `"kaiming_uniform"` (PyTorch's) for all linear layers.
+            Initialization of new weights. `"impulse"` and `"mimetic"` initialize attention; other linear layers are
+            then truncated normal. `"trunc_normal"` (as in timm) and `"kaiming_uniform"` (as in PyTorch) initialize all
+            linear layers.
     """
 
     model_type = "vit_impulse_init"
@@ -69,7 +73,7 @@ class ViTImpulseInitConfig(PlainViTConfig):
     initialization: Initialization = "impulse"
 
     def validate_positions(self):
-        """Check that the width can hold sines and cosines of x and y."""
+        """Check that `hidden_size` is divisible by 4, because positions have sines and cosines of x and y."""
         if self.hidden_size % 4:
             raise ValueError(
                 f"`hidden_size`={self.hidden_size} is not a multiple of 4 (sines and cosines of x and y)."

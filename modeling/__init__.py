@@ -1,1 +1,1 @@
-"""Models, one file a family, and the methods that work on models."""
+"""Models, one file for each model family, and methods that work on models."""

@@ -1,4 +1,4 @@
-"""Notebook of a SparseFormer's repository, which the hub offers to open in Colab and Kaggle."""
+"""Notebook for a SparseFormer's hub repository. The hub has buttons that open `notebook.ipynb` in Colab and Kaggle."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ axes.axis("off");"""
 
 
 def write_notebook(model: HubModel, folder: str | Path, name: str):
-    """Write `notebook.ipynb` to a folder if the model is a classifier or vision model of the SparseFormers.
+    """Write `notebook.ipynb` to a folder if `model` is a SparseFormer classifier or vision model.
 
     Args:
         name (`str`): Hub id or folder from which the notebook loads the model.

@@ -1,7 +1,6 @@
-"""SparseFormers in open_clip: a visual tower for open_clip's models, and conversion of models from and to
-Transformers.
+"""SparseFormers in open_clip: a visual tower, and conversion of models between open_clip and Transformers.
 
-Only `to_open_clip`, which builds a model of open_clip, imports open_clip.
+Only `to_open_clip` imports the package open_clip.
 """
 
 import copy
@@ -24,10 +23,10 @@ from .modeling_sparseformer_clip import (
 )
 
 
-# PIL's resampling filters, by their names in open_clip.
+# PIL's resampling filters for open_clip's names of interpolation modes.
 RESAMPLE = {"bilinear": 2, "bicubic": 3, "random": 3}
-# Parts of the names of text weights in open_clip, and the names that replace them in Transformers' text models.
-# Queries, keys and values are one tensor in open_clip.
+# Parts of the names of text weights: name in open_clip, then name in Transformers. "qkv" stands for three weights in
+# Transformers, because queries, keys and values are one tensor in open_clip.
 TEXT_NAMES = {
     "transformer.resblocks.": "encoder.layers.",
     "token_embedding.": "embeddings.token_embedding.",
@@ -43,11 +42,11 @@ TEXT_NAMES = {
 
 
 class OpenClipVisual(nn.Module):
-    """A SparseFormer with the interface of open_clip's visual towers: `clip.visual = OpenClipVisual(model)`.
+    """SparseFormer with the interface of open_clip's visual towers, for `clip.visual = OpenClipVisual(model)`.
 
     Args:
         model (`SparseFormerVisionModelWithProjection`, or `SparseFormerVisionModel` for a SigLIP):
-            A SparseFormer that was bootstrapped from the replaced tower.
+            A SparseFormer that was bootstrapped from the visual tower of `clip`.
     """
 
     def __init__(self, model: SparseFormerVisionModelWithProjection | SparseFormerVisionModel):
@@ -81,7 +80,7 @@ class OpenClipVisual(nn.Module):
         return outputs.image_embeds if self.projects else outputs.pooler_output
 
     def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False):
-        """Freeze the whole tower."""
+        """Freeze all parameters. `unlocked_groups` must be 0, and `freeze_bn_stats` is ignored."""
         if unlocked_groups:
             raise ValueError(f"unlocked_groups is {unlocked_groups}, expected 0: the tower is frozen as a whole.")
         self.requires_grad_(False)
@@ -95,8 +94,8 @@ class OpenClipVisual(nn.Module):
 
 
 def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImageProcessor:
-    """Return the image processor of Transformers that is equivalent to an open_clip model's preprocessing. Raise a
-    ValueError if there is none."""
+    """Return a Transformers image processor that is equivalent to an open_clip model's preprocessing. Raise a
+    ValueError if Transformers has no such image processor."""
     wanted = getattr(model, "visual", model).preprocess_cfg
     height, width = pair(wanted["size"])
     normalization = {
@@ -118,17 +117,18 @@ def open_clip_image_processor(model: nn.Module) -> CLIPImageProcessor | ViTImage
 
 @torch.no_grad()
 def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSiglipModel:
-    """Convert an open_clip model with an `OpenClipVisual` to Transformers. The result is in evaluation mode and has
+    """Convert an open_clip model with an `OpenClipVisual` to Transformers. The new model is in evaluation mode and has
     copies of the weights.
 
     Args:
-        clip (`open_clip.CLIP` or `open_clip.CustomTextCLIP`): The model.
+        clip (`open_clip.CLIP` or `open_clip.CustomTextCLIP`): A model whose `visual` is an `OpenClipVisual`.
 
     Returns:
-        A `SparseFormerSiglipModel` if the logits have a bias, else a `SparseFormerCLIPModel`.
+        A `SparseFormerSiglipModel` if `clip` has a `logit_bias`, else a `SparseFormerCLIPModel`.
 
     Raises:
-        ValueError: if the model has another visual tower, or its text side differs from Transformers' CLIP or SigLIP.
+        ValueError: if `clip.visual` is no `OpenClipVisual` or does not fit the type of `clip`, or if the text model
+            differs from the text models of CLIP and SigLIP in Transformers.
     """
     visual = getattr(clip, "visual", None)
     is_siglip = getattr(clip, "logit_bias", None) is not None
@@ -177,7 +177,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     else:
         pooling = getattr(text, "pool_type", getattr(text, "text_pool_type", "argmax"))
         eos_token_id = getattr(text, "eos_id", getattr(text, "text_eos_id", 2))
-        # With `eos_token_id=2`, Transformers pools at the highest token id, as open_clip does with "argmax".
+        # With `eos_token_id=2`, Transformers pools at the highest token id, like open_clip's "argmax".
         text_config |= {"eos_token_id": eos_token_id if pooling == "eos" else 2, "pad_token_id": 0}
         config = SparseFormerCLIPConfig(
             text_config=text_config,
@@ -192,7 +192,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     model.logit_scale.copy_(clip.logit_scale.squeeze())
     model.vision_model.load_state_dict(visual.model.base_model.state_dict())
     model.eval()
-    # Check that both models return equal embeddings of random token ids, padded with 0.
+    # Check that both models return equal embeddings for random token ids that are padded with 0.
     config = model.config.text_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (8, config.max_position_embeddings), generator=generator)
@@ -205,8 +205,8 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
 
 
 def text_names(text: nn.Module) -> dict[str, str]:
-    """Return a dictionary from open_clip's names of text weights to Transformers' names, without the projection of the
-    embedding. A name with `qkv` is one tensor of queries, keys and values."""
+    """Map open_clip's names of text weights to Transformers' names, without the final projection. In Transformers'
+    names, "qkv" stands for the weights of queries, keys and values, which are one tensor in open_clip."""
     names = {}
     for theirs in text.state_dict():
         if theirs.startswith(("transformer.", "token_embedding.", "positional_embedding", "ln_final.")):
@@ -218,14 +218,14 @@ def text_names(text: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.Module:
-    """Convert a Transformers model with a SparseFormer to open_clip, which must be installed. The result is in
-    evaluation mode and has copies of the weights.
+    """Convert a Transformers CLIP or SigLIP with a SparseFormer to open_clip. The package open_clip must be installed.
+    The new model is in evaluation mode and has copies of the weights.
 
     Args:
-        model (`SparseFormerCLIPModel` or `SparseFormerSiglipModel`): The model.
+        model (`SparseFormerCLIPModel` or `SparseFormerSiglipModel`): The model to convert.
 
     Returns:
-        open_clip's `CLIP` or, for a SigLIP, `CustomTextCLIP`, with an `OpenClipVisual`.
+        An `open_clip.CustomTextCLIP` for a SigLIP, else an `open_clip.CLIP`. Its `visual` is an `OpenClipVisual`.
     """
     import open_clip
 
@@ -237,7 +237,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         "width": config.hidden_size,
         "heads": config.num_attention_heads,
         "layers": config.num_hidden_layers,
-        # open_clip truncates the product of this ratio and the width; 0.5 makes up for rounding errors.
+        # open_clip computes the MLP width as `int(width * mlp_ratio)`. Without 0.5, a rounding error could reduce it.
         "mlp_ratio": (config.intermediate_size + 0.5) / config.hidden_size,
         "norm_kwargs": {"eps": config.layer_norm_eps},
         "act_kwargs": {"approximate": "tanh"} if config.hidden_act == "gelu_pytorch_tanh" else None,
@@ -248,7 +248,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         text |= {"pool_type": "eos", "eos_id": config.eos_token_id}
     clip = (open_clip.CustomTextCLIP if is_siglip else open_clip.CLIP)(
         embed_dim=config.projection_size if is_siglip else model.config.projection_dim,
-        # The tower is small, because it is replaced below.
+        # This visual tower is small, because `OpenClipVisual` replaces it below.
         vision_cfg={"layers": 1, "width": 64, "head_width": 64, "patch_size": 16, "image_size": 16},
         text_cfg=text,
         quick_gelu=config.hidden_act == "quick_gelu",

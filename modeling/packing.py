@@ -1,7 +1,7 @@
 """Linear layers whose weights are packed once for oneDNN's matrix products on CPUs.
 
-TorchInductor's freezing packs weights, too, but compiles for minutes. On AMD's CPUs, oneDNN's products are much faster
-than those of MKL, PyTorch's default.
+Freezing in TorchInductor also packs weights, but the compilation takes minutes. On AMD CPUs, oneDNN's matrix products
+are much faster than those of MKL, which PyTorch uses by default.
 """
 
 import functools
@@ -17,12 +17,12 @@ MIN_SPEEDUP = 1.1
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer on the CPU, in float32 or bfloat16, that computes with a packed copy of its weight where no
-    gradient is needed.
+    """Linear layer on the CPU, in float32 or bfloat16, with a packed copy of its weight. The layer computes with the
+    packed copy if gradients are disabled.
 
-    The layer shares weight and bias with `linear`. It computes without the copy once the weight has changed or moved.
-    In-place changes by `.data` and NumPy are found by a sample of the weight, which may miss a change of a few
-    elements; pack the layer again after such a change.
+    The layer shares weight and bias with `linear`. If the weight is changed or moved, the layer computes without the
+    packed copy. In-place changes through `.data` or NumPy are detected only in a sample of the elements. After such a
+    change of a few elements, pack the layer again.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -34,10 +34,10 @@ class PackedLinear(nn.Linear):
         self.packed_state = self.weight_state()
 
     def weight_state(self) -> tuple[int, int, list[float]] | None:
-        """Return a value that differs once the weight has changed, or None for a weight without a version counter,
-        which was made under `torch.inference_mode()`.
+        """Return a value that changes if the weight changes, or None if the weight was made under
+        `torch.inference_mode()` and has no version counter.
 
-        Changes by `.data` or NumPy do not increase the version, so the value also has a sample of every row.
+        Changes through `.data` or NumPy do not increase the version, so the value includes elements of every row.
         """
         if self.weight.is_inference():
             return None
@@ -50,18 +50,18 @@ class PackedLinear(nn.Linear):
         return multiply(input, self.packed, self.bias)
 
     def can_use_packed(self, input: torch.Tensor) -> bool:
-        """Whether the packed weight is up to date, and the product is computed in its dtype."""
+        """Return whether the packed weight is up to date and has the device and dtype of `input`."""
         if torch.is_autocast_enabled("cpu") or input.device.type != "cpu" or input.dtype != self.weight.dtype:
             return False
         return input.numel() > 0 and self.packed_state is not None and self.packed_state == self.weight_state()
 
     def __getstate__(self) -> dict:
-        # Packed weights cannot be copied or pickled; copies compute without them.
+        # Packed weights cannot be copied or pickled. A copy of the layer computes without a packed weight.
         return self.__dict__ | {"packed": None, "packed_state": None}
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Pack a weight, `(out_features, in_features)`, for oneDNN's products."""
+    """Pack a weight, `(out_features, in_features)`, for oneDNN's matrix products."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
 
@@ -72,10 +72,11 @@ def multiply(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | Non
 
 @functools.cache
 def packing_pays(dtype: torch.dtype) -> bool:
-    """Whether packed products are `MIN_SPEEDUP` times as fast on this machine, measured in about 50 ms."""
+    """Return whether a packed weight makes a matrix product `MIN_SPEEDUP` times as fast on this CPU. The measurement
+    takes about 50 ms."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
-    # The sizes are those of one image's tokens and of a layer in a small model.
+    # Sizes of the tokens of one image and of a linear layer in a small model.
     input = torch.ones(64, 384, dtype=dtype)
     weight = torch.ones(1536, 384, dtype=dtype)
     try:
@@ -90,11 +91,11 @@ def packing_pays(dtype: torch.dtype) -> bool:
 
 
 def pack_linear_layers(model: nn.Module) -> int:
-    """Pack a model's linear layers for inference, in place, if it is on a CPU where that is faster. The packed copies
-    take as much memory as the weights.
+    """Pack the linear layers of a model on the CPU for inference, in place, if packed weights are faster. The packed
+    copies take as much memory as the weights.
 
     Returns:
-        `int`: The number of packed layers. Layers whose weights were made under `torch.inference_mode()` are left out.
+        `int`: Number of packed layers. Layers whose weights were made under `torch.inference_mode()` are not packed.
     """
     count = 0
     for module in list(model.modules()):

@@ -1,10 +1,9 @@
-"""Cells of tokens. Placement by content starts from a grid, merges blocks of four cells with little detail, and splits
-cells with much detail in four.
+"""Placement of a PatchSparseFormer's tokens: each token has a cell of the image. Placement by content starts from the
+cells of a grid. It merges blocks of four cells with little detail, and splits cells with much detail in four.
 
-One block is merged for every cell that is split. All images of a batch therefore have the same number of tokens, no
-loop runs over images or cells, and an image with even detail keeps the grid. Earlier work on patches of mixed
-resolutions: Ronen et al., *Vision Transformers with Mixed-Resolution Tokenization*, 2023; *Adaptive Patch
-Transformer*, 2026, which splits by entropy and a threshold.
+One block is merged for every cell that is split, so that all images of a batch have the same number of tokens. An
+image with the same detail everywhere keeps the grid. Earlier methods with patches of mixed resolutions are Ronen et
+al., *Vision Transformers with Mixed-Resolution Tokenization*, 2023, and *Adaptive Patch Transformer*, 2026.
 """
 
 import torch
@@ -16,10 +15,10 @@ from ..configuration.configuration_patch_sparseformer import PatchSparseFormerCo
 from .layers import in_float32
 
 
-# Relative decrement of scores by index: it breaks ties, so that all devices choose the same cells, and keeps the score
-# of a part of a cell below the score of the cell.
+# Relative decrease of scores per index of a cell. It breaks ties, so that all devices choose the same cells. It also
+# keeps the score of each part of a cell below the score of the cell.
 TIE = 2.0**-20
-# Example of a grid with even numbers of rows and columns, in which every cell belongs to a block of four.
+# Stands for any grid with even numbers of rows and columns. In such a grid, every cell belongs to a block of four.
 EVEN = (2, 2)
 
 
@@ -31,8 +30,8 @@ def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
 
 
 def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RoIs, `(cells, 4)`, and areas, `(cells,)`, of the first grid's blocks of four, then of all grids' cells.
-    A cell of the first grid has area 1."""
+    """Return RoIs, `(cells, 4)`, and areas, `(cells,)`, of all cells of a placement: the blocks of four cells in the
+    first grid, then the cells of each grid. A cell of the first grid has area 1."""
     rois = [grid_rois(grid) for grid in grids]
     blocks = without_middle(rois[0].mT.unflatten(1, grids[0]), grids[0])
     first = blocks[:2, ::2, ::2]
@@ -43,8 +42,8 @@ def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cut_patches(images: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Cut images `(batch, channels, rows * height, columns * width)` into patches, `(batch, rows, columns, channels *
-    height * width)`, which are flattened with channels first."""
+    """Cut images, `(batch, channels, rows * height, columns * width)`, into patches. Return the flattened patches,
+    `(batch, rows, columns, channels * height * width)`, with channels first."""
     height, width = patch_size
     patches = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
@@ -54,11 +53,11 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
     """Return the patches of chosen cells.
 
     Args:
-        levels (`list[torch.Tensor]`): The images, `(batch, channels, height, width)`, at the resolution of each level.
-        cells (`torch.LongTensor` of shape `(batch, tokens)`): Indices of cells, counted through all levels.
+        levels (`list[torch.Tensor]`): Argument of `ContentPlacement.forward`.
+        cells (`torch.LongTensor` of shape `(batch, tokens)`): Indices of cells, as `choose_cells` returns them.
 
     Returns:
-        Flattened patches, `(batch, tokens, channels * height * width)`, see `cut_patches`.
+        Patches, `(batch, tokens, channels * height * width)`, flattened as in `cut_patches`.
     """
     images = torch.arange(cells.shape[0], device=cells.device).unsqueeze(1)
     picked = None
@@ -66,8 +65,8 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
     for level in levels:
         patches = level.unfold(2, patch_size[0], patch_size[0]).unfold(3, patch_size[1], patch_size[1])
         rows, columns = patches.shape[2:4]
-        # Cells of other levels get an arbitrary patch, which `where` discards. This is faster than cutting all patches
-        # of a level.
+        # Cells of other levels get an arbitrary patch, which `torch.where` discards. This is faster than cutting all
+        # patches of each level.
         index = (cells - first).clamp(0, rows * columns - 1)
         of_level = patches[images, :, index // columns, index % columns].flatten(2)
         picked = of_level if picked is None else torch.where((cells >= first).unsqueeze(-1), of_level, picked)
@@ -76,13 +75,13 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
 
 
 def middle(count: int) -> int:
-    """Return the row or column of an odd grid that belongs to no block of four: the middle one or its neighbor."""
+    """Return which of an odd number of rows or columns belongs to no block of four: the middle or the next one."""
     return 2 * ((count + 1) // 4)
 
 
 def without_middle(values: torch.Tensor, grid: tuple[int, int], patch_size: tuple[int, int] = (1, 1)) -> torch.Tensor:
-    """Drop the middle row and column of odd grids from values `(…, rows, columns)`, where each cell has `patch_size`
-    values."""
+    """Remove the cells that belong to no block of four (see `middle`) from values, `(…, rows * height, columns *
+    width)`. Each cell has height x width values (`patch_size`)."""
     for axis, count, points in zip((-2, -1), grid, patch_size, strict=True):
         if count % 2:
             start = middle(count) * points
@@ -95,16 +94,16 @@ def without_middle(values: torch.Tensor, grid: tuple[int, int], patch_size: tupl
 def merge_in_four(
     values: torch.Tensor, grid: tuple[int, int] = EVEN, patch_size: tuple[int, int] = (1, 1)
 ) -> torch.Tensor:
-    """Average values of cells over blocks of four; shapes are those of `without_middle`."""
+    """Average the values of cells over blocks of four cells. Arguments are those of `without_middle`."""
     values = without_middle(values, grid, patch_size)
-    # Slices take a third of the time of average pooling.
+    # Adding slices takes a third of the time of `avg_pool2d`.
     rows = values[..., ::2, :] + values[..., 1::2, :]
     return (rows[..., ::2] + rows[..., 1::2]) / 4
 
 
 def split_in_four(values: torch.Tensor, grid: tuple[int, int] = EVEN, fill: float = 0.0) -> torch.Tensor:
-    """Repeat values of cells, `(batch, rows, columns)`, for the four parts of each cell. Cells of `grid` that belong
-    to no block of four get the value `fill`."""
+    """Repeat the value of each cell, `(batch, rows, columns)`, for the four parts of the cell. The parts are cells of
+    `grid`. Cells of `grid` that belong to no block of four get the value `fill`."""
     values = values.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
     for axis, count in enumerate(grid, start=1):
         if count % 2:
@@ -120,14 +119,14 @@ def detail(level: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
 
 
 def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: tuple[int, int]) -> list[torch.Tensor]:
-    """Return the detail that cells lose at the resolution of a patch: the mean square of gray values in a cell at the
-    finest level minus the mean square at the cell's level.
+    """Return the detail that each cell loses if it is resized to a patch: the mean square of its gray values in
+    `levels[-1]`, minus the mean square of its gray values at the cell's own level.
 
     Args:
         levels (`list[torch.Tensor]`): Argument of `ContentPlacement.forward`.
 
     Returns:
-        `(batch, rows, columns)` for each level except the finest.
+        A tensor `(batch, rows, columns)` for each level except the last.
     """
     finest = detail(levels[-1], patch_size)
     losses: list[torch.Tensor] = []
@@ -138,19 +137,19 @@ def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: t
 
 
 def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
-    """Choose as many cells for each image as the grid has.
+    """Choose cells for each image, as many as the grid has.
 
-    At first, each block of four is one cell. The number of splits equals the number of blocks; blocks and cells with
-    the largest scores are split. The score of a part is at most the score of its cell.
+    At first, each block of four cells is one cell. Then the cells with the largest scores are split in four; the
+    number of splits is the number of blocks. The score of a part is limited to the score of its cell.
 
     Args:
         split_scores (`list[torch.Tensor]`):
-            Scores of the blocks, the grid's cells and the cells of each finer grid except the finest, `(batch, rows,
-            columns)` each.
+            Scores of the blocks, of the grid's cells, and of the cells of each finer grid except the finest, `(batch,
+            rows, columns)` each.
 
     Returns:
-        Indices of cells in ascending order, `(batch, rows * columns)` int64, counted through blocks, grid and finer
-        grids, row by row.
+        Indices of cells in ascending order, `(batch, rows * columns)` int64. Indices count the blocks, then the cells
+        of the grid, then the cells of each finer grid, row by row.
     """
     sizes = [scores[0].numel() for scores in split_scores]
     grids = [grid] + [EVEN] * (len(split_scores) - 1)
@@ -158,7 +157,7 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
     coarser = None
     first = 0
     for scores, size, shape in zip(split_scores, sizes, [grid, *grids], strict=False):
-        # Scores have to be positive, so that the decrement makes them smaller.
+        # Scores have to be positive, so that the factor `1 - TIE * numbers` makes them smaller.
         scores = in_float32(scores).clamp(min=1e-20)
         if coarser is not None:
             scores = torch.minimum(scores, split_in_four(coarser, shape, float("inf")))
@@ -175,16 +174,16 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
         remaining.append((exists - split).flatten(1))
         exists = split_in_four(split, shape, 1.0)
     remaining = torch.cat([*remaining, exists.flatten(1)], dim=1)
-    # Falling ranks make `topk` return indices in ascending order.
+    # Decreasing ranks make `topk` return indices in ascending order.
     ranks = torch.arange(remaining.shape[1], 0, -1, device=remaining.device)
     return (remaining * ranks).topk(grid[0] * grid[1]).indices
 
 
 class AttentionForecast(nn.Module):
-    """Predict a teacher's attention to each cell of a grid from the pixels of the cells around it.
+    """Predict a teacher's attention to each cell of a grid from the pixels of the cell and of cells near it.
 
-    Patches are embedded to few channels; dilated convolutions then reach seven cells in each direction. Before
-    training, the prediction is equal for all cells.
+    A patch embedding with few channels is followed by dilated convolutions, which reach seven cells in each direction.
+    Before training, the prediction is equal for all cells.
     """
 
     WIDTH = 32
@@ -198,8 +197,8 @@ class AttentionForecast(nn.Module):
         self.head = nn.Conv2d(self.WIDTH, 1, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Predict a logit for each cell, `(batch, rows, columns)` float32. In the images, `(batch, channels, height,
-        width)`, each cell covers `patch_size` pixels."""
+        """Return a logit for each cell, `(batch, rows, columns)` float32. A cell is a patch of `image`, `(batch,
+        channels, height, width)`."""
         states = self.embedding(image.to(self.embedding.weight.dtype))
         for convolution in self.convolutions:
             states = states + convolution(F.gelu(states))
@@ -207,25 +206,27 @@ class AttentionForecast(nn.Module):
 
 
 class ContentPlacement(nn.Module):
-    """Choose the cells of each image. The score for splitting a cell is the root of its lost detail times the
-    teacher's predicted attention to it."""
+    """Choose the cells of each image by content. A cell's score in `choose_cells` is the square root of its lost
+    detail, multiplied by the teacher's predicted attention to the cell."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
         self.patch_size = pair(config.patch_size)
-        # Only bootstrapping trains the forecast. Other distributed trainings would wait for its gradients in vain.
+        # Only bootstrapping trains the forecast. In other trainings, it must be frozen, because distributed training
+        # expects gradients of all trainable parameters.
         self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             levels (`list[torch.Tensor]`):
-                Images at the resolution of the grid's blocks of four, its cells, and at least one finer grid, `(batch,
-                channels, height, width)` float32 each.
-            grid (`tuple[int, int]`): Rows and columns.
+                The images at three or more resolutions, `(batch, channels, height, width)` float32 each. A patch of
+                `levels[0]` is a block of four cells, a patch of `levels[1]` is a cell of the grid, and a patch of each
+                further level is a cell of a finer grid.
+            grid (`tuple[int, int]`): Number of rows and number of columns.
 
         Returns:
-            Indices of cells, see `choose_cells`, and logits of the `AttentionForecast` for the first finer grid.
+            Indices of cells (`choose_cells`), and logits of the `AttentionForecast` for the first finer grid.
         """
         logits = self.forecast(levels[2])
         with torch.no_grad():

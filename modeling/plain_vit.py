@@ -1,9 +1,8 @@
-"""Conversion of a PatchSparseFormer to a plain vision transformer of Transformers, the implementation of
-`to_plain_vit`.
+"""Conversion of a PatchSparseFormer to a plain vision transformer of Transformers.
 
-A student whose tokens are the cells of a grid computes the same as its teacher's architecture on smaller images. A
-model of the teacher's class, the host, is built for these smaller images, and the student's weights are copied into
-the modules that `read_anatomy` finds in the host.
+If a student's tokens are the cells of a grid, a model of the teacher's class computes the same outputs from smaller
+images, in which each patch is a cell. Such a model, here called the host, is built for these smaller images. The
+student's weights are then copied into the modules that `read_anatomy` finds in the host.
 """
 
 import copy
@@ -33,7 +32,7 @@ from .inheritance import TOLERANCE, load_block, load_pooling, load_weights
 from .layers import check_num_tokens
 
 
-# Configuration fields of hosts that a student's configuration has as well.
+# Configuration fields that a host and a student have in common.
 SHARED_FIELDS = (
     "hidden_act",
     "hidden_size",
@@ -43,9 +42,9 @@ SHARED_FIELDS = (
     "num_channels",
     "num_hidden_layers",
 )
-# Configuration fields of hosts that switch on a bias. All are set, because a student has all biases.
+# Configuration fields that add a bias to a host. All are set to `True`, because a student has all of these biases.
 BIASES = ("attention_bias", "key_bias", "mlp_bias", "proj_bias", "qkv_bias", "query_bias", "value_bias")
-# Model types of hosts that take rectangular images; all others take square images alone.
+# Model types of hosts that accept rectangular images. Hosts of all other types accept only square images.
 TAKES_RECTANGLES = ("deit", "dinov3_vit", "ijepa", "vit", "vit_mae", "vit_msn")
 
 
@@ -53,8 +52,8 @@ TAKES_RECTANGLES = ("deit", "dinov3_vit", "ijepa", "vit", "vit_mae", "vit_msn")
 def to_plain_vit(
     student: PreTrainedModel, num_tokens: int | None, like: PreTrainedConfig | str | os.PathLike | None
 ) -> PreTrainedModel:
-    """Return a student as a model of its teacher's class. This function implements
-    `PatchSparseFormerModel.to_plain_vit`, which documents the arguments."""
+    """Convert a student to a model of its teacher's class. `PatchSparseFormerModel.to_plain_vit` calls this function
+    and documents the arguments."""
     config = student.config
     if config.placement == "content":
         raise ValueError(
@@ -83,7 +82,7 @@ def to_plain_vit(
         copy_weights(student, anatomy, grid)
         if student.dtype == torch.float32:
             check_host(student, anatomy, count)
-    # These errors occur if the host's architecture, and so its modules or weights, differ from the student's.
+    # These errors occur if the host has another architecture than the student.
     except (AttributeError, RuntimeError, StrictDataclassError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -93,7 +92,7 @@ def to_plain_vit(
 
 
 def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str):
-    """Raise a ValueError if a grid is not square and models of this type take square images alone."""
+    """Raise a ValueError if `grid` is not square and models of type `model_type` accept only square images."""
     rows, columns = grid
     if rows == columns or model_type in TAKES_RECTANGLES:
         return
@@ -106,21 +105,21 @@ def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str)
 
 
 def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tuple[int, int]):
-    """Set a host's configuration, in place, to the student's sizes and to images whose patches form `grid`."""
+    """Set the student's sizes in a host's configuration, in place, and the image size whose patches form `grid`."""
     config = student.config
     patch_size = pair(config.patch_size)
     image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
     has_head = student.base_model.pooling_head is not None
     fields = {name: getattr(config, name) for name in SHARED_FIELDS}
     fields |= dict.fromkeys(BIASES, True)
-    # The pooling head of AIMv2 and SigLIP is optional; AIMv2 has fixed positions if `is_native` is true.
+    # The pooling head of AIMv2 and SigLIP is optional. With `is_native=False`, AIMv2 has learned positions.
     fields |= {"use_head": has_head, "vision_use_head": has_head, "is_native": False}
-    # SigLIP 2 NaFlex has a number of patches instead of an image size.
+    # The configuration of SigLIP 2 NaFlex has a number of patches instead of an image size.
     fields["num_patches"] = math.prod(grid)
-    # C-RADIO normalizes pixels; the student's weights include this normalization.
+    # C-RADIO normalizes pixels in the model. This is disabled, because the student's weights include normalization.
     fields |= {"max_img_size": max(image_size)}
     fields |= {"norm_mean": [0.0] * config.num_channels, "norm_std": [1.0] * config.num_channels}
-    # ViTMAE masks patches by default.
+    # By default, ViTMAE would mask patches.
     fields["mask_ratio"] = 0.0
     for name, size in (("patch_size", patch_size), ("image_size", image_size)):
         keeps_pair = isinstance(getattr(host_config, name, None), list | tuple) or size[0] != size[1]
@@ -131,7 +130,7 @@ def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tu
 
 
 def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a new host with a classifier or a projection if the student has one."""
+    """Return a new host. It has a classifier if the student has one, or a projection if the student has one."""
     if hasattr(student, "visual_projection"):
         if config.model_type != "clip_vision_model":
             raise ValueError(f"Transformers has no {config.model_type} with a projection; expected clip_vision_model.")
@@ -150,7 +149,7 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
     for name in ("id2label", "label2id", "problem_type"):
         setattr(config, name, getattr(student.config, name))
     host_class = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
-    # For some models, the mapping has several classes, of which the first has a single classifier.
+    # For DeiT and others, the mapping has several classes. The first class has a single classifier.
     if isinstance(host_class, tuple):
         host_class = host_class[0]
     return host_class(config)
@@ -175,7 +174,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
         positions = positions + projection.bias
     if isinstance(anatomy.patch_positions, GridPositions):
         table = anatomy.patch_positions.table.flatten(0, -2)
-        # The student's class tokens and registers include their positions.
+        # Positions of class tokens and registers are zero, because the student's tokens already include them.
         table.copy_(F.pad(positions, (0, 0, len(table) - len(positions), 0)))
     prefix = [tokens for tokens in (embeddings.cls_token, embeddings.register_tokens) if tokens is not None]
     first = 0
@@ -190,7 +189,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
         head = read_head(base.pooling_head)
         load_pooling(anatomy.pooling.head, head)
         if anatomy.model.config.model_type == "aimv2_vision_model":
-            # AIMv2 does not project its learned query.
+            # AIMv2 has no query projection, so its learned query is the projection of the student's query.
             anatomy.pooling.head.probe.copy_(head.attention.query(head.probe))
     if anatomy.classifier is not None:
         load_weights(anatomy.classifier, student.classifier)
@@ -199,7 +198,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
 
 
 def check_host(student: PreTrainedModel, anatomy: Anatomy, num_tokens: int):
-    """Raise a ValueError unless a host and its student have equal outputs for two images of noise."""
+    """Raise a ValueError if a host and its student have different outputs for two images of noise."""
     images = make_example(anatomy)
     with evaluation_mode(student):
         outputs = student(images, num_tokens=num_tokens)

@@ -1,7 +1,8 @@
 """Initialization of the reference implementation of *Bootstrapping ViTs* (Zhang et al., CVPR 2022).
 
-The effect of hints depends on it. Hints compare features after a LayerNorm, whose gradient is large for tokens of
-small norm, for example if patch projections are initialized with a standard deviation of 0.02.
+The effect of the hint loss depends on this initialization. The hint loss compares features after a LayerNorm, and the
+gradient of a LayerNorm is large for tokens with a small norm. Tokens have a small norm if, for example, patch
+projections are initialized with a standard deviation of 0.02.
 """
 
 import torch
@@ -17,14 +18,14 @@ REFERENCE = "reference"
 
 @torch.no_grad()
 def reference_init_(vit: ViTForImageClassification):
-    """Initialize all weights of a ViT in place, except norms and weights that `from_pretrained` has loaded.
+    """Initialize the weights of a ViT in place. Norms and weights that `from_pretrained` has loaded do not change.
 
-    - Patch projections: standard normal, biases zero.
-    - Linear layers: Xavier-uniform, with queries, keys and values as one matrix; biases zero.
-    - Linear layers of MLPs: Xavier-uniform, biases standard normal. The authors may have meant small biases: their
-      code calls `normal_(bias, 1e-6)`, which sets the mean and leaves the standard deviation at 1.
+    - Patch projection: standard normal weights, zero biases.
+    - Attention: Xavier-uniform weights, with queries, keys and values as one matrix, and zero biases.
+    - MLPs: Xavier-uniform weights, standard normal biases. The authors may have meant small biases: their code calls
+      `normal_(bias, 1e-6)`, which sets the mean to 1e-6 and leaves the standard deviation at 1.
     - Positions and [CLS]: normal with a standard deviation of 0.02.
-    - Classifiers: PyTorch's default.
+    - Classifier: PyTorch's default.
 
     Raises:
         ValueError: if `vit` is not a `ViTForImageClassification`.
@@ -54,13 +55,13 @@ def reference_init_(vit: ViTForImageClassification):
 
 
 def init_patches_(projection: nn.Conv2d):
-    """Initialize the weights of a patch projection standard normal, and its bias zero."""
+    """Initialize a patch projection with standard normal weights and a zero bias."""
     init.normal_(projection.weight)
     init.zeros_(projection.bias)
 
 
 def init_xavier_(layer: nn.Module, bias_std: float = 0.0):
-    """Initialize weights Xavier-uniform, and biases zero or normal."""
+    """Initialize a linear layer with Xavier-uniform weights and a zero bias, or a normal bias if `bias_std` is set."""
     init.xavier_uniform_(layer.weight)
     if layer.bias is not None:
         init.normal_(layer.bias, mean=1e-6, std=bias_std) if bias_std else init.zeros_(layer.bias)

@@ -1,4 +1,4 @@
-"""Heads and loss of semantic segmentation from a few tokens (section 4.1 of Gao et al., *Bootstrapping SparseFormers
+"""Heads and loss for semantic segmentation from a few tokens (section 4.1 of Gao et al., *Bootstrapping SparseFormers
 from Vision Foundation Models*, CVPR 2024)."""
 
 import torch
@@ -16,24 +16,23 @@ IGNORED = 255
 
 
 def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return the logarithm of a Gaussian for each token, centered in its RoI.
+    """Return the logarithm of a Gaussian for each token. The center of the Gaussian is the center of the token's RoI.
 
-    The paper has "the Gaussian-like form w.r.t. token RoIs". Our standard deviations are half the RoI's width and
-    height, so that the logarithm is -1/2 in the middle of an edge and -4.5 one RoI size farther out. Standard
-    deviations are at least one cell, so that a token whose RoI has shrunk to a point keeps its weight in the cell of
-    the point.
+    The paper specifies only "the Gaussian-like form w.r.t. token RoIs". Our standard deviations are half the RoI's
+    width and half its height. The logarithm is then -1/2 in the middle of an edge, and -4.5 one RoI size farther out.
+    Standard deviations are at least one cell, so that a RoI that has shrunk to a point keeps a weight in its cell.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.
         height, width (`int`): Size of the map in cells.
 
     Returns:
-        `(batch, tokens, height, width)` float32, at most 0.
+        Logarithms, at most 0, `(batch, tokens, height, width)` float32.
     """
     left, top, right, bottom = in_float32(rois).unsqueeze(-1).unbind(-2)
 
     def along(low: torch.Tensor, high: torch.Tensor, cells: int) -> torch.Tensor:
-        """Return the logarithm along one axis, `(batch, tokens, cells)`."""
+        """Return the logarithm of a one-dimensional Gaussian, `(batch, tokens, cells)`."""
         centers = (torch.arange(cells, device=rois.device) + 0.5) / cells
         deviation = (0.5 * (high - low).abs()).clamp(min=1 / cells)
         distance = (centers - 0.5 * (low + high)) / deviation
@@ -44,7 +43,7 @@ def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 class SegmentationLayer(nn.Module):
-    """Transformer block at the width of the head."""
+    """Transformer block of `SegmentationHead`."""
 
     def __init__(self, config):
         super().__init__()
@@ -60,12 +59,14 @@ class SegmentationLayer(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """Class scores of each token, distributed over the map by single-head attention (equations 6 and 7).
+    """Segmentation head that classifies tokens and distributes their class scores over the cells of a map by
+    single-head attention (equations 6 and 7).
 
-    The paper specifies the width (256), two encoder blocks, a linear classifier, a predictive bias (a score added to
-    each token's attention), and a 3 x 3 convolution of the stem's map that gives the queries. Our choices for the
-    rest: blocks are pre-norm, with 64 channels per head and an MLP of four times the width; a LayerNorm follows; keys
-    and predictive bias come from linear layers without bias terms, which the softmax would cancel.
+    The paper specifies the width (256), two transformer blocks, a linear classifier, queries from a 3 x 3 convolution
+    of the stem's map, and a predictive bias, which is a score that is added to each token's attention. We chose the
+    other details. Blocks are pre-norm, with 64 channels per head and an MLP of four times the width. A LayerNorm
+    follows the blocks. Keys and predictive bias come from linear layers without biases, because the softmax cancels
+    such biases.
     """
 
     def __init__(self, config):
@@ -85,12 +86,12 @@ class SegmentationHead(nn.Module):
         """
         Args:
             tokens (`torch.Tensor` of shape `(batch, tokens, hidden_size)`): Latent tokens.
-            rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Their RoIs.
-            features (`torch.Tensor` of shape `(batch, stem_channels, height, width)`): The stem's map.
+            rois (`torch.Tensor` of shape `(batch, tokens, 4)`): RoIs of the latent tokens.
+            features (`torch.Tensor` of shape `(batch, stem_channels, height, width)`): Feature map of the stem.
 
         Returns:
-            Logits, `(batch, num_labels, height, width)`, and the attention weights of each token in each cell,
-            `(batch, tokens, height, width)`, which sum to 1 over the tokens.
+            Logits, `(batch, num_labels, height, width)`, and attention weights, `(batch, tokens, height, width)`. The
+            attention weights sum to 1 over the tokens.
         """
         tokens = self.reduction(tokens)
         for block in self.blocks:
@@ -99,8 +100,8 @@ class SegmentationHead(nn.Module):
         queries = self.query(features.to(tokens.dtype))
         size = queries.shape[-2:]
         keys = self.key(tokens) * tokens.shape[-1] ** -0.5
-        # Tokens are classified before they are spread over cells: the largest tensor then has one value for each token
-        # and cell.
+        # Tokens are classified before they are distributed over cells. In the other order, the classifier's input
+        # would have `HIDDEN_SIZE` channels for each cell.
         scores = in_float32(keys @ queries.flatten(2) + self.importance(tokens))
         weights = (scores + geometric_bias(rois, *size).flatten(2)).softmax(1).to(tokens.dtype)
         logits = self.classifier(tokens).mT @ weights
@@ -108,15 +109,15 @@ class SegmentationHead(nn.Module):
 
 
 class LinearDecoder(nn.Module):
-    """Linear classifier of the concatenated feature maps' cells."""
+    """Linear classifier for each cell of the concatenated feature maps."""
 
     def __init__(self, config):
         super().__init__()
         self.classifier = nn.Linear(len(config.out_features) * config.hidden_size, config.num_labels)
 
     def forward(self, maps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return logits, `(batch, num_labels, rows, columns)`, of maps `(batch, hidden_size, rows, columns)`, after
-        resizing all maps to the size of the last."""
+        """Return logits, `(batch, num_labels, rows, columns)`, for maps `(batch, hidden_size, rows, columns)`. All
+        maps are first resized to the size of the last map."""
         size = maps[-1].shape[-2:]
         maps = [
             features if features.shape[-2:] == size else F.interpolate(features, size, mode="bilinear")
@@ -126,12 +127,13 @@ class LinearDecoder(nn.Module):
 
 
 def semantic_segmentation_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy over labeled pixels, binary for a single class, or 0 if no pixel is labeled.
+    """Return the mean cross-entropy over labeled pixels, or 0 if no pixel is labeled. With one class, the loss is
+    binary cross-entropy.
 
     Args:
         logits (`torch.Tensor` of shape `(batch, num_labels, height, width)`):
-            Logits of any resolution; they are interpolated to the resolution of the labels.
-        labels (`torch.Tensor` of shape `(batch, height, width)`): Class indices; 255 is ignored.
+            Logits of any resolution. They are interpolated to the resolution of the labels.
+        labels (`torch.Tensor` of shape `(batch, height, width)`): Class indices. Pixels with index 255 are ignored.
     """
     labels = labels.to(logits.device).long()
     is_labeled = labels != IGNORED

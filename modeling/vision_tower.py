@@ -1,4 +1,4 @@
-"""Replacement of the vision tower of a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision by a SparseFormer."""
+"""Replacement of a VLM's vision tower by a SparseFormer, for LLaVA, PaliGemma, Gemma 3 and LLaVA-OneVision."""
 
 import copy
 from collections.abc import Iterable
@@ -41,36 +41,37 @@ GRID_MODELS = ("gemma3", "llava_onevision")
 def swap_vision_tower(
     vlm: PreTrainedModel, vision_model: nn.Module, image_grid: int | None = None, new_first_layer: bool = False
 ) -> PreTrainedModel:
-    """Return a VLM with its vision tower replaced by a SparseFormer.
+    """Return a VLM whose vision tower is replaced by a SparseFormer.
 
-    `vision_feature_layer` is converted to a negative index, because the last blocks of both towers correspond: layer
-    22 of a tower with 24 blocks becomes -3.
+    `vision_feature_layer` is converted to a negative index, because the SparseFormer has fewer blocks, and its last
+    blocks correspond to the last blocks of the old tower. For example, layer 22 of a tower with 24 blocks becomes -3.
 
     Args:
         vlm (`PreTrainedModel`):
-            `LlavaForConditionalGeneration` (LLaVA 1.5), `PaliGemmaForConditionalGeneration`,
-            `Gemma3ForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`, also with a `device_map`. Its
-            language model and projector become part of the new model; they are not copied.
+            A `LlavaForConditionalGeneration` (LLaVA 1.5), `PaliGemmaForConditionalGeneration`,
+            `Gemma3ForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`. It may have a `device_map`.
+            The new model shares the weights of the language model and of the projector with `vlm`.
         vision_model (`SparseFormerVisionModel`, `SparseFormerVisionModelWithProjection` or `SparseFormerModel`):
-            A SparseFormer or PatchSparseFormer that was bootstrapped from the replaced tower, or a CLIP or SigLIP with
-            this SparseFormer. It is copied to the device of the VLM's inputs, in the dtype of the replaced tower.
+            A SparseFormer or PatchSparseFormer that was bootstrapped from the VLM's vision tower, or a CLIP or SigLIP
+            with such a SparseFormer. The new model has a copy on the device of the VLM's inputs, in the dtype of the
+            VLM's vision tower.
         image_grid (`int`, *optional*):
-            Rows and columns of the grid of features in a Gemma 3 or a LLaVA-OneVision; the VLM's own by default. With
-            a smaller grid, the language model reads fewer tokens.
+            Number of rows, and of columns, of the feature grid in a Gemma 3 or a LLaVA-OneVision. By default, the
+            feature grid does not change. With a smaller grid, an image has fewer tokens in the language model.
         new_first_layer (`bool`, *optional*, defaults to `False`):
-            Accept a vision model of another width for a LLaVA or a PaliGemma. The first layer of the projector is then
-            a fresh layer that has to be trained.
+            Accept a vision model of another width for a LLaVA or a PaliGemma. The first layer of the projector then
+            has new weights, which have to be trained.
 
     Raises:
-        ValueError: if `vlm` or `vision_model` is another kind of model, the widths differ, or `image_grid` does not
-            divide the images.
+        ValueError: if the class of `vlm` or `vision_model` is not supported, if the widths differ, or if `image_grid`
+            does not fit the image size.
     """
     tower = getattr(vision_model, "vision_model", vision_model).base_model
     tower_fields = tower.config.to_dict()
     tower_fields["model_type"] = tower_fields.get("model_type", "").removesuffix("_projection")
     if tower_fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
-    # The model type does not show whether a VLM has a language-modeling head.
+    # Models without a language-modeling head have the same model type, so `lm_head` is checked, too.
     if not hasattr(vlm, "lm_head") or vlm.config.model_type not in MODELS:
         raise ValueError(
             f"Got a {type(vlm).__name__}, expected a Llava-, PaliGemma-, Gemma3- or "
@@ -89,7 +90,7 @@ def swap_vision_tower(
     sparseformer.to(input_device(vlm), next(old.vision_tower.parameters()).dtype)
     new_parts = {"vision_tower": new.vision_tower}
     if has_grid and image_grid is not None:
-        # The projector is built for the new grid, but its weights are those of the VLM.
+        # The new projector is built for the new grid, and gets the weights of the old projector.
         check_projector_on_device(vlm)
         new.multi_modal_projector.load_state_dict(old.multi_modal_projector.state_dict(), assign=True)
         new_parts["multi_modal_projector"] = new.multi_modal_projector
@@ -118,8 +119,8 @@ def swap_vision_tower(
 def swapped_config(
     config_class: type, old: PreTrainedConfig, tower_fields: dict, image_grid: int | None
 ) -> PreTrainedConfig:
-    """Return a VLM's configuration, `old`, after the swap. `tower_fields` are the fields of the new vision tower;
-    `image_grid` is that of `swap_vision_tower`."""
+    """Return the configuration of a VLM after `swap_vision_tower`. `old` is its configuration before the swap, and
+    `tower_fields` are the configuration fields of the new vision tower."""
     fields = old.to_dict()
     for name in ("model_type", "auto_map", "architectures", "quantization_config"):
         fields.pop(name, None)
@@ -141,7 +142,7 @@ def swapped_config(
     size = pair(old.vision_config.image_size)[0]
     cell = pair(old.vision_config.patch_size)[0]
     if image_grid not in (None, rows):
-        # A Gemma 3 pools each square of `pooled` x `pooled` cells into one token.
+        # Gemma 3 pools each square of `pooled` x `pooled` cells to one token.
         pooled = rows // int(old.mm_tokens_per_image**0.5) if old.model_type == "gemma3" else 1
         cell = size // max(image_grid, 1)
         if not pooled <= image_grid < rows or image_grid % pooled or size // cell != image_grid:
@@ -156,7 +157,7 @@ def swapped_config(
 
 
 def negative_index(layers: int | list[int], blocks: int) -> int | list[int]:
-    """Convert layer indices of a tower with this number of blocks to negative indices."""
+    """Convert layer indices of a vision tower with `blocks` blocks to negative indices."""
     if isinstance(layers, int):
         return layers if layers < 0 else layers - blocks - 1
     return [negative_index(layer, blocks) for layer in layers]
@@ -168,7 +169,7 @@ def first_layer(projector: nn.Module) -> nn.Linear:
 
 
 def with_new_first_layer(projector: nn.Module, width: int) -> nn.Module:
-    """Return a copy of a projector whose first layer takes `width` channels and has fresh weights."""
+    """Return a copy of a projector with a new first layer, which has `width` input channels and random weights."""
     projector = copy.deepcopy(projector)
     layer = first_layer(projector)
     layer.in_features = width
@@ -178,20 +179,21 @@ def with_new_first_layer(projector: nn.Module, width: int) -> nn.Module:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Return the device of a model's inputs. Accelerate may have dispatched the model to several devices."""
+    """Return the device on which a model expects inputs, also if Accelerate has dispatched the model to several
+    devices."""
     hook = getattr(model, "_hf_hook", None)
     return next(model.parameters()).device if hook is None else torch.device(hook.execution_device)
 
 
 def dispatch_to_devices(model: PreTrainedModel, vlm: PreTrainedModel, new_parts: dict[str, nn.Module]):
-    """Add Accelerate's hooks, which move tensors between devices, to a model and its new parts. Parts that were in
-    `vlm` already have their hooks."""
+    """Add Accelerate's hooks, which move tensors between devices, to `model` and to `new_parts`. Other parts of
+    `model` already have hooks."""
     device = input_device(vlm)
     for part in new_parts.values():
         add_hook_to_module(part, AlignDevicesHook(next(part.parameters()).device))
     skip_keys = model._skip_keys_device_placement
     add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys))
-    # Transformers reads the device map when it saves and trains.
+    # `save_pretrained` and `Trainer` read `hf_device_map`.
     tower = "model.vision_tower"
     model.hf_device_map = {name: place for name, place in vlm.hf_device_map.items() if not name.startswith(tower)}
     if "" not in model.hf_device_map:
@@ -199,7 +201,7 @@ def dispatch_to_devices(model: PreTrainedModel, vlm: PreTrainedModel, new_parts:
 
 
 def check_projector_on_device(vlm: nn.Module):
-    """Raise a ValueError if Accelerate offloads the projector's weights between calls."""
+    """Raise a ValueError if Accelerate has offloaded the projector's weights."""
     if any(parameter.is_meta for parameter in vlm.model.multi_modal_projector.parameters()):
         raise ValueError("The projector is offloaded, and cannot be changed; set a device for it in `device_map`.")
 
@@ -208,20 +210,22 @@ def check_projector_on_device(vlm: nn.Module):
 def match_channels_(
     model: PreTrainedModel, original: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Match mean and standard deviation of each channel of the projector's input to the original model's, in place.
+    """Scale and shift the channels of a projector's input, in place. Each channel then has the same mean and standard
+    deviation as in the original model.
 
     A SparseFormer's tokens average patches, so their channels have smaller standard deviations than the patches that
-    the projector was trained on. Factors and shifts that restore the statistics of patches are folded into a copy of
-    the projector's first layer, without training or additional parameters. This is not part of a paper.
+    the projector was trained on. Scales and shifts are merged into a copy of the projector's first layer, without
+    training or additional parameters. This method is not part of a paper.
 
     Args:
         model (`PreTrainedModel`): The result of `swap_vision_tower` for a LLaVA 1.5 or PaliGemma; changed in place.
-        original (`PreTrainedModel`): The model before the swap. It is not changed, and may share its projector.
-        batches (iterable of pairs of `torch.Tensor`): Pixel values of the same images, `(batch, 3, height, width)`,
-            prepared for `model` and for `original`.
+        original (`PreTrainedModel`): The VLM before the swap. It stays unchanged and may share its projector.
+        batches (iterable of pairs of `torch.Tensor`): Pixel values, `(batch, 3, height, width)`, of the same images
+            for `model` and for `original`.
 
     Raises:
-        ValueError: if the models have a grid, the projector has no bias or is offloaded, or there are no images.
+        ValueError: if `original` is a Gemma 3 or a LLaVA-OneVision, if the projector has no bias or is offloaded, or
+            if `batches` is empty.
     """
     if original.config.model_type in GRID_MODELS:
         raise ValueError(f"Got a {original.config.model_type}, expected a LLaVA 1.5 or a PaliGemma.")
@@ -243,10 +247,10 @@ def match_channels_(
     means = sums / counts
     mean, wanted_mean = means
     std, wanted_std = (squares / counts - means.square()).clamp(min=0).sqrt()
-    # A constant channel cannot be rescaled.
+    # Constant channels are not scaled, because their standard deviation is zero.
     scale = torch.where(std > 1e-6 * wanted_std, wanted_std / std, 1.0)
     weight = old.weight.double().cpu()
-    # The original model may share the projector.
+    # The projector is copied, because `original` may share it.
     model.model.multi_modal_projector = copy.deepcopy(model.model.multi_modal_projector)
     new = first_layer(model.model.multi_modal_projector)
     new.weight.copy_(weight * scale)
@@ -254,7 +258,7 @@ def match_channels_(
 
 
 def record_projector_inputs(vlm: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return the input of the projector, `(batch, tokens, channels)`, for images."""
+    """Return the input of a VLM's projector for images, `(batch, tokens, channels)`."""
     recorded = []
     projector = vlm.model.multi_modal_projector
     handle = projector.register_forward_pre_hook(lambda module, inputs: recorded.append(inputs[0]))
@@ -266,19 +270,19 @@ def record_projector_inputs(vlm: nn.Module, pixel_values: torch.Tensor) -> torch
 
 
 def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> ProcessorMixin:
-    """Return the processor for a VLM with a SparseFormer as its vision tower.
+    """Return the processor for a VLM whose vision tower is a SparseFormer.
 
-    It inserts the model's number of tokens for each image, and pads prompts on the left, as `generate` needs. A call
-    of a LLaVA's processor can set other numbers by `num_image_tokens`.
+    The processor inserts the model's number of image tokens for each image. It pads prompts on the left, because
+    `generate` needs left padding. The processor of a LLaVA also has the argument `num_image_tokens`.
 
     Args:
-        processor (`ProcessorMixin`): The processor of the model before the swap. Its resizing, cropping and
-            normalization are kept.
+        processor (`ProcessorMixin`): The processor of the VLM before the swap. The new processor resizes, crops and
+            normalizes images in the same way.
         model (`PreTrainedModel`): The result of `swap_vision_tower`.
 
     Returns:
-        A `SparseFormerLlavaProcessor` for a LLaVA, else a processor of the class of `processor`. Save it beside the
-        model.
+        A `SparseFormerLlavaProcessor` for a LLaVA, else a processor of the same class as `processor`. Save the
+        processor in the folder of the model.
     """
     config = model.config
     parts = {name: copy.deepcopy(getattr(processor, name)) for name in processor.get_attributes()}
@@ -302,9 +306,9 @@ def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> Pro
     strategy = config.vision_feature_select_strategy
     return SparseFormerLlavaProcessor(
         **parts,
-        # No image has a patch of this size, so that `LlavaProcessor` counts "additional" tokens alone.
+        # All images are smaller than this patch size, so that `LlavaProcessor` counts only the additional tokens.
         patch_size=10**6,
-        # `LlavaProcessor` subtracts one token for [CLS], which "default" leaves out.
+        # With "default", `LlavaProcessor` subtracts one token for [CLS], so one token is added here.
         num_additional_image_tokens=config.image_seq_length + (strategy == "default"),
         vision_feature_select_strategy=strategy,
         image_token=processor.image_token,

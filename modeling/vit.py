@@ -1,4 +1,4 @@
-"""Plain vision transformer, which ViTImpulseInit and ViTContextBroadcast share."""
+"""Plain vision transformer, the base of `ViTImpulseInitModel` and `ViTContextBroadcastModel`."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from .layers import MLP, SelfAttention, drop_path, in_float32, uniform_init_
 
 def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
     """Interpolate position embeddings, `(1, prefix + rows * columns, hidden_size)`, bicubically from `grid` to `size`.
-    Positions of prefix tokens are kept."""
+    The position embeddings of prefix tokens do not change."""
     num_prefix_tokens = positions.shape[1] - grid[0] * grid[1]
     patches = positions[:, num_prefix_tokens:].unflatten(1, grid).permute(0, 3, 1, 2)
     patches = F.interpolate(in_float32(patches), size, mode="bicubic", align_corners=False).flatten(2).mT
@@ -43,7 +43,8 @@ class ViTPatchEmbeddings(nn.Module):
 
 
 class ViTEmbeddings(nn.Module):
-    """Patch embeddings with learned or sinusoidal positions, after an optional [CLS] and distillation token."""
+    """Patch embeddings with learned or sinusoidal positions. A [CLS] token and a distillation token may precede the
+    patches."""
 
     def __init__(
         self,
@@ -68,12 +69,12 @@ class ViTEmbeddings(nn.Module):
             self.position_embeddings = nn.Parameter(torch.empty(1, num_tokens, config.hidden_size))
 
     def sincos_positions(self) -> torch.Tensor:
-        """Return sinusoidal positions, `(1, tokens, hidden_size)`, zero for prefix tokens."""
+        """Return sinusoidal positions, `(1, tokens, hidden_size)`. The positions of prefix tokens are zero."""
         encoding = sincos_position_encoding(*self.grid, self.hidden_size)
         return F.pad(encoding, (0, 0, self.num_prefix_tokens, 0))[None]
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
-        """Load weights, and compute fixed positions: they are not saved, and have no values on the meta device."""
+        """Load weights, and compute fixed positions, which are not saved and have no values on the meta device."""
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         positions = self.position_embeddings
         if not isinstance(positions, nn.Parameter):
@@ -82,7 +83,7 @@ class ViTEmbeddings(nn.Module):
             self.position_embeddings = self.sincos_positions().to(device, positions.dtype)
 
     def interpolate_pos_encoding(self, height: int, width: int) -> torch.Tensor:
-        """Return positions, interpolated bicubically, for images of `height` x `width` pixels."""
+        """Return position embeddings for images of `height` x `width` pixels, interpolated bicubically."""
         rows, columns = self.patch_embeddings.patch_size
         return interpolate_positions(self.position_embeddings, self.grid, (height // rows, width // columns))
 
@@ -150,7 +151,8 @@ class ViTPreTrainedModel(HubModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            # With a standard deviation of 0.02, embeddings of small patches would be much smaller than positions.
+            # With a standard deviation of 0.02, embeddings of small patches would be much smaller than position
+            # embeddings.
             uniform_init_(module)
         elif isinstance(module, ViTEmbeddings):
             self._init_positions(module)
@@ -165,7 +167,7 @@ class ViTPreTrainedModel(HubModel):
 
 
 class ViTModel(ViTPreTrainedModel):
-    """The bare plain vision transformer, from pixels to tokens."""
+    """The bare plain vision transformer, without a head."""
 
     def __init__(self, config, embeddings: ViTEmbeddings):
         super().__init__(config)
@@ -188,11 +190,11 @@ class ViTModel(ViTPreTrainedModel):
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             interpolate_pos_encoding (`bool`, *optional*, defaults to `False`):
-                Interpolate positions for images of another size than the configuration's.
+                Interpolate position embeddings for images whose size differs from `config.image_size`.
 
         Returns:
             `BaseModelOutputWithPooling`: `last_hidden_state`, `(batch, prefix + patches, hidden_size)`, and
-            `pooler_output`, `(batch, hidden_size)`: [CLS], or the mean of all tokens in models without [CLS].
+            `pooler_output`, `(batch, hidden_size)`, which is [CLS] or, without [CLS], the mean of all tokens.
         """
         pixel_values = pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype)
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding)
