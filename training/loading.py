@@ -1,4 +1,4 @@
-"""Load models by their task for inference, and refuse models with missing or unused weights."""
+"""Load models for inference by their task. A model with missing or unused weights is an error."""
 
 import inspect
 import os
@@ -39,14 +39,14 @@ from .text import shortened
 
 # Model type that Transformers gives to timm's models.
 TIMM = "timm_wrapper"
-# Model types of VLMs whose projector reads any number of tokens.
+# Model types of VLMs whose projector accepts any number of tokens.
 SEQUENCE_VLMS = ("llava", "paligemma")
-# Model types of VLMs whose projector reads a grid of patches, and whose processors may cut images into tiles.
+# Model types of VLMs whose projector requires a grid of patches. Their processors may cut images into tiles.
 GRID_VLMS = ("gemma3", "llava_onevision")
-# Modules that image embeddings do not depend on: parts for pretraining, and a layer applied to [CLS] afterwards.
+# Modules that are not needed for image embeddings: parts for pretraining, and the pooler, a layer after [CLS].
 UNUSED_BY_EMBEDDINGS = frozenset({"pooler", "decoder", "mask_token"})
 # Errors that Transformers, timm, open_clip and PyTorch raise for wrong folders, names, configurations and weights.
-# Other types, such as TypeError, are defects of a program and keep their traceback.
+# Errors of other types, such as TypeError, are bugs and keep their traceback.
 LOADING_ERRORS = (
     OSError,
     ValueError,
@@ -60,15 +60,15 @@ LOADING_ERRORS = (
 
 @dataclass(frozen=True)
 class Task:
-    """How the models of a task are loaded.
+    """Settings by which the models of a task are loaded.
 
     Args:
         kind (`str`): Expected kind of model, with an article, for messages.
-        choose_class (`Callable`): Returns the class to load, given the configuration; raises a ValueError for a
-            configuration of another kind of model.
+        choose_class (`Callable`): Returns the model class for a configuration. Raises a ValueError if the
+            configuration is of another kind of model.
         optional_weights (`frozenset[str]`): Names of modules whose weights may be missing or left over.
         processor_class (`type` or `None`): Auto class of the model's processor, or `None` to load no processor.
-        needs_rgb (`bool`): Whether images come from files, which are read as RGB.
+        needs_rgb (`bool`): Whether the model's images must have three channels. Files are read as RGB.
     """
 
     kind: str
@@ -79,9 +79,10 @@ class Task:
 
 
 def vision_class(config: PreTrainedConfig) -> type:
-    """Return the class of a vision transformer: the class that the configuration was saved with, if Transformers or
-    this package has it, or the base model's class for backbones and models for pretraining; otherwise a classifier's
-    class, if the configuration has a classifier."""
+    """Return the model class for the configuration of a vision transformer. For backbones and models for pretraining,
+    the class is the base model's class. Otherwise, it is the class in `config.architectures`, if Transformers or this
+    package defines it. If there is no such class, the result is a classifier's class or else the base model's
+    class."""
     architecture = (config.architectures or [""])[0]
     if config.model_type == TIMM:
         # Folders that timm wrote name no Transformers class.
@@ -106,10 +107,10 @@ def clip_class(config: PreTrainedConfig) -> type:
     return AutoModel
 
 
-# The keys are the task names of Transformers' pipelines.
+# The keys are names of tasks of Transformers' pipelines.
 TASKS = {
     "image-classification": Task("an image classifier", lambda _: AutoModelForImageClassification),
-    # This task loads vision transformers with or without classifier, the image side of a CLIP, the tower of a LLaVA.
+    # Vision transformers with or without classifier, the vision model of a CLIP, or the vision tower of a LLaVA.
     "image-feature-extraction": Task("a vision transformer", vision_class, UNUSED_BY_EMBEDDINGS),
     "image-segmentation": Task("a semantic segmentation model", lambda _: AutoModelForSemanticSegmentation),
     "zero-shot-image-classification": Task("a CLIP", clip_class),
@@ -136,19 +137,18 @@ def load_model(
             for image features also `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` or
             `open_clip:local-dir:FOLDER`.
         task (`str` or `Task`): A key of `TASKS`.
-        device (`str` or `torch.device`, *optional*): By default, an accelerator if there is one.
+        device (`str` or `torch.device`, *optional*): Default: an accelerator if there is one, otherwise the CPU.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
-        model_types (sequence of `str`, *optional*): Accepted `config.model_type`s; by default, all of the task.
+        model_types (sequence of `str`, *optional*): Accepted values of `config.model_type`. Default: all values.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Data type of the weights.
-        quantize (`str`, *optional*): `"4bit"` or `"8bit"`: quantize a VLM's language model by bitsandbytes.
+        quantize (`str`, *optional*): Quantization of a VLM's language model by bitsandbytes, `"4bit"` or `"8bit"`.
         device_map (`str`, *optional*): How Accelerate distributes the weights over devices, instead of `device`.
 
     Returns:
-        The model in evaluation mode, and its image processor (for a VLM its processor, for tasks without one `None`).
+        The model in evaluation mode and its processor, which is `None` for tasks without a processor.
 
     Raises:
-        ValueError: If the model cannot be loaded, lacks weights, has weights that its class does not use, or is of
-            another kind.
+        ValueError: If the model cannot be loaded, is of another kind, or has missing or unused weights.
     """
     given = os.fspath(name)
     if isinstance(task, str):
@@ -166,7 +166,7 @@ def load_model(
             load_in_8bit=quantize == "8bit",
             bnb_4bit_compute_dtype=dtype,
             bnb_4bit_quant_type="nf4",
-            # Only the language model is quantized, without its head.
+            # The vision tower, the projector and the language model's head are not quantized.
             llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
         )
     config = load_config(given, task.kind, trust_remote_code)
@@ -175,12 +175,12 @@ def load_model(
             raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(model_types)}")
         model_class = task.choose_class(config)
     if model_class.__name__.startswith("Auto"):
-        # Only Auto classes can load a model's own code.
+        # Only Auto classes can run code that comes with a model.
         options["trust_remote_code"] = trust_remote_code
     if "pooler" in task.optional_weights and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         options["add_pooling_layer"] = False
     if model_args := getattr(config, "model_args", None):
-        # timm's folders repeat the number of classes in `model_args`, and Transformers' wrapper would pass it twice.
+        # The number of classes is removed from `model_args`, because Transformers would pass the number to timm twice.
         options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
     model, report = load_weights(model_class, given, task.kind, **options)
     check_complete(given, model, report, task.optional_weights)
@@ -202,12 +202,12 @@ def load_model(
 
 
 def processor_of_tower(model: nn.Module, processor):
-    """Return an image processor for the vision tower alone, given the image processor of a VLM that tiles images."""
+    """Return an image processor for the vision tower of a VLM, whose own `processor` may cut images into tiles."""
     height, width = pair(model.config.vision_config.image_size)
     fields = ("image_mean", "image_std", "rescale_factor", "resample")
     settings = {name: getattr(processor, name) for name in fields}
     if settings["resample"] == Image.Resampling.LANCZOS:
-        # torchvision, which training uses, has no Lanczos filter; the results differ little.
+        # Training resizes images by torchvision, which has no Lanczos filter. Bicubic results differ little.
         settings["resample"] = Image.Resampling.BICUBIC
     return transformers.ViTImageProcessor(size={"height": height, "width": width}, **settings)
 
@@ -236,8 +236,8 @@ def load_config(name: str | os.PathLike, kind: str, trust_remote_code: bool = Fa
 
 
 def load_weights(model_class: type, name: str | os.PathLike, kind: str, **options) -> tuple[PreTrainedModel, dict]:
-    """Load a model by `model_class.from_pretrained(name, **options)`, with the Context Broadcasting that it was saved
-    with. Return it and the report of missing, unexpected and mismatched weights, which the caller checks."""
+    """Load a model by `model_class.from_pretrained(name, **options)`, with Context Broadcasting if the saved model has
+    it. Return the model and the unchecked report of missing, unexpected and mismatched weights."""
     found, revision = find_model(name)
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     with loading_errors(name, kind):
@@ -253,8 +253,8 @@ def load_processor(
     trust_remote_code: bool = False,
     processor_class: type = AutoImageProcessor,
 ):
-    """Load a model's image processor, tokenizer or processor by the given Auto class. See `load_model` for arguments
-    and errors."""
+    """Load a model's image processor, tokenizer or processor by `processor_class`, an Auto class. See `load_model` for
+    arguments and errors."""
     found, revision = find_model(name)
     with loading_errors(name, kind):
         return processor_class.from_pretrained(found, trust_remote_code=trust_remote_code, **revision)
@@ -277,7 +277,8 @@ def check_complete(
 
 @contextmanager
 def loading_errors(name: str | os.PathLike, kind: str):
-    """Turn `LOADING_ERRORS` into a ValueError with one line that names the model, and silence Transformers."""
+    """Convert `LOADING_ERRORS` to a ValueError whose message is one line with the model's name. Turn off Transformers'
+    logs and progress bars in the `with` block."""
     verbosity = logging.get_verbosity()
     shows_progress = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -288,7 +289,7 @@ def loading_errors(name: str | os.PathLike, kind: str):
         message = f"{type(error).__name__}: {shorten(str(error), 300)}"
         folder = Path(name).expanduser()
         if folder.is_dir() and not (folder / "config.json").is_file():
-            # The output folder of an interrupted training has checkpoints, but no model yet.
+            # The folder may be the output of an interrupted training, with checkpoints but no model yet.
             hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
             message = f"it has no config.json. Give {hint}."
             if (folder / "adapter_config.json").is_file():
@@ -305,7 +306,7 @@ def loading_errors(name: str | os.PathLike, kind: str):
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """Return the device with a name, or by default an accelerator if there is one, else the CPU.
+    """Return the device `name`. The default is an accelerator if there is one, otherwise the CPU.
 
     Raises:
         ValueError: If the device cannot be used.

@@ -1,7 +1,7 @@
-"""Images from various sources, and PyTorch data sets of views of these images.
+"""Data sets of images from various sources, and PyTorch datasets of views of images.
 
-The view of an image is a function of (seed, epoch, index) alone. It does not depend on workers, processes or batches,
-so that a resumed run has the views that it would have had without the interruption.
+The view of an image only depends on the seed, the epoch and the image's index, not on workers, processes or batches.
+So a resumed run gets the same views as a run without interruption.
 """
 
 import signal
@@ -23,7 +23,7 @@ from .decoding import CorruptImageError, decode_image
 from .splits import check_classes, check_same_classes, hold_back
 
 
-# Size, in images, of the buffer that shuffles a stream; the order of the stream's files is shuffled, too.
+# Number of images in the buffer that shuffles a stream. The order of the stream's files is shuffled, too.
 SHUFFLE_BUFFER = 1_000
 
 
@@ -31,9 +31,10 @@ class PlainImages:
     """A PyTorch dataset or a list of PIL images with the interface of a `datasets.Dataset`.
 
     Args:
-        source: Its items are images, pairs of image and label, or dictionaries with `image` and optionally `label`.
-            Its attribute `classes`, which torchvision's data sets have, names the labels.
-        features (`datasets.Features`, *optional*): Types of the columns. Default: by `source.classes`.
+        source: The dataset or list. Items are images, pairs of image and label, or dictionaries with `image` and
+            optionally `label`. The attribute `classes` of torchvision's datasets contains the names of the labels.
+        features (`datasets.Features`, *optional*): Types of the columns. Default: `image` and, if there is
+            `source.classes`, `label`.
     """
 
     def __init__(self, source, features: datasets.Features | None = None):
@@ -63,7 +64,7 @@ class PlainImages:
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
-    """Return images as a data set with the columns `image`, which is not decoded, and optionally `label`.
+    """Convert images to a data set with the columns `image`, which is not decoded, and optionally `label`.
 
     Args:
         images: A `datasets.Dataset` or `IterableDataset` with a column of images, a PyTorch dataset or a list of PIL
@@ -87,7 +88,7 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
 
 
 def split_off(images):
-    """Return the images to train on and a tenth to evaluate on, see `hold_back`."""
+    """Split images into a part to train on and a part to evaluate on, see `hold_back`."""
     if isinstance(images, PlainImages):
         train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(images))}))
         return images.select(train["place"]), images.select(evaluation["place"])
@@ -95,8 +96,8 @@ def split_off(images):
 
 
 def labeled_images(train, evaluation=None) -> tuple:
-    """Return the images to train and to evaluate on as data sets. Raise a ValueError unless they have labels of the
-    same classes, at least two."""
+    """Convert images to train and to evaluate on to data sets. Raise a ValueError if labels are missing, if both data
+    sets have different classes, or if there are fewer than two classes."""
     parts = [None if images is None else as_images(images) for images in (train, evaluation)]
     if any(images is not None and class_names(images) is None for images in parts):
         raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
@@ -106,15 +107,15 @@ def labeled_images(train, evaluation=None) -> tuple:
 
 
 class Views(Dataset):
-    """Views of images: `pixel_values` as uint8 tensors, and `labels` if the data set has labels.
+    """PyTorch dataset of views. A view has uint8 `pixel_values` and, if the data set has labels, `labels`.
 
     Args:
         images: A data set with the columns `image` and optionally `label` or `mask`, for example from `as_images`.
-        view (`Callable`): Makes a view of an image, see `EvalView`, or of an image and its mask.
-        seed (`int`, *optional*): Seed of random views; each view then also contains `epoch`. None in evaluation.
+        view (`Callable`): Makes a view of an image, or of an image and its mask. See `EvalView`.
+        seed (`int`, *optional*): Seed of random views. With a seed, a view also has `epoch`. Evaluation has no seed.
         skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
         classes (sequence of `int`, *optional*): The model's index of each class of the data set. Default: labels are
-            the model's indices.
+            not converted.
     """
 
     def __init__(self, images, view, seed: int | None = None, skip_corrupt: bool = False, classes=None):
@@ -123,7 +124,7 @@ class Views(Dataset):
         self.seed = seed
         self.skip_corrupt = skip_corrupt
         self.classes = classes
-        # The epoch is in shared memory, because persistent workers have to read it in later epochs.
+        # The epoch is in shared memory, so that persistent workers see its new value in later epochs.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
@@ -138,7 +139,7 @@ class Views(Dataset):
     def sample(self, index: int, record: dict) -> dict | None:
         """Return the view of a record, or None if its image cannot be read and `skip_corrupt` is set."""
         if get_worker_info():
-            # Workers also get Ctrl-C but ignore it, because the main process needs their images to finish the step.
+            # Workers ignore Ctrl-C, because the main process needs their images to finish the current step.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             parts = [decode_image(record["image"], index)]
@@ -169,7 +170,7 @@ class StreamedViews(IterableDataset, Views):
         raise TypeError("a stream has no length")
 
     def __iter__(self) -> Iterator[dict]:
-        # The stream shuffles images differently in each epoch.
+        # In each epoch, the stream shuffles images in another way.
         self.images.set_epoch(int(self.epoch))
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -179,8 +180,8 @@ class StreamedViews(IterableDataset, Views):
 
 @dataclass
 class SetEpoch(TrainerCallback):
-    """Set the epoch of the views. A method `set_epoch` of the views would not be called if a run is resumed within an
-    epoch, because accelerate's `skip_first_batches` hides it."""
+    """Set the epoch of views. A method `set_epoch` of the views would not suffice: when a run is resumed within an
+    epoch, Accelerate's `skip_first_batches` hides the method, so that it is not called."""
 
     views: Views
 
@@ -195,7 +196,7 @@ def collate(
 
     Args:
         samples (`list[dict]`): Views.
-        formats (`dict[str, ImageFormat]`): Normalization of the pixels, by name.
+        formats (`dict[str, ImageFormat]`): Image formats, which normalize pixels, by name of the pixel tensor.
         mix (`Callable`, *optional*): Mixes the images and labels of a training batch. Its random numbers depend on
             (seed, epoch, index of the first image).
         seed (`int`): Seed for `mix`.
@@ -213,8 +214,8 @@ def collate(
 
 
 def mixing(num_labels: int, mixup: float, cutmix: float):
-    """Return a transform of a batch that chooses at random between torchvision's `MixUp` and `CutMix`, or one of them
-    if the other's parameter is 0. Return None if both parameters are 0."""
+    """Return a transform of a batch that applies torchvision's `MixUp` or `CutMix`, chosen at random. A parameter of 0
+    turns its transform off. If both parameters are 0, return None."""
     kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
     return v2.RandomChoice(mixes) if mixes else None
