@@ -10,6 +10,7 @@ import importlib.util
 if importlib.util.find_spec("frugalvit.modeling") is None:
     raise ModuleNotFoundError("This clone of frugalvit is not installed; in its folder, run: pip install -e .")
 
+from .attention import measure_attention
 from .macs import count_context_broadcast, count_macs
 from .modeling.backbone_swap import swap_backbone
 from .modeling.context_broadcast import ContextBroadcast
@@ -28,6 +29,7 @@ from .modeling.packing import pack_linear_layers
 from .modeling.vision_tower import match_channels_, matching_processor, swap_vision_tower
 from .registry import register
 from .training.files import checkpoint_path
+from .training.losses import AlignmentLoss, MapAlignmentLoss
 from .version import __version__
 
 
@@ -35,7 +37,6 @@ from .version import __version__
 _LAZY = {
     "AlignLlavaArguments": "training.align_llava",
     "AlignLlavaTrainer": "training.align_llava",
-    "AlignmentLoss": "training.losses",
     "bootstrap": "training.bootstrap",
     "BootstrapArguments": "training.bootstrap",
     "BootstrapTrainer": "training.bootstrap",
@@ -47,8 +48,6 @@ _LAZY = {
     "ImageClassificationTrainer": "training.train",
     "JointArguments": "training.joint",
     "JointTrainer": "training.joint",
-    "MapAlignmentLoss": "training.losses",
-    "measure_attention": "attention",
     "SegmentationArguments": "training.segment",
     "SegmentationTrainer": "training.segment",
 }
@@ -59,6 +58,7 @@ __all__ = [
     "__version__",
     *_CLASSES,
     *_LAZY,
+    "AlignmentLoss",
     "Anatomy",
     "checkpoint_path",
     "ContextBroadcast",
@@ -70,8 +70,10 @@ __all__ = [
     "initialize_attention_",
     "insert_context_broadcast",
     "load_context_broadcast",
+    "MapAlignmentLoss",
     "match_channels_",
     "matching_processor",
+    "measure_attention",
     "mimetic_init_",
     "OpenClipVisual",
     "pack_linear_layers",

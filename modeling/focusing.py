@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..configuration.configuration_sparseformer import SparseFormerConfig
-from .layers import MLP, SelfAttention, drop_path, in_float32
+from .layers import MLP, DropPath, SelfAttention, in_float32
 
 
 def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
@@ -335,7 +335,7 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float]):
         super().__init__()
-        self.drop_path_rates = tuple(drop_path_rates)
+        self.drop_paths = nn.ModuleList(DropPath(rate) for rate in drop_path_rates)
         hidden_size = config.focusing_hidden_size
         eps = config.focusing_layer_norm_eps
         self.stage_embedding = None
@@ -363,16 +363,16 @@ class SparseFormerFocusingLayer(GradientCheckpointingLayer):
         Returns:
             The new tokens, the adjusted RoIs and the sampling points, `(batch, tokens, points, 2)`.
         """
-        rate = self.drop_path_rates[iteration]
+        drop_path = self.drop_paths[iteration]
         if self.stage_embedding is not None:
             hidden_states = hidden_states + self.stage_embedding[iteration]
         branch, points = self.sampling(hidden_states, rois, features)
-        hidden_states = hidden_states + drop_path(branch, rate, self.training)
+        hidden_states = hidden_states + drop_path(branch)
         hidden_states = hidden_states + self.position_encoding(rois)
         branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
-        hidden_states = hidden_states + drop_path(branch, rate, self.training)
+        hidden_states = hidden_states + drop_path(branch)
         branch = self.mlp(self.layernorm_after(hidden_states))
-        hidden_states = hidden_states + drop_path(branch, rate, self.training)
+        hidden_states = hidden_states + drop_path(branch)
         return hidden_states, adjust_rois(rois, self.roi_deltas(hidden_states)), points
 
 
@@ -382,7 +382,7 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: SparseFormerConfig, drop_path_rates: Sequence[float], full_width: bool = False):
         super().__init__()
-        self.drop_path_rates = tuple(drop_path_rates)
+        self.drop_paths = nn.ModuleList(DropPath(rate) for rate in drop_path_rates)
         hidden_size = config.hidden_size if full_width else config.focusing_hidden_size
         self.sampling = SparseFormerSampling(config, hidden_size)
         self.layernorm_before = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
@@ -398,15 +398,15 @@ class SparseFormerV1FocusingLayer(GradientCheckpointingLayer):
         self, hidden_states: torch.Tensor, rois: torch.Tensor, features: torch.Tensor, iteration: int = 0, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the layer with the arguments and return values of `SparseFormerFocusingLayer.forward`."""
-        rate = self.drop_path_rates[iteration]
+        drop_path = self.drop_paths[iteration]
         branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
-        hidden_states = hidden_states + drop_path(branch, rate, self.training)
+        hidden_states = hidden_states + drop_path(branch)
         # As in the authors' v1 code, drop path is also applied to RoI deltas.
-        rois = adjust_rois(rois, drop_path(self.roi_deltas(hidden_states), rate, self.training))
+        rois = adjust_rois(rois, drop_path(self.roi_deltas(hidden_states)))
         branch, points = self.sampling(hidden_states, rois, features)
-        hidden_states = hidden_states + drop_path(branch, rate, self.training)
+        hidden_states = hidden_states + drop_path(branch)
         branch = self.mlp(self.layernorm_after(hidden_states))
-        hidden_states = hidden_states + drop_path(branch, rate, self.training)
+        hidden_states = hidden_states + drop_path(branch)
         # In the first execution, `rois` has a batch of 1, because all images share the initial RoIs.
         return hidden_states, rois.expand(hidden_states.shape[0], -1, -1), points
 
@@ -417,7 +417,7 @@ class FinalSamplingLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: SparseFormerConfig, drop_path_rate: float):
         super().__init__()
-        self.drop_path_rate = drop_path_rate
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
         self.sampling = SparseFormerSampling(config, config.hidden_size)
         self.position_encoding = SparseFormerPositionEncoding(config, config.hidden_size)
 
@@ -426,5 +426,5 @@ class FinalSamplingLayer(GradientCheckpointingLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new tokens and the sampling points, `(batch, tokens, points, 2)`."""
         branch, points = self.sampling(hidden_states, rois, features)
-        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        hidden_states = hidden_states + self.drop_path(branch)
         return hidden_states + self.position_encoding(rois), points

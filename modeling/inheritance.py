@@ -414,7 +414,7 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
     else:
         tokens = hidden_states[truncated].to(device)
     rois = grid_rois(anatomy.grid).to(device).expand(len(tokens), -1, -1)
-    position_embeddings = rotary_embeddings(base.config, rois)
+    position_embeddings = None if base.config.rope_theta is None else rotary_embeddings(base.config, rois)
     for layer in base.layers:
         tokens = layer(tokens, position_embeddings=position_embeddings)
     found = base.pooler(tokens, base.layernorm, base.pooling_head)

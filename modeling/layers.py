@@ -87,11 +87,9 @@ def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, fi
     return torch.cat([states[:, :, :first], rotate_half(states[:, :, first:], cos, sin)], dim=2)
 
 
-def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the rotary position embeddings at the centers of RoIs, `(batch, tokens, 4)`, or `None` if the model has
-    no rotary positions. RoIs get no gradient."""
-    if config.rope_theta is None:
-        return None
+def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rotary position embeddings at the centers of RoIs, `(batch, tokens, 4)`, for a `config` with
+    `rope_theta`. RoIs get no gradient."""
     left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
     centers = ((left_top + right_bottom) * 0.5).flip(-1)
     head_dim = config.hidden_size // config.num_attention_heads
@@ -223,12 +221,22 @@ class MLP(nn.Module):
         return self.fc2(self.norm(inner))
 
 
-def drop_path(branch: torch.Tensor, rate: float, training: bool) -> torch.Tensor:
-    """Apply stochastic depth (Huang et al. 2016): zero a residual branch, `(batch, ...)`, for whole images."""
-    if rate == 0.0 or not training:
-        return branch
-    keep = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - rate)
-    return branch * keep / (1 - rate)
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): in training, zero a residual branch, `(batch, ...)`, for random images.
+
+    Args:
+        rate (`float`): Probability that the branch of an image is zeroed.
+    """
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: torch.Tensor) -> torch.Tensor:
+        if self.rate == 0.0 or not self.training:
+            return branch
+        keep = branch.new_empty((branch.shape[0],) + (1,) * (branch.ndim - 1)).bernoulli_(1 - self.rate)
+        return branch * keep / (1 - self.rate)
 
 
 def norm_factory(config) -> Callable[[int], nn.Module]:
@@ -243,7 +251,7 @@ class EncoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, drop_path_rate: float):
         super().__init__()
-        self.drop_path_rate = drop_path_rate
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
         hidden_size = config.hidden_size
         norm = norm_factory(config)
         self.layernorm_before = norm(hidden_size)
@@ -270,10 +278,10 @@ class EncoderLayer(GradientCheckpointingLayer):
         tokens = self.layernorm_before(hidden_states)
         branch, _ = self.attention(tokens, tokens[:, :num_queries], **kwargs)
         branch = branch if self.attention_scale is None else branch * self.attention_scale
-        hidden_states = hidden_states[:, :num_queries] + drop_path(branch, self.drop_path_rate, self.training)
+        hidden_states = hidden_states[:, :num_queries] + self.drop_path(branch)
         branch = self.mlp(self.layernorm_after(hidden_states))
         branch = branch if self.mlp_scale is None else branch * self.mlp_scale
-        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        return hidden_states + self.drop_path(branch)
 
 
 class AttentionPooling(nn.Module):

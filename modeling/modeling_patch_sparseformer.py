@@ -339,7 +339,9 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         else:
             count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
             embedded = self.embeddings(pixel_values, count)
-        position_embeddings = rotary_embeddings(self.config, embedded.rois)
+        position_embeddings = None
+        if self.config.rope_theta is not None:
+            position_embeddings = rotary_embeddings(self.config, embedded.rois)
         hidden_states = embedded.tokens
         for layer in self.layers:
             hidden_states = layer(

@@ -279,7 +279,9 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             hidden_states = torch.cat([prefix_tokens.to(hidden_states.dtype), hidden_states], dim=1)
 
         num_queries = None if output_tokens else self.num_last_queries(**kwargs)
-        position_embeddings = rotary_embeddings(self.config, rois)
+        position_embeddings = None
+        if self.config.rope_theta is not None:
+            position_embeddings = rotary_embeddings(self.config, rois)
         for layer in layers:
             hidden_states = layer(
                 hidden_states,

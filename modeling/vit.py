@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_base import pair
 from .hub import HubModel
 from .impulse import sincos_position_encoding
-from .layers import MLP, SelfAttention, drop_path, in_float32, uniform_init_
+from .layers import MLP, DropPath, SelfAttention, in_float32, uniform_init_
 
 
 def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
@@ -108,7 +108,7 @@ class ViTLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, drop_path_rate: float):
         super().__init__()
-        self.drop_path_rate = drop_path_rate
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate else nn.Identity()
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = SelfAttention(config, config.hidden_size, config.num_attention_heads, config.qkv_bias)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -116,9 +116,9 @@ class ViTLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         branch, _ = self.attention(self.layernorm_before(hidden_states), **kwargs)
-        hidden_states = hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        hidden_states = hidden_states + self.drop_path(branch)
         branch = self.mlp(self.layernorm_after(hidden_states))
-        return hidden_states + drop_path(branch, self.drop_path_rate, self.training)
+        return hidden_states + self.drop_path(branch)
 
 
 class ViTPreTrainedModel(HubModel):
