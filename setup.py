@@ -21,7 +21,7 @@ setup(
         "frugalvit.training": ["cifar10/*.parquet", "cifar10/README.md", "launch/*.yaml", "recipes/*.yaml"],
         "frugalvit.checkpoints": ["*/*"],
     },
-    # These files are only in the repository, because they are large.
+    # Leave these large checkpoints out of the package.
     exclude_package_data={
         "": ["__pycache__/*", "*/__pycache__/*"],
         "frugalvit.checkpoints": ["caltech101-*/*"],

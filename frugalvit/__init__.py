@@ -1,4 +1,4 @@
-"""Vision transformers that need less: fewer tokens, less data, no extra parameters.
+"""Vision transformers that need fewer tokens, less data and no extra parameters.
 
 Importing this package registers its models with Transformers' Auto classes. The names in `_LAZY` are imported at their
 first use.

@@ -22,7 +22,7 @@ COUNTED = "a model to count"
 
 
 def variants() -> dict[str, type[PreTrainedConfig]]:
-    """Return a mapping from the names of the papers' models to their configuration classes."""
+    """Return the configuration classes of the papers' models, with the models' names as keys."""
     families = [found for found in vars(frugalvit).values() if isinstance(found, type) and hasattr(found, "variants")]
     return {name: config_class for config_class in families for name in config_class.variants()}
 

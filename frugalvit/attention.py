@@ -90,7 +90,7 @@ def patch_grid(config) -> tuple[int, int] | None:
 
 
 def favorite_neighbors(maps: torch.Tensor, grid: tuple[int, int] | None) -> tuple[list[tuple[int, int]], list[float]]:
-    """Compute `offset` and `mass` of `LayerStatistics` from its `maps` and the size of the patch grid."""
+    """Return the `offset` and the `mass` of `LayerStatistics` for attention maps and a grid of patches."""
     positions = grid[0] * grid[1] if grid else 0
     if not 0 < positions <= maps.shape[-1]:
         return [], []

@@ -31,17 +31,16 @@ class Baseline:
 
     Args:
         name (`str`): Name of the model in tables.
-        method (`str`): Method that made the model. In the plot, a line connects the models of each method.
+        method (`str`): Method that produced the model. In the plot, a line connects the models of each method.
         model (`nn.Module`): Module whose speed and cost are measured, called with pixels `(batch, 3, height, width)`.
-        image_size (`tuple[int, int]`): Height and width to which the image processor's images are resized.
+        image_size (`tuple[int, int]`): Height and width to which images are resized before `embed`.
         embed (`Callable`): Function from pixel values to embeddings `(batch, embedding_size)`.
         image_processor (*optional*): Image processor of the model.
         classifier (`Callable`, *optional*): Function from embeddings to the logits of the classes in `id2label`.
         id2label (`dict[int, str]`, *optional*): Class names.
         tokens (`int`, *optional*): Number of tokens in the encoder blocks, including class and register tokens.
         parameters (`int`, *optional*): Number of parameters that process images. Default: all parameters of `model`.
-        draws (`int`, *optional*, defaults to 1):
-            Number of times that each image is embedded. Models with random numbers need several, which are averaged.
+        draws (`int`, *optional*, defaults to 1): Number of embeddings of each image, for models with random numbers.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Vision(nn.Module):
     def __init__(self, source: nn.Module, embed: Callable, classifier: Callable | None = None):
         super().__init__()
         self.source = source
-        # `run` is a closure: as attributes, `embed` and `classifier` would register modules of `source` twice.
+        # Use a closure: if `embed` and `classifier` were attributes, modules of `source` would be registered twice.
         self.run = lambda images: embed(images) if classifier is None else classifier(embed(images))
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -151,8 +150,8 @@ def load_teachers(
 
 
 def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Baseline:
-    """Describe a teacher on smaller images as a `Baseline`. Its model is an untrained student that keeps all patches
-    and has resampled position embeddings."""
+    """Describe a teacher on smaller images as a `Baseline`. The model is an untrained student that keeps all
+    patches and has resampled position embeddings."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
     if anatomy.projection is not None and anatomy.classifier is None:

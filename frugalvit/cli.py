@@ -13,7 +13,7 @@ from .training.choices import OPEN_CLIP
 from .training.files import end_on_sigterm, find_model
 
 
-# Commands, with the module that runs each command and one line of help. A module is imported when it runs.
+# Module and one-line help of each command. The module is imported when the command runs.
 COMMANDS = {
     "quickstart": ("frugalvit.quickstart", "make a ViT several times faster on photographs, in minutes"),
     "predict": ("frugalvit.predict", "label images and draw where the tokens look"),
@@ -43,7 +43,6 @@ A model is named by its folder, its hub id (owner/name@revision, too) or, if it 
 `frugalvit COMMAND --help` lists its options. --debug (or FRUGALVIT_DEBUG=1) prints an error's traceback."""
 
 
-# Options whose value is the name of a model.
 MODEL_OPTIONS = ("--model", "--teacher", "--student", "--vision-model", "--vision_model")
 
 
@@ -61,7 +60,7 @@ def wrong_name(command: str, words: list[str]) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
+    """Run a command. Return its exit code: 0 for success, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
     if "--debug" in argv:
@@ -82,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if message := wrong_name(command, rest):
         print(f"frugalvit {command}: error: {message}", file=sys.stderr)
         return 1
-    # The terminal's encoding may lack characters of the labels that a command prints.
+    # The terminal's encoding may not support all characters of the printed labels.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -91,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code or 0
     except BrokenPipeError:
-        # Another program, such as `head`, closed the pipe. Without `dup2`, flushing at exit would fail again.
+        # A program such as `head` closed the pipe. Redirect stdout, because flushing it at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -102,6 +101,6 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug or not (message := user_message(error)):
             raise
-    # Print after the exception handler: progress bars are closed then, and the message gets its own line.
+    # Print outside the `except` block: progress bars are closed by then, so the message gets its own line.
     print(f"frugalvit {command}: error: {message}", file=sys.stderr)
     return 1

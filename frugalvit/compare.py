@@ -36,7 +36,7 @@ from .versions import origin, versions
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 BATCH_SIZES = (1, 32)
 ERRORS = "accuracy ± half of a 68 % Wilson interval, differences ± standard error; "
-# Number of nearest images that are compared, and number of images in one batch of the nearest-neighbor search.
+# Number of nearest images to compare, and batch size of the nearest-neighbor search.
 NEIGHBORS = 10
 QUERIES = 1024
 FOUND = (
@@ -61,7 +61,7 @@ class CompareOptions(SplitOptions, ReadingOptions, DeviceOptions):
     """Compare students with their teacher, and with the teacher on smaller images. The table has the accuracy of
     classifiers, the cosine with the teacher's embedding, multiply-accumulates and images per second. Results are
     written to compare.json and compare.md during the comparison, and to compare.png at the end. The same command
-    continues an interrupted comparison. Speeds are measured at the end; all models take turns."""
+    continues an interrupted comparison. Speeds are measured at the end, for all models in turn."""
 
     teacher: str = argument(help="Folder or hub id of a vision transformer.", positional=True)
     students: list[str] = argument([], "Folders or hub ids of SparseFormers or other models.", positional=True)
@@ -133,8 +133,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str, int]:
-    """Load the images for the comparison, at random if `options.limit` is set. Return the readable images, the name of
-    their split and the number of unreadable images."""
+    """Load the images for the comparison, or a random sample of `options.limit` images. Return the readable images,
+    the name of their split and the number of unreadable images."""
     images, split = images_to_evaluate(dataclasses.replace(options, limit=None), held_back=True)
     if "label" in images.features:
         check_classes(class_names(images))
@@ -155,7 +155,7 @@ def compare(
     report: Callable[[list[dict[str, object]]], None] = lambda rows: None,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure baselines on the same images. If speeds are measured, the models stay in the last of `precisions`.
+    """Measure baselines on the same images. Measuring speeds converts the models to the last of `precisions`.
 
     Args:
         baselines (sequence of `Baseline`): Models in float32, the teacher first.
@@ -164,7 +164,7 @@ def compare(
         rounds (`int`, *optional*, defaults to 10): Timed forward passes of each model. 0 skips the speed measurement.
         folder (`Path`, *optional*): Folder where embeddings are saved, so that a repeated call can load them.
         report (`Callable`, *optional*):
-            Function that is called with the rows so far, without speeds, after the baselines of each image processor.
+            Function that is called with all rows so far, after each group of baselines that share an image processor.
         reading: Further arguments of `image_batches`.
 
     Returns:
@@ -226,8 +226,8 @@ def compare(
 
 
 def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datasets.Dataset, **reading):
-    """Call `embed_all` for baselines that share weights. With `folder`, the result is saved there and later calls load
-    it. The file's name is a hash of the weights, images, options and package versions."""
+    """Call `embed_all` for baselines that share weights. If `folder` is given, save the result there
+    and load it in later calls. The file's name is a hash of the weights, images, options and package versions."""
     if folder is None:
         return embed_all(baselines, images, **reading)
     origins = [(repr(baseline.model), baseline.image_size, baseline.tokens) for baseline in baselines]
@@ -268,7 +268,7 @@ def embed_all(
 
 @torch.inference_mode()
 def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return for each image the share of draws that are classified correctly, `(images,)` float64."""
+    """Return for each image the share of its embeddings that are classified correctly, `(images,)` float64."""
     best = torch.stack([baseline.classifier(draw.to(baseline.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == labels).double().mean(0)
 
@@ -276,15 +276,15 @@ def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tenso
 def neighbors_found(embeddings: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Compare the nearest neighbors of the model's embeddings with those of the teacher's embeddings.
 
-    Both embeddings of an image are queries. Each query searches the teacher's embeddings of all other images.
+    Each image is a query, once with the model's embedding and once with the teacher's embedding. Both queries search
+    the teacher's embeddings of all other images for the `NEIGHBORS` nearest images.
 
     Args:
         embeddings (`torch.Tensor` of shape `(images, embedding_size)`): The model's embeddings.
         teacher (`torch.Tensor` of shape `(images, embedding_size)`): The teacher's embeddings.
 
     Returns:
-        For each image, the share of the teacher query's `NEIGHBORS` nearest images that the model's query finds among
-        its own `NEIGHBORS` nearest images, `(images,)` float64.
+        For each image, the share of the teacher's neighbors that the model finds, too, `(images,)` float64.
     """
     teacher = F.normalize(teacher, dim=-1)
     embeddings = F.normalize(embeddings, dim=-1)
@@ -309,12 +309,12 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
         teacher (`torch.Tensor` of shape `(images,)`, *optional*): The teacher's scores of the same images.
 
     Returns:
-        The mean as `name`, half its Wilson interval for one standard deviation as `…_error`, the mean's difference
-        from the teacher's mean as `…_difference`, and the difference's standard error as `…_difference_error`.
+        `{name}` is the mean. `{name}_error` is half of its Wilson interval for one standard deviation.
+        `{name}_difference` is the difference from the teacher's mean. `{name}_difference_error` is its standard error.
     """
     count = len(correct)
     mean = correct.mean().item()
-    # Half of the Wilson interval: the usual standard error would be zero if all answers are correct.
+    # Use the Wilson interval, because the usual standard error is zero if all answers are correct.
     half = (mean * (1 - mean) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
     described = {name: mean, f"{name}_error": half, f"{name}_difference": None, f"{name}_difference_error": None}
     if teacher is not None:
@@ -351,7 +351,7 @@ def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, flo
     """Plot the rows of `compare`, with a line for each method and a point for each row.
 
     The vertical axis shows the first of `SCORES` that all rows have, with error bars. The horizontal axis shows the
-    speed in the first precision with the largest batches or, if there are no speeds, the multiply-accumulates. `size`
+    speed with the largest batches in the first precision or, if there are no speeds, the multiply-accumulates. `size`
     is the size of the figure in inches.
     """
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")

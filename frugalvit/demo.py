@@ -1,4 +1,4 @@
-"""`frugalvit demo`: serve a web page that labels images and shows where the tokens look."""
+"""`frugalvit demo`: serve a web page that labels images and draws the RoIs of tokens."""
 
 import functools
 import os
@@ -26,7 +26,7 @@ CACHE_SECONDS = 3_600
 
 @dataclass(kw_only=True)
 class DemoOptions(DeviceOptions):
-    """Serve a web page. It shows the labels of an image and where the tokens of a chosen model look."""
+    """Serve a web page. Choose a model, an image and a number of tokens there to see labels and the tokens' RoIs."""
 
     models: list[str] = argument([], "Classifiers. Default: those that ship.", positional=True)
     host: str | None = argument(None, "Address to serve on. Default: this machine alone.")
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     for model in options.models:
         load_classifier(model, options.device, options.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
-        # Set the variable before the import, because gradio reads it only then.
+        # gradio reads this variable only when it is imported, so the variable is set first.
         os.environ["GRADIO_TEMP_DIR"] = folder
         try:
             import gradio
@@ -114,7 +114,7 @@ def build_page(folders: dict[str, str | Path], device: str | None, trust_remote_
 
 
 def token_counts(model: PreTrainedModel) -> list[int]:
-    """Return the numbers of tokens that a model was trained for, or an empty list if the model has no choice."""
+    """Return the numbers of tokens that a model was trained for, or an empty list if the number is fixed."""
     counts = getattr(model.config, "elastic_token_counts", None) or ()
     return list(counts) if hasattr(model, "set_num_tokens") else []
 
@@ -122,8 +122,8 @@ def token_counts(model: PreTrainedModel) -> list[int]:
 def look(
     model: PreTrainedModel, image_processor, image: Image.Image, num_tokens: int | None = None
 ) -> tuple[dict[str, float] | str, Figure | None]:
-    """Return the scores of an image's best labels and a picture of the tokens' RoIs. For a regression, the scores are
-    replaced by text. For a model without RoIs, the picture is `None`."""
+    """Return the scores of an image's best labels and a picture of the tokens' RoIs. For a regression, return text
+    instead of scores. For a model without RoIs, return `None` instead of the picture."""
     draws_rois = has_rois(model)
     [prediction] = predict(model, image_processor, [image], num_tokens=num_tokens, output_rois=draws_rois)
     figure = draw_predictions([prediction], all_steps=True) if draws_rois else None

@@ -79,7 +79,7 @@ class SegmentationOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class ZeroShotOptions(EvaluateOptions, SplitOptions, ReadingOptions):
-    """Zero-shot accuracy of a CLIP. Each image is compared with the mean embedding of sentences about each class
+    """Zero-shot accuracy of a CLIP. An image gets the class whose sentences have the most similar mean embedding
     (Radford et al. 2021)."""
 
     model: str = argument(help=CLIP)
@@ -105,7 +105,7 @@ class RetrievalOptions(EvaluateOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class ScienceQAOptions(EvaluateOptions, PlacedOptions):
-    """Accuracy of a LLaVA on ScienceQA's multiple-choice questions. Answers without an option are wrong."""
+    """Accuracy of a LLaVA on ScienceQA's multiple-choice questions. An answer that names no option is wrong."""
 
     batch_size: int = argument(8, "Questions of a batch.")
     dataset: list[str] = argument(help="Hub id or parquet files.")
@@ -139,7 +139,7 @@ class TaskOptions(Options):
 def main(argv: list[str] | None = None) -> None:
     task, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if task not in TASKS:
-        # `task` is an option or unknown, so `read_options` prints the help or an error, and exits.
+        # `task` is unknown or an option such as --help. `read_options` prints an error or the help, and exits.
         read_options(TaskOptions, PROG, [task])
     options = read_options(TASKS[task], f"{PROG} {task}", words)
     if options.output:

@@ -44,7 +44,7 @@ from .version import __version__
 
 
 PROG = "frugalvit export"
-# Smallest mean cosine with the original's outputs, and smallest share of images with the same label.
+# Smallest allowed mean cosine with the original's outputs, and smallest allowed share of equal labels.
 LEAST = {"float32": 0.99, "bfloat16": 0.99, "int8": 0.97}
 BATCH_SIZE = 8
 # Format that writes a student as a model of its teacher's class.
@@ -53,10 +53,9 @@ PLAIN = "transformers"
 
 @dataclass(kw_only=True)
 class ExportOptions(OutputOptions, SplitOptions, TokenOptions):
-    """Write a model for another runtime. The folder has programs, preprocessing, labels, and a card with code that
-    runs the model without PyTorch and frugalvit. The outputs are compared with the original's first. The commands
-    predict, evaluate and demo can load the folder. The format transformers is for students with an inherited start: it
-    writes a model of the teacher's class."""
+    """Write a model for another runtime, and compare its outputs with the original's. The folder has programs,
+    preprocessing, labels, and a card with code that runs the model without PyTorch and frugalvit. predict, evaluate
+    and demo can load it. Format transformers writes a student with an inherited start in its teacher's class."""
 
     model: str = argument(help="Model folder or hub id (@revision, too).")
     format: str = argument("onnx", "Runtime, or transformers.", choices=[*FORMATS, PLAIN])
@@ -105,7 +104,7 @@ def export_model(options: ExportOptions) -> dict[str, object]:
     model = load_saved_model(options.model)
     image_processor = load_processor(options.model)
     image_format = ImageFormat.from_processor(image_processor)
-    # For DINOv2, `image_size` describes the position embeddings. The image processor makes smaller images.
+    # DINOv2's `image_size` is the size for its position embeddings. Its image processor makes smaller images.
     vision = vision_config_of(model.config)
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
@@ -145,7 +144,7 @@ def export_model(options: ExportOptions) -> dict[str, object]:
         report["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.*") if path.suffix != ".json")
         for processor in filter(None, (image_processor, tokenizer)):
             processor.save_pretrained(folder)
-        # `ExportedModule` reads this file. The comparison is added to it below.
+        # `ExportedModule` reads this file. After the comparison, the file is written again.
         write_json(folder / REPORT, report)
         print(f"Comparing on {len(images):,} images.", file=sys.stderr)
         for name, part in parts.items():
@@ -165,7 +164,7 @@ def export_model(options: ExportOptions) -> dict[str, object]:
 @torch.no_grad()
 def export_plain(options: ExportOptions) -> dict[str, object]:
     """Write a student as a model of its teacher's class, with an image processor for the new model's image size.
-    Return `compare_outputs` of student and new model, each with its own image processor."""
+    Return the result of `compare_outputs`. Each model gets images from its own image processor."""
     student = load_saved_model(options.model)
     if not hasattr(student, "to_plain_vit"):
         raise ValueError(f"format {PLAIN} is for students with an inherited start; got a {type(student).__name__}.")
@@ -195,7 +194,7 @@ def export_plain(options: ExportOptions) -> dict[str, object]:
 
 
 def choose_images(options: ExportOptions) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Choose images for the comparison at random and, for int8, other images for the calibration."""
+    """Return random images for the comparison and, for int8, other random images for the calibration."""
     images, split = images_to_evaluate(dataclasses.replace(options, limit=None))
     columns = {"image_column": options.image_column, "name": options.dataset_config}
     if options.precision != "int8":
@@ -222,7 +221,7 @@ def batches_for(
     texts = [f"a photo of a {name.replace('_', ' ')}." for name in class_names(images) or ["thing"]]
     length = part.model.config.text_config.max_position_embeddings
     inputs = tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    # Some tokenizers return no attention mask. This mask is then used.
+    # Some tokenizers return no attention mask. For these tokenizers, a mask of ones is used.
     inputs = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
     for start in range(0, len(texts), batch_size):
         yield {name: inputs[name][start : start + batch_size] for name in ("input_ids", "attention_mask")}
@@ -234,8 +233,8 @@ def compare_outputs(
     """Compare the outputs of the original and of the program for the same inputs.
 
     Returns:
-        `compared` is the number of inputs. `min_cosine` and `mean_cosine` are between the first outputs of both (the
-        last of several feature maps). `agreement` is the share of images, or of pixels, with equal labels.
+        `compared` is the number of inputs. `min_cosine` and `mean_cosine` compare the first outputs of both
+        models, or the last feature maps. `agreement` is the share of images, or of pixels, with equal labels.
     """
     cosines = []
     agreements = []
@@ -264,6 +263,6 @@ def shortcomings(report: dict) -> list[str]:
         f"{measure.replace('_', ' ')} {part[measure]:.4f} of {name} on {part['compared']} inputs, expected {least}"
         for name, part in report["parts"].items()
         for measure in ("mean_cosine", "agreement")
-        # `agreement` is None for embeddings. `not … >=` is true for NaN, too, so NaN is listed.
+        # `agreement` is None for embeddings. `not … >=` is true for NaN, but `<` would be false.
         if part[measure] is not None and not part[measure] >= least
     ]

@@ -13,7 +13,7 @@ from .training.files import split_revision
 from .training.text import format_markdown
 
 
-# Notes for the card on sharing a program among threads and processes, by format.
+# Notes on threads and processes, with the formats as keys.
 SHARING = {
     "openvino": "Threads may share `program` if each call makes an infer request of its own, as above: a request "
     "that two threads use at once raises an error or gives one thread the other's result. A process compiles the "
@@ -96,7 +96,7 @@ outputs = program.create_infer_request().infer({inputs}).to_tuple()"""
 outputs = program.run(None, {inputs})"""
     show = "print(*(output.shape for output in outputs))"
     if about["outputs"][0] == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
-        # For a regression, this code prints the number.
+        # For a regression, this code prints the predicted number.
         show = """labels = json.load(open("config.json"))["id2label"].values()
 print(max(zip(outputs[0][0].tolist(), labels)))"""
     return f"""import json
@@ -115,7 +115,7 @@ pixel_values = pixels.transpose(2, 0, 1)[None]
 
 
 def rows(report: dict) -> list[dict[str, object]]:
-    """Return a table row for each program that compares it with the original model."""
+    """Return table rows that compare each program with the original model."""
     return [
         {
             "program": program_file(report["format"], report["precision"], part),

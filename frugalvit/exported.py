@@ -30,7 +30,7 @@ REPORT = "report.json"
 
 
 class Format(NamedTuple):
-    """An export format: prefix of the names of Transformers' exporter classes, required packages and precisions."""
+    """An export format: the name prefix of Transformers' exporter classes, required packages, and precisions."""
 
     prefix: str
     packages: tuple[str, ...]
@@ -62,7 +62,7 @@ class Part(nn.Module):
 
     Args:
         model (`PreTrainedModel`): The model.
-        kind (`str`): `"model"`, or `"image_embeds"` or `"text_embeds"` for the image or text side of a CLIP.
+        kind (`str`): `"model"` for a whole model, `"image_embeds"` or `"text_embeds"` for a side of a CLIP.
         output_rois (`bool`, *optional*, defaults to `False`): Return RoIs and sampling points, too.
     """
 
@@ -100,7 +100,7 @@ class Part(nn.Module):
 
 
 def num_tokens_of(model: PreTrainedModel) -> int | None:
-    """Return the number of latent tokens of a SparseFormer, alone or in a CLIP, or `None` for other models."""
+    """Return the number of latent tokens of a model's SparseFormer, or `None` if the model has no SparseFormer."""
     config = vision_config_of(model.config)
     return config.default_num_tokens if is_sparseformer(config) else None
 
@@ -137,7 +137,7 @@ def export_parts(
     folder: Path,
     calibration: Mapping[str, list[dict[str, torch.Tensor]]] | None = None,
 ):
-    """Export a model's parts as programs, and write a configuration. int8 needs `calibration`, each part's inputs."""
+    """Export a model's parts as programs, and write `config.json`. For int8, `calibration` has each part's inputs."""
     prefix = FORMATS[name].prefix
     components = {}
     with _quiet():
@@ -159,7 +159,7 @@ def export_parts(
             if name == "onnx":
                 import onnx_ir
 
-                # transformers.js expects an axis called batch. The weights are in the same file for browsers.
+                # transformers.js expects an axis named batch. Browsers load one file, so it must contain the weights.
                 for value in (*component.program.graph.inputs, *component.program.graph.outputs):
                     value.shape = onnx_ir.Shape(["batch", *value.shape[1:]])
                 (folder / file).parent.mkdir(exist_ok=True)
@@ -193,13 +193,13 @@ def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
 
 
 def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
-    """Return NNCF's quantizer for transformers. The first layer, whose inputs are the pixels, is the most sensitive
-    layer and stays in float32."""
+    """Return NNCF's quantizer. The first layer, whose inputs are pixels, stays in float32, because it is the most
+    sensitive layer."""
     import nncf
 
     config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        # On AVX2, sums of 8-bit products saturate. This option halves the range of the weights to avoid that.
+        # On AVX2, sums of 8-bit products saturate. This option restricts weights to half of their range.
         config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
     if part.kind != "text_embeds":
         layers = (module for name, module in part.model.named_modules() if not name.startswith("text_"))
@@ -220,7 +220,7 @@ def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
 
 @contextlib.contextmanager
 def _quiet():
-    """Suppress the exporters' printed text, warnings, and log messages that are no errors."""
+    """Suppress printed text, warnings, and log messages below the level of errors."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -244,7 +244,7 @@ def read_report(folder: Path) -> dict:
         # Refuse Transformers' other formats: their programs are pickled, and a pickle can run code.
         if report["format"] not in FORMATS or report["format"] != json.loads(manifest)["export_format"]:
             raise ValueError(f"format {report['format']!r}, expected {' or '.join(FORMATS)} in both files")
-        # Refuse a defaultdict: to load it, PyTorch would import a module that the manifest names.
+        # Refuse a defaultdict, because PyTorch would import a module that the manifest names. `\u` could hide it.
         if any(text in manifest for text in ("default_factory", "\\u")):
             raise ValueError(f"{MANIFEST} has more than dicts, lists and tuples of tensors")
         for part in report["parts"].values():
@@ -258,7 +258,7 @@ def read_report(folder: Path) -> dict:
 
 class ExportedModule(nn.Module):
     """A program that `frugalvit export` wrote. It is called like the original model, and has a `config`, a `device`
-    and named outputs. Threads may share it. A pickled module stores only its folder and loads the program again.
+    and named outputs. Threads may share one module. Unpickling loads the program from its folder again.
 
     Args:
         folder (`str` or `os.PathLike`): The exported folder.
@@ -287,11 +287,10 @@ class ExportedModule(nn.Module):
                 exported = exporters.ExportedModel({self.part: component}, self.format)
                 exported.to("cpu", **_runner_options(self.format, self.precision))
                 self.config = PreTrainedConfig.from_pretrained(self.folder)
-        # Each runtime has its own types of errors, so this catches all of them.
+        # Each runtime raises its own types of errors, so all exceptions are caught.
         except Exception as error:
             raise ValueError(f"Cannot load {str(self.folder)!r} in {self.format}: {first_line(error)}") from error
         self._runner = exported.runners[self.part]
-        # Runners that are not in use by a call.
         self._idle_runners = [self._runner]
         self.outputs = self.report["parts"][self.part]["outputs"]
         self.device = torch.device("cpu")
@@ -311,8 +310,8 @@ class ExportedModule(nn.Module):
 
     @contextlib.contextmanager
     def _exclusive_runner(self):
-        """Reserve a runner for one call. Concurrent calls of a single OpenVINO runner would overwrite each other's
-        results, because the runner has a single infer request. An ONNX Runtime runner binds tensors for each call."""
+        """Reserve a runner for one call. An OpenVINO runner has a single infer request, so concurrent calls would
+        overwrite results. An ONNX Runtime runner can be copied alone, because it binds tensors for each call."""
         try:
             # A list's `pop` and `append` are atomic, so no lock is needed.
             runner = self._idle_runners.pop()
@@ -326,17 +325,17 @@ class ExportedModule(nn.Module):
             self._idle_runners.append(runner)
 
     def __reduce__(self):
-        # A compiled program cannot be pickled, so the copy loads the program again.
+        # A compiled program cannot be pickled, so unpickling loads it from the folder again.
         return type(self), (self.folder.absolute(), self.part)
 
 
 def load_exported(
     name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str]
 ) -> ExportedModule:
-    """Load the program whose inputs are images from an exported folder.
+    """From an exported folder, load the program whose inputs are images.
 
     Raises:
-        ValueError: If `device` is not the CPU, or if the program has none of `outputs`. The message names `kind`.
+        ValueError: If `device` is not the CPU, or if the program has none of `outputs`. The error names `kind`.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"device {device}: the exported {os.fspath(name)!r} runs on the CPU.")

@@ -24,7 +24,7 @@ from .training.text import first_line
 
 
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
-    """Set a model's number of tokens if `num_tokens` is given, and check that the model supports both arguments.
+    """Set a model's number of tokens to `num_tokens`, if given. Check that the model supports `confidence`, if given.
 
     Raises:
         ValueError: If the model does not support the given `num_tokens` or `confidence`.
@@ -78,7 +78,7 @@ class _Application:
             image_processor (*optional*): The image processor, which a loaded model requires.
             num_tokens (`int`, *optional*): Number of latent tokens of a SparseFormer.
             num_workers (`int`, *optional*, defaults to 0): Number of decoding threads, see `count_threads`.
-            return_errors (`bool`, *optional*): Yield a `CorruptImageError` instead of raising the error.
+            return_errors (`bool`, *optional*): Yield the `CorruptImageError` of an image instead of raising it.
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, expected 1 or more.")
@@ -174,7 +174,7 @@ class Embedder(_Application):
 
 
 class Classifier(_Application):
-    """A model that computes class scores of images, `(classes,)` float32, see `class_scores`.
+    """A model that computes class scores `(classes,)` of images, in float32. See `class_scores`.
 
     ```python
     classify = frugalvit.Classifier("caltech101-sparseformer", num_tokens=16)
@@ -182,8 +182,8 @@ class Classifier(_Application):
         print(path, classify.labels[scores.argmax()])
     ```
 
-    With `confidence`, a number from 0 to 1, the model computes with few tokens first. It repeats the images whose best
-    class has a lower probability with more tokens (see `SparseFormerForImageClassification.classify_adaptively`).
+    With `confidence`, a number from 0 to 1, the model uses few tokens first. Images whose best class has a lower
+    probability are computed again with more tokens (`SparseFormerForImageClassification.classify_adaptively`).
     """
 
     what = "scores"

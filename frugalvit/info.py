@@ -27,8 +27,8 @@ PROG = "frugalvit info"
 @dataclass(kw_only=True)
 class InfoOptions(Options):
     """List each model's tokens (latent and [CLS]), image size, parameters, and multiply-accumulates for one image. The
-    multiply-accumulates are listed without and with the two matrix products of attention. For a CLIP or a LLaVA, the
-    parameters are those of the whole model; the other columns describe its vision model."""
+    multiply-accumulates are listed without and with the two matrix products of attention. For a CLIP or a LLaVA, all
+    columns except the parameters describe the vision model."""
 
     models: list[str] = argument(
         [],
@@ -83,7 +83,7 @@ def describe(name: str) -> dict[str, object]:
     vision = image_side(model)
     height, width = pair(vision.config.image_size)
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
-        # For DINOv2, `image_size` describes the position embeddings. The image processor makes smaller images.
+        # DINOv2's `image_size` is the size for its position embeddings. Its image processor makes smaller images.
         height, width = size_made_by(load_processor(folder, COUNTED))
     if is_sparseformer(vision.config):
         tokens = vision.config.default_num_tokens + vision.config.num_prefix_tokens
@@ -104,8 +104,8 @@ def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torc
     """Measure the speed of the models in the rows of `describe`, with random weights.
 
     Returns:
-        A row for each model and each number of tokens that the model is trained for. The row has the costs of this
-        number, `num_tokens` (`None` for a model without a choice) and `images/s`.
+        A row for each model and each number of tokens that the model is trained for. The row has `images/s`, the cost
+        at this number of tokens, and `num_tokens` (`None` if the number is fixed).
     """
     measured = []
     models = {}

@@ -16,7 +16,7 @@ from .training.files import atomic_file, check_file_path
 
 # Width of the margin around an image, as a share of the image's side. Boxes are cut off beyond the margin.
 MARGIN = 0.15
-# Largest number of boxes that are drawn if they overlap.
+# Largest number of boxes to draw if the boxes overlap.
 MOST_BOXES = 16
 PANEL_SIZE = 2.1
 FONT_SIZE = 8
@@ -31,17 +31,18 @@ def draw_rois(
     captions: Sequence[str] | None = None,
     all_steps: bool = False,
 ) -> Figure:
-    """Draw where the tokens look (figure 3 of the bootstrapping paper). Each image has a row with the image, the RoIs
+    """Draw the RoIs and sampling points of tokens (figure 3 of the bootstrapping paper).
+
+    Each image has a row with the image, the RoIs
     of the first, third and last focusing step, and the last sampling points.
 
     Args:
         images (sequence of `torch.Tensor` of shape `(channels, height, width)`):
             The model's input images with values from 0 to 1, see `restore_images`.
         rois (sequence of `torch.Tensor` of shape `(images, tokens, 4)`):
-            RoIs of each step from the model's output with `output_rois=True`. If the RoIs overlap, at most
-            `MOST_BOXES` of them are drawn.
+            RoIs of each step, from a call with `output_rois=True`. If RoIs overlap, at most `MOST_BOXES` are drawn.
         sampling_points (sequence of `torch.Tensor` of shape `(images, tokens, points, 2)`, *optional*):
-            Sampling points from the same output.
+            Sampling points from the same model output.
         captions (sequence of `str`, *optional*): Captions of the rows.
         all_steps (`bool`, *optional*, defaults to `False`):
             Draw the RoIs of all steps (figures 1 and 2 of the supplement).
@@ -112,5 +113,5 @@ def check_picture_path(path: str | os.PathLike) -> Path:
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    # Matplotlib cannot draw RoIs far outside of the image, or infinite RoIs of half-precision models.
+    # Matplotlib cannot draw infinite RoIs (in half precision), or RoIs far outside of the image.
     return np.nan_to_num(torch.as_tensor(tensor).detach().float().cpu().numpy()).clip(-100, 100)

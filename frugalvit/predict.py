@@ -1,4 +1,4 @@
-"""`frugalvit predict`: print labels of images and draw where the tokens look."""
+"""`frugalvit predict`: print labels of images and draw the RoIs of tokens."""
 
 import json
 import sys
@@ -32,13 +32,12 @@ from .training.text import first_line, printable
 
 
 PROG = "frugalvit predict"
-# Largest number of images in a picture of RoIs.
 MAX_DRAWN = 8
 
 
 @dataclass(kw_only=True)
 class PredictOptions(DeviceOptions, ReadingOptions, TokenOptions):
-    """Print the top labels of images. The option rois draws where the tokens of a SparseFormer look."""
+    """Print the top labels of images. The option rois draws the RoIs of a SparseFormer's tokens."""
 
     images: list[str] = argument(help="Files, folders, 'photos/*.jpg', .parquet files.", positional=True)
     model: str = argument("cifar10-sparseformer", "Folder, hub id or name of a model that ships.")
@@ -121,11 +120,11 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass
 class Prediction:
-    """The labels of an image, and where the tokens look.
+    """The labels of an image and the RoIs of the tokens.
 
     Args:
         labels (`list[tuple[str, float]]`): Labels and their scores, the best label first.
-        num_tokens (`int`, *optional*): Number of latent tokens, if the option `confidence` is given.
+        num_tokens (`int`, *optional*): Number of latent tokens. Only set if `confidence` is given.
         view (`torch.Tensor` of shape `(channels, height, width)`, *optional*): Input image, with values from 0 to 1.
         rois (`list[torch.Tensor]`): RoIs `(tokens, 4)` after each focusing step.
         sampling_points (`list[torch.Tensor]`): Points `(tokens, points, 2)` of each sampling, if the model samples.
@@ -200,7 +199,7 @@ def predict_pixels(
         pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Images.
         top (`int`, *optional*, defaults to 5): Number of labels for each image.
         num_tokens (`int`, *optional*): Number of latent tokens. Default: the model's number.
-        confidence (`float`, *optional*): Use few tokens first, and more tokens for images with a lower score.
+        confidence (`float`, *optional*): Use more tokens for images with a score below this number.
         output_rois (`bool`, *optional*, defaults to `False`): Return views, RoIs and sampling points, too.
     """
     config = model.config
@@ -272,7 +271,7 @@ def find_images(names: Sequence[str]) -> list[Path]:
         else:
             # For `**`, `Path.glob` does not follow links, because links may form cycles.
             matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            # Leave out pipes, which would block the reading, and hidden files whose names are not given.
+            # Leave out pipes, because reading a pipe may block, and hidden files that `name` does not contain.
             files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")
@@ -285,7 +284,7 @@ def _hidden(path: Path) -> set[str]:
 
 
 def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterator[tuple[str, Path | dict]]:
-    """Yield the name of each image with its path or, for an image in a parquet file, with its record."""
+    """Yield a name and a path for each image file, and a name and a record for each image of a parquet file."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
             for index, record in enumerate(_read_parquet(path, image_column)):

@@ -143,7 +143,7 @@ def copy_companions(source: Path, folder: Path):
 
 
 def write_card(model: PreTrainedModel, folder: Path, license: str | None = None, repo_id: str | None = None):
-    """Fill in the license and the hub id of the card in the folder. If there is no card, write a short one first."""
+    """Fill in the license and the hub id of the folder's card. If there is no card, write a short card first."""
     file = folder / "README.md"
     if not file.is_file():
         model_card(model).save(file)
@@ -174,7 +174,7 @@ def check_texts(folder: Path):
 
 
 def check_code(path: Path, part: dict) -> dict:
-    """Return an object of a JSON file. Raise a ValueError if its `auto_map` names code that is not beside the file."""
+    """Return an object of a JSON file. Raise a ValueError if its `auto_map` names code outside the file's folder."""
     for names in dict(part.get("auto_map") or {}).values():
         # A tokenizer's entry lists a slow and a fast class. Each class may be None.
         for name in filter(None, [names] if isinstance(names, str) else names):
@@ -207,7 +207,7 @@ def check_outputs(folder: Path):
             raise ValueError(f"The model does not load without frugalvit: {last}")
         computed = load_file(files[1])
     for number, values in outputs_of(model, inputs).items():
-        # The outputs depend slightly on the number of threads and the alignment of memory.
+        # Compare with a tolerance, because outputs depend slightly on the number of threads and memory alignment.
         if not torch.allclose(computed[number], values, rtol=1e-4, atol=1e-5):
             difference = (computed[number] - values).abs().max().item()
             raise ValueError(f"Without frugalvit the model computes something else, by up to {difference:.2g}.")

@@ -23,18 +23,16 @@ from .versions import origin
 PROG = "frugalvit quickstart"
 TEACHER = "caltech101-vit"
 TOKENS = [9, 16, 25, 36, 49, 64]
-# Numbers of tokens to compare, and image sizes for the teacher with about the cost of 16 and 36 tokens.
+# Numbers of tokens to compare. On images of `RESOLUTIONS`, the teacher costs about as much as 16 and 36 tokens.
 COMPARED_TOKENS = [9, 16, 36]
 RESOLUTIONS = [56, 84]
 # Numbers of photographs for training and for testing.
 NUM_IMAGES = (560, 300)
 QUICK_NUM_IMAGES = (56, 30)
-# Timed forward passes of each model.
 ROUNDS = 2
 # On few photographs, a smaller batch size and learning rate than the defaults give better students.
 BATCH_SIZE = 8
 LEARNING_RATE = 5e-4
-# Number of tokens in the picture of RoIs.
 DRAWN_TOKENS = 16
 
 

@@ -1,4 +1,4 @@
-"""Read images ahead in threads."""
+"""Read images in advance, in several threads."""
 
 import os
 from collections import deque
@@ -11,7 +11,7 @@ import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Largest default number of decoding threads. Eight threads decode faster than a model computes.
+# Largest default number of decoding threads. More threads would decode faster than a model computes.
 MOST_THREADS = 8
 
 
@@ -23,7 +23,7 @@ def stack_pixels(pixels: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def count_threads(num_workers: int = 0) -> int:
-    """Return `num_workers` or, if it is 0, the number of usable CPUs up to `MOST_THREADS`."""
+    """Return `num_workers`. If `num_workers` is 0, return the number of usable CPUs, at most `MOST_THREADS`."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return num_workers if num_workers > 0 else min(usable, MOST_THREADS)
 

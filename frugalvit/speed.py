@@ -8,7 +8,6 @@ import torch
 from tqdm import tqdm
 
 
-# Number of warm-up rounds, which are not measured.
 WARMUP = 2
 
 
@@ -25,7 +24,7 @@ def images_per_second(
         models (`Mapping[Hashable, Callable]`): Models by name.
         pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)` or a mapping from names to tensors):
             One batch for all models, or one batch for each model.
-        rounds (`int`, *optional*, defaults to 20): Number of measured rounds, after `WARMUP` other rounds.
+        rounds (`int`, *optional*, defaults to 20): Number of measured rounds, after `WARMUP` unmeasured rounds.
 
     Returns:
         Images per second by name, from the median time of the rounds.

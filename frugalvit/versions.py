@@ -1,4 +1,4 @@
-"""Return versions of packages and a description of the machine for files of results."""
+"""Versions of packages and a description of the machine, for files of results."""
 
 import importlib.metadata
 import platform
@@ -21,7 +21,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of this git clone, marked if files were changed, or `None` outside of a clone."""
+    """Return the commit of this git clone, with a mark if files were changed, or `None` outside of a clone."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None

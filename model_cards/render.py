@@ -84,7 +84,7 @@ def render_card(template: Path, results: Path = RESULTS) -> str:
     """Render the Jinja template of a shipped model's card.
 
     In a template, `results("name")` returns the contents of `name.json`. `row("name", "value", "column")` returns the
-    first row of this file that has the value in the column.
+    first row of `name.json` that has the value in the column.
     """
 
     def read(name: str) -> dict:

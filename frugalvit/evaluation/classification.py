@@ -52,13 +52,13 @@ def classification_accuracy(
     Args:
         model (`PreTrainedModel`): The classifier.
         image_processor: The classifier's image processor.
-        images (`datasets.Dataset`): Images with the columns `image`, not decoded, and `label`, with several classes.
+        images (`datasets.Dataset`): Columns `image` (not decoded) and `label` (two or more classes).
         fgsm_eps (`float`, *optional*): Step size of the attack by `fgsm`. Default: no attack.
         occluded_share (`float`, *optional*): Share of an image's area that `occlude_center` hides. Default: none.
         reading: Further arguments of `image_batches`.
 
     Returns:
-        `dict`: `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second`, including decoding.
+        `dict`: `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second` (with decoding).
     """
     if class_names(images) is None:
         raise ValueError("The data set has no labels to compare with; name their column with label_column.")
@@ -106,7 +106,7 @@ def fgsm(
 
 
 def occlude_center(pixel_values: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Hide a rectangle in the middle of images `(batch, channels, height, width)` behind the mean color, which is 0
+    """Fill a rectangle in the middle of images `(batch, channels, height, width)` with the mean color, which is 0
     after normalization. The rectangle has the image's aspect ratio and covers the share `ratio` of its area."""
     height, width = pixel_values.shape[-2:]
     rows, columns = (round(side * ratio**0.5) for side in (height, width))

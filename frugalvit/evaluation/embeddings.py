@@ -63,8 +63,7 @@ def without_agent(model: nn.Module) -> nn.Module:
 
 
 def image_maker(image_processor):
-    """Return the image processor. A processor that makes patches instead of images (SigLIP 2 NaFlex) is replaced by
-    one that makes images."""
+    """Return a processor that outputs images. Only a processor that outputs patches (SigLIP 2 NaFlex) is replaced."""
     if not hasattr(image_processor, "max_num_patches"):
         return image_processor
     image_format = ImageFormat.from_processor(image_processor)

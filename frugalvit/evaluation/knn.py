@@ -13,7 +13,7 @@ from .features import embed_images
 from .images import read_labeled_parts, take_first
 
 
-# Temperature of the neighbors' weights. The value is DINO's.
+# Temperature of the neighbors' weights, the same as in DINO.
 TEMPERATURE = 0.07
 
 

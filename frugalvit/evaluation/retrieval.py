@@ -14,7 +14,7 @@ from .images import image_batches
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 
 
-# Number of queries in one matrix product. 30,000 images and 150,000 captions have 4.5 billion similarities.
+# Number of queries in one matrix product. All queries at once would need too much memory for large data sets.
 CHUNK = 256
 
 
@@ -41,7 +41,7 @@ def read_karpathy(
         entries = json.loads(read_text(path))["images"]
         entries = [entry for entry in entries if entry["split"] == split][:limit]
         captions = [[sentence["raw"] for sentence in entry["sentences"]] for entry in entries]
-        # COCO's images of each year are in a folder, `filepath`.
+        # In COCO, `filepath` is the name of the image's folder. There is a folder for each year.
         names = [Path(entry.get("filepath", "")) / entry["filename"] for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -59,7 +59,7 @@ def read_karpathy(
 
 @torch.inference_mode()
 def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: int, num_workers: int) -> torch.Tensor:
-    """Return the normalized embeddings `(images, width)` of images, on the CPU."""
+    """Return the normalized embeddings `(images, width)` of all images, on the CPU."""
     batches = image_batches(towers.image_processor, images, batch_size, num_workers)
     embeddings = torch.cat([towers.embed_images(pixel_values.to(towers.device)).cpu() for pixel_values, _ in batches])
     check_scores(embeddings, "embeddings")
@@ -69,8 +69,8 @@ def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: in
 def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor
 ) -> dict[str, float]:
-    """Measure recall at 1, 5 and 10 in percent. If wrong candidates are as similar as the best correct candidate, the
-    query counts with the probability that the correct candidate is among the first k in a random order of all these.
+    """Measure recall at 1, 5 and 10 in percent. If wrong candidates are as similar as the best correct candidate,
+    their order is random. The query counts with the probability that the correct candidate is among the first k.
 
     Args:
         image_embeddings (`torch.Tensor`): Normalized embeddings `(images, width)`.

@@ -1,4 +1,4 @@
-"""Accuracy of a LLaVA on ScienceQA (Lu et al. 2022), a set of multiple-choice questions, some with an image."""
+"""Accuracy of a LLaVA on ScienceQA (Lu et al. 2022): multiple-choice questions with or without an image."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ from ..training.splits import default_split
 from .images import take_first
 
 
-# Prompt of LLaVA 1.5 for its evaluation on ScienceQA.
+# Prompt for ScienceQA from the evaluation of LLaVA 1.5.
 PROMPT = "USER: {image}{question}\nAnswer with the option's letter from the given choices directly. ASSISTANT:"
 COLUMNS = ("image", "question", "choices", "answer")
 
@@ -60,10 +60,10 @@ def format_question(question: str, choices: Sequence[str], hint: str | None = No
 def read_answer(text: str, num_choices: int) -> int | None:
     """Return the index of the option that an answer names, or `None` if the answer names no option.
 
-    An answer names an option by a letter alone, a letter before a punctuation mark, or "answer is" and a letter.
+    An answer names an option by a letter alone, a letter before a punctuation mark, or "answer is" before a letter.
     """
     letters = ascii_uppercase[:num_choices]
-    # A letter before a word does not count, because the "A" in "A dog" is an article.
+    # A letter before a word names no option. For example, the "A" in "A dog" is an article.
     match = re.match(rf"\s*\(?([{letters}])\s*(?:[).:,]|$)", text, re.MULTILINE) or re.search(
         rf"answer is:?\s*\(?([{letters}])\b", text, re.IGNORECASE
     )
@@ -80,12 +80,12 @@ def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size
 
     Returns:
         `dict`: `questions`, `accuracy`, `image_accuracy` (questions with an image), `text_accuracy` (questions without
-        an image) and `unanswered` (number of answers that name no option). An accuracy of no questions is `None`.
+        an image) and `unanswered` (number of answers that name no option). An accuracy without questions is `None`.
     """
     right = {True: [], False: []}
     unanswered = 0
     has_image = [image is not None for image in questions["image"]]
-    # The processor needs an image for every question of a batch or for none, so the two kinds are not mixed.
+    # The processor needs an image for every question of a batch or for none, so batches are not mixed.
     groups = [[index for index, has in enumerate(has_image) if has == kind] for kind in (True, False)]
     batches = [group[start : start + batch_size] for group in groups for start in range(0, len(group), batch_size)]
     for indices in tqdm(batches, desc="questions", leave=False, disable=None):

@@ -67,7 +67,7 @@ def segmentation_scores(
     window: int | None = None,
     skip_corrupt: bool = False,
 ) -> dict[str, object]:
-    """Measure a semantic segmentation model. Its logits are resized to the resolution of the masks.
+    """Evaluate a semantic segmentation model. Its logits are resized to the resolution of the masks.
 
     Args:
         model (`PreTrainedModel`): The segmentation model.
@@ -77,7 +77,7 @@ def segmentation_scores(
         batch_size (`int`, *optional*, defaults to 16): Images, or windows of one image, in a forward pass.
         window (`int`, *optional*):
             Side of a square sliding window in pixels. The image's shorter side is resized to this length, and the
-            window moves in steps of two thirds of its side. By default, images are resized to the model's size.
+            window moves in steps of two thirds of its side. By default, images get the model's image size.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
 
     Returns:

@@ -35,14 +35,14 @@ class TwoTowers:
         config = self.model.config
         lengths = {"padding": True}
         if "siglip" in config.model_type:
-            # SigLIP was trained on texts padded to one length. Some of its tokenizers do not store this length.
+            # SigLIP was trained on texts padded to one length. Some SigLIP tokenizers do not store it.
             lengths = {"padding": "max_length", "max_length": config.text_config.max_position_embeddings}
         inputs = self.tokenizer(list(texts), **lengths, truncation=True, return_tensors="pt").to(self.device)
         return F.normalize(self.model.get_text_features(**inputs).pooler_output.float(), dim=-1)
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the names of the models for the table of results."""
+    """Return the names of the evaluated models, as entries of the results."""
     return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})
 
 
@@ -73,7 +73,7 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
             vocabulary and maps all texts to the same tokens.
     """
     tokenizer = load_processor(name, "a CLIP with a tokenizer", trust_remote_code, AutoTokenizer)
-    # Only a large difference is an error: an embedding matrix may have more rows than the tokenizer has tokens.
+    # Only a large difference is an error, because `vocab_size` may be larger than the number of tokens.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
             f"The tokenizer of {name!r} has {len(tokenizer):,} tokens and its model {vocab_size:,}; put its files "

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
-    """Return ImageNet's class names for "imagenet", the data set's for `None`, or the lines of the file `source`."""
+    """Return class names from `source`: "imagenet", a file with a name on each line, or `None` for the data set."""
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with label_column.")
@@ -47,7 +47,7 @@ def read_lines(file: str) -> list[str]:
 
 
 def read_templates(source: str) -> list[str]:
-    """Return sentence templates: ImageNet's for "imagenet", or the lines of a file. `{}` stands for a class name."""
+    """Return sentence templates from `source`: "imagenet" or a file. `{}` in a template stands for a class name."""
     if source == "imagenet":
         return [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
     templates = read_lines(source)
