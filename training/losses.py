@@ -14,20 +14,20 @@ from ..modeling.hosts.running import as_map, compute_queries_and_keys
 from ..modeling.modeling_bootstrapped_vit import divergence
 
 
-# Number of points on each side of a token's RoI at which the teacher's tokens are sampled.
+# In each token's RoI, the teacher's tokens are sampled at a grid of `POINTS` x `POINTS` points.
 POINTS = 4
-# Share of the blocks, counted from the last, whose attention is averaged: late blocks attend to parts of an object.
+# Attention is averaged over this share of blocks, counted from the last. Late blocks attend to parts of an object.
 ATTENDING_SHARE = 1 / 3
 
 
 class AlignmentLoss(nn.Module):
-    """Distance between the embeddings of student and teacher (Gao et al. 2024, equation 5), plus other terms, weighted
-    as in `args`.
+    """Loss of bootstrapping: the distance between the embeddings of student and teacher (Gao et al. 2024, equation 5),
+    plus further terms with the weights in `args`.
 
     Args:
         student (`PreTrainedModel`): The student.
         teacher (`Anatomy`): The teacher.
-        args (`BootstrapArguments`): The kind of distance, and the weights and layers of the other terms.
+        args (`BootstrapArguments`): Kind of the distance, and weights and layers of the further terms.
     """
 
     def __init__(self, student: nn.Module, teacher: Anatomy, args):
@@ -35,16 +35,16 @@ class AlignmentLoss(nn.Module):
         config = student.config
         self.args = args
         self.project = getattr(student, "visual_projection", nn.Identity())
-        # A tuple keeps the heads from being registered as modules of the loss.
+        # The heads are in a tuple, so that they are not registered as modules of the loss.
         self.heads = (getattr(student, "classifier", None), teacher.classifier)
         self.align_tokens = self.align_maps = None
         if args.token_loss_weight:
             self.align_tokens = TokenAlignment(student, teacher, args.token_layers, args.token_distance)
         if args.dense_loss_weight:
             self.align_maps = MapAlignment(student, teacher, args.dense_layers)
-        # Placement by content learns to predict the teacher's attention.
+        # With placement by content, the student learns to predict the teacher's attention.
         self.predicts_attention = config.has_patch_embedding and config.placement == "content"
-        # Arguments of the student's forward pass: to compute only its embedding, and to compute all terms of the loss.
+        # Arguments of the student's forward pass: `embedding_options` for the embedding alone, `options` for the loss.
         backbone = isinstance(student, BackboneMixin) and self.align_maps
         self.embedding_options = {"output_embedding": True} if backbone else {"output_tokens": False}
         self.options = dict(self.embedding_options)
@@ -83,7 +83,7 @@ class AlignmentLoss(nn.Module):
         if args.label_loss_weight:
             loss = loss + args.label_loss_weight * F.cross_entropy(student_head(student_embedding), labels)
         if self.predicts_attention and outputs.attention_forecast is not None:
-            # The weights that predict attention get a gradient only from this term, so that the term needs no factor.
+            # This term needs no factor, because no other term trains the weights that predict attention.
             loss = loss + attention_loss(outputs.attention_forecast, attention)
         if self.align_tokens:
             loss = loss + args.token_loss_weight * self.align_tokens(outputs, tokens)
@@ -93,11 +93,11 @@ class AlignmentLoss(nn.Module):
 
 
 class MapAlignmentLoss(nn.Module):
-    """Distance of feature maps from a teacher's feature maps, averaged over cells and layers.
+    """Distance of feature maps from a teacher's feature maps, averaged over grid cells and layers.
 
-    The distance of two vectors is 1 minus their cosine, plus `scale_weight` times the squared logarithm of the ratio
-    of their lengths. The mean of the teacher's map over the cells of an image is subtracted from both maps first,
-    because a vector that all cells share does not distinguish cells.
+    For the two vectors of a cell, the distance is 1 minus the cosine, plus `scale_weight` times the squared logarithm
+    of the ratio of lengths. First, the teacher's mean over all cells of an image is subtracted from both maps, because
+    a vector that all cells share does not distinguish cells.
     """
 
     def __init__(self, scale_weight: float = 0.1):
@@ -105,8 +105,9 @@ class MapAlignmentLoss(nn.Module):
         self.scale_weight = scale_weight
 
     def forward(self, maps: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the loss, a scalar in float32. `maps` and the teacher's `targets` (`compute_feature_maps`) have a
-        map, `(batch, channels, rows, columns)`, for each layer. `maps` are interpolated to the grid of `targets`."""
+        """Return the loss, a float32 scalar. `maps` and `targets` contain a feature map, `(batch, channels, rows,
+        columns)`, for each layer. `targets` are the teacher's maps (`compute_feature_maps`). `maps` are interpolated
+        to the grid of `targets`."""
         losses = []
         for found, target in zip(maps, targets, strict=True):
             found = found.float()
@@ -116,7 +117,7 @@ class MapAlignmentLoss(nn.Module):
             common = target.mean((2, 3), keepdim=True)
             found = found - common
             target = target - common
-            # In an image of one color, differences from the mean are only noise, so that small lengths are clamped.
+            # Small lengths are clamped, because differences from the mean are only noise in an image of one color.
             least = common.norm(dim=1).clamp(min=1e-4) / 100
             lengths = [features.norm(dim=1).clamp(min=least).log() for features in (found, target)]
             scale = (lengths[0] - lengths[1]).square().mean()
@@ -125,14 +126,14 @@ class MapAlignmentLoss(nn.Module):
 
 
 class MapAlignment:
-    """`MapAlignmentLoss` between the feature maps of student and teacher. A backbone outputs feature maps; tokens of
-    other students are scattered to the cells that their RoIs cover.
+    """`MapAlignmentLoss` between the feature maps of student and teacher. A backbone outputs feature maps. For other
+    students, tokens are scattered to the grid cells in their RoIs.
 
     Args:
         student (`PreTrainedModel`): The student.
         teacher (`Anatomy`): The teacher.
-        layers (`list[int]`, *optional*): Layers, as negative indices. Default: a backbone's `out_indices`, or else the
-            last layer.
+        layers (`list[int]`, *optional*): Negative indices of layers. Default: the `out_indices` of a backbone, or the
+            last layer of other students.
     """
 
     def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
@@ -165,20 +166,20 @@ class MapAlignment:
 
 
 class TokenAlignment:
-    """Hints (Romero et al. 2015) for the tokens of a SparseFormer, an addition to the paper's method: the mean squared
-    distance of each token from the mean of the teacher's tokens within the token's RoI, averaged over layers. [CLS]
-    and registers are left out, and RoIs get no gradient.
+    """Hints (Romero et al. 2015) for the tokens of a SparseFormer. Gao et al. have no such loss. The loss is the mean
+    squared distance of a token from the mean of the teacher's tokens in the token's RoI, averaged over layers. [CLS]
+    and registers are left out. RoIs get no gradient.
 
     Args:
         student (`PreTrainedModel`): The student.
         teacher (`Anatomy`): The teacher.
-        layers (`list[int]`, *optional*): Indices of the student's hidden states, for example -2, the layer that a
-            LLaVA reads. Default: all.
-        distance (`str`): "normalized" compares tokens after a LayerNorm. "raw", for a student whose tokens a projector
-            reads, divides the distance by the variance of the teacher's patches.
+        layers (`list[int]`, *optional*): Indices of the student's hidden states, for example -2, the default
+            `vision_feature_layer` of LLaVA. Default: all.
+        distance (`str`): "normalized" compares tokens after a LayerNorm. "raw", for a LLaVA's vision tower, divides
+            the distance by the variance of the teacher's patches.
     """
 
-    # Arguments of the student's forward pass.
+    # Arguments of the student's forward pass that this loss requires.
     arguments = {"output_hidden_states": True, "output_rois": True}
 
     def __init__(self, student, teacher: Anatomy, layers: list[int] | None = None, distance: str = "normalized"):
@@ -209,21 +210,21 @@ class TokenAlignment:
         return torch.stack(losses).mean()
 
     def patch_weights(self, rois: torch.Tensor) -> torch.Tensor:
-        """Return the weight of each of the teacher's patches for each token, `(batch, tokens, patches)`: the mean of
-        the bilinear weights at a grid of points in the token's RoI. Points are clamped to the image."""
+        """Return the weights of the teacher's patches for each token, `(batch, tokens, patches)`. A weight is the mean
+        of the bilinear weights at a grid of points in the token's RoI. Points are clamped to the image."""
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
         y, x = torch.meshgrid(steps, steps, indexing="ij")
         low = rois[..., None, :2]
         high = rois[..., None, 2:]
         points = low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)
-        # Sampling a one-hot map of each patch gives the patch's weights, which all layers and channels share.
+        # Sampling a patch's one-hot map returns the patch's weights. All layers and channels share these weights.
         patches = self.grid[0] * self.grid[1]
         one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
         return sample_features(one_hot, points, padding_mode="border").mean(2)
 
 
 def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence of predicted attention from a teacher's, averaged over images.
+    """Return the Kullback-Leibler divergence between predicted and teacher's attention, averaged over images.
 
     Args:
         logits (`torch.Tensor`): Predicted logits, `(batch, rows, columns)`.
@@ -237,7 +238,8 @@ def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tenso
 
 def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
     """Return a teacher's attention to its patches, `(batch, rows, columns)`, which sums to 1. The queries are class
-    tokens, or all patches if there are none. Attention is averaged over heads and the last third of blocks.
+    tokens, or all patches if the teacher has no class tokens. Attention is averaged over heads and the last third of
+    blocks.
 
     Args:
         teacher (`Anatomy`): The teacher.
@@ -250,7 +252,7 @@ def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Ten
 
 
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:
-    """Return a block's attention to each patch, `(batch, patches)` float32, averaged over heads; it sums to 1."""
+    """Return a block's attention to each patch, `(batch, patches)` float32, averaged over heads. Rows sum to 1."""
     query_tokens = (
         slice(0, teacher.num_class_tokens) if teacher.num_class_tokens else slice(teacher.num_prefix_tokens, None)
     )

@@ -4,10 +4,11 @@
         --dataset ADE20K --train_split training --eval_split validation --reduce_labels --num_labels 150 \\
         --output_dir OUT
 
-Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, follow the settings
-of ViT-Adapter (Chen et al. 2023) with 80,000 iterations and larger batches. The defaults are ViT-Adapter's settings
-for AugReg models. Where those for base and large models differ, the factor of the head's learning rate (10), weight
-decay (0.01) and drop path (0.3) are for base (large: 1, 0.05, 0.4), the layer decay (0.95) for large (base: 1).
+Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, use the settings of
+ViT-Adapter (Chen et al. 2023) with 80,000 iterations and larger batches. The defaults are ViT-Adapter's settings for
+AugReg models. ViT-Adapter has different settings for base and large models. The defaults of the head's learning rate
+factor (10), weight decay (0.01) and drop path (0.3) are for base models (large: 1, 0.05, 0.4). The default of the
+layer decay (0.95) is for large models (base: 1).
 """
 
 from collections.abc import Sequence
@@ -137,16 +138,15 @@ class SegmentationArguments(ImageTrainingArguments):
 def resize_pair(
     image: Image.Image, mask: torch.Tensor, size: Sequence[int], interpolation: InterpolationMode
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a resized image, as a tensor, and its resized mask. The mask is interpolated by `NEAREST_EXACT`:
-    torchvision's `NEAREST`, its default for `tv_tensors.Mask`, would shift the mask by half a pixel from the image."""
+    """Resize an image and its mask, and return both as tensors. The mask is interpolated by `NEAREST_EXACT`, because
+    `NEAREST`, torchvision's default for masks, would shift the mask by half a pixel."""
     pixels = v2.functional.resize(v2.functional.pil_to_tensor(image), size, interpolation, antialias=True)
     return pixels, v2.functional.resize(mask[None], size, InterpolationMode.NEAREST_EXACT)[0]
 
 
 class SegmentationView:
-    """Views for training segmentation: random resizing, crop and flip of image and mask, and photometric distortion of
-    the image. A crop is drawn again, up to 10 times, while one class has more than `MOST_OF_A_CLASS` of the labeled
-    pixels.
+    """Resize, crop and flip an image and its mask at random for training, and distort the colors of the image. Up to
+    10 crops are drawn, until no class has more than `MOST_OF_A_CLASS` of the labeled pixels.
 
     Args:
         image_format (`ImageFormat`): The model's image format.
@@ -165,7 +165,7 @@ class SegmentationView:
         self.flip_and_distort = v2.Compose([v2.RandomHorizontalFlip(), *jitters])
 
     def __call__(self, image: Image.Image, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        # A long strip is cropped first, because resizing the whole strip would take gigabytes.
+        # A very long image is cropped first, because resizing the whole image would take gigabytes.
         part = v2.RandomCrop([min(length, LONGEST * min(mask.shape)) for length in mask.shape])
         image, mask = part(image, tv_tensors.Mask(mask))
         shorter = int(torch.randint(self.sides[0], self.sides[1] + 1, ()))
@@ -181,7 +181,7 @@ class SegmentationView:
 
 
 class SegmentationEvalView:
-    """Views for evaluating segmentation: image and mask resized to the model's image size."""
+    """Resize an image and its mask to the model's image size for evaluation."""
 
     def __init__(self, image_format: ImageFormat, read_mask):
         self.formats = {"pixel_values": image_format}
@@ -194,8 +194,8 @@ class SegmentationEvalView:
 
 
 class PlainPairs(PlainImages):
-    """A PyTorch dataset, such as torchvision's `VOCSegmentation`, or a list, of pairs of image and mask, with the
-    interface of a `datasets.Dataset`."""
+    """Pairs of image and mask with the interface of a `datasets.Dataset`. The source is a list or a PyTorch dataset,
+    such as torchvision's `VOCSegmentation`."""
 
     def __init__(self, source):
         super().__init__(source, datasets.Features(dict.fromkeys(("image", "mask"), datasets.Image())))
@@ -213,7 +213,7 @@ class SegmentationTrainer(ImageTrainer):
         args (`SegmentationArguments`): The training arguments.
         train_dataset: A `datasets.Dataset` or stream with the columns `image` and `mask`, a PyTorch dataset or a list
             of pairs of PIL images, or a name that `load_masked_images` accepts.
-        eval_dataset (*optional*): Images to choose the best model on, in the same forms.
+        eval_dataset (*optional*): Images to choose the best model on, in a form that `train_dataset` accepts.
         processing_class: The model's image processor.
         kwargs: See `ImageTrainer`.
     """
@@ -227,7 +227,7 @@ class SegmentationTrainer(ImageTrainer):
         if self.num_labels < 2:
             raise ValueError(f"The model has {self.num_labels} class, expected two or more to learn (num_labels).")
         read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
-        # Evaluation reads from the saved configuration which labels to ignore.
+        # The labels are saved in the configuration, because `frugalvit evaluate` reads them there.
         model.config.ignored_labels = list(args.ignored_labels)
         super().__init__(
             model,
@@ -240,7 +240,7 @@ class SegmentationTrainer(ImageTrainer):
             learning_rate_factors=learning_rate_factors(model, args.head_multiplier, args.layer_decay),
             **kwargs,
         )
-        # `Trainer` looks for label names in the signature of `forward`, and some models have no `labels` there.
+        # `Trainer` takes label names from the signature of `forward`, but some models have no argument `labels`.
         self.label_names = ["labels"]
         self.scores = SegmentationScores(self.num_labels)
 
@@ -260,7 +260,7 @@ class SegmentationTrainer(ImageTrainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to the scores, at the masks' resolution. Return the scores at the last batch."""
+        """Add a batch to the scores, with logits resized to the masks. Return the scores at the last batch."""
         logits = torch.as_tensor(prediction.predictions).float()
         labels = torch.as_tensor(prediction.label_ids)
         check_scores(logits)
@@ -283,7 +283,7 @@ class SegmentationTrainer(ImageTrainer):
 
 
 def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_labels: bool):
-    """Return the model, in float32, for the classes of the images, and its image processor."""
+    """Return a model for the images' classes, in float32, and the model's image processor."""
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
     if data.class_names:
         labels = label_fields(data.class_names)

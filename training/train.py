@@ -34,11 +34,11 @@ from .views import labeled_images, mixing
 
 
 PROG = "frugalvit train"
-# Default learning rates for new weights and for fine-tuning: the higher rate would destroy pretrained features.
+# Default learning rates for new and for pretrained weights. The higher rate would destroy pretrained features.
 SCRATCH_LEARNING_RATE = 1e-3
 FINE_TUNING_LEARNING_RATE = 1e-4
-# The default batch size is the largest of `BATCH_SIZES` with which an epoch has at least `STEPS_PER_EPOCH` steps. It
-# does not depend on the number of epochs, so that a longer run can continue a shorter one.
+# The default batch size is the largest of `BATCH_SIZES` for which an epoch has at least `STEPS_PER_EPOCH` steps. The
+# batch size does not depend on the number of epochs, so that a longer run can continue a shorter run.
 BATCH_SIZES = (8, 16, 32, 64, 128)
 STEPS_PER_EPOCH = 20
 # A training with fewer steps prints a note.
@@ -108,7 +108,7 @@ class SmallDataArguments(ImageTrainingArguments):
 
 
 class SmallDataView:
-    """Views for training on little data: torchvision's random crop, flip, RandAugment and random erasing.
+    """Augment an image for training on little data by torchvision's crop, flip, RandAugment and random erasing.
 
     Args:
         image_format (`ImageFormat`): The model's image format.
@@ -175,12 +175,12 @@ class ImageClassificationArguments(SmallDataArguments):
 
 
 def resolve_arguments(args: ImageClassificationArguments, config, images) -> ImageClassificationArguments:
-    """Return a copy of the arguments, with None replaced in the learning rate and the batch size.
+    """Return a copy of the arguments in which None is replaced by a default learning rate and batch size.
 
     Args:
-        args (`ImageClassificationArguments`): Arguments as they were given.
+        args (`ImageClassificationArguments`): The given arguments.
         config: The model's configuration. Its `name_or_path` is empty for a new model.
-        images: Training images. A stream gets the largest batch size.
+        images: Training images. For a stream, the largest batch size is chosen.
     """
     args = copy.copy(args)
     if args.learning_rate is None:
@@ -236,7 +236,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        # `Trainer` looks for label names in the signature of `forward`, and some models have no `labels` there.
+        # `Trainer` takes label names from the signature of `forward`, but some models have no argument `labels`.
         self.label_names = ["labels"]
         self.accuracies = accuracies()
         self.teacher = None
@@ -261,7 +261,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
             loss = F.cross_entropy(logits.float(), labels)
             return (loss, {"logits": logits}) if return_outputs else loss
         outputs = model(pixel_values=pixel_values)
-        # A model with a distillation token has two classifiers; the second one learns from the teacher.
+        # A model with a distillation token has two classifiers. The second classifier learns from the teacher.
         class_logits = outputs.logits
         distillation_logits = outputs.logits
         if getattr(outputs, "cls_logits", None) is not None:
@@ -277,8 +277,8 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def teacher_loss(self, logits: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Return the divergence from the teacher's distribution, times temperature^2, or, for "hard" distillation
-        (DeiT), the cross-entropy with the teacher's best class."""
+        """Return the loss of distillation: the divergence from the teacher's distribution, times temperature^2. For
+        "hard" distillation (DeiT), return the cross-entropy with the teacher's best class."""
         pixel_values = self.teacher_format.convert(pixel_values, self.image_format)
         with torch.no_grad(), self.accelerator.autocast():
             expected = self.teacher(pixel_values=pixel_values).logits.float()
