@@ -12,7 +12,7 @@ from .modeling.impulse import impulse_matrix, interior_mass, kernel_offsets
 from .training.scores import check_scores
 
 
-# Largest vertical or horizontal distance of a neighbor, in patches.
+# Neighbors are at most this many patches away, vertically and horizontally.
 REACH = 2
 
 

@@ -33,14 +33,14 @@ class Baseline:
         name (`str`): Name of the model in tables.
         method (`str`): Method that produced the model. In the plot, a line connects the models of each method.
         model (`nn.Module`): Module whose speed and cost are measured, called with pixels `(batch, 3, height, width)`.
-        image_size (`tuple[int, int]`): Height and width to which images are resized before `embed`.
+        image_size (`tuple[int, int]`): Height and width of the images for `model` and `embed`.
         embed (`Callable`): Function from pixel values to embeddings `(batch, embedding_size)`.
         image_processor (*optional*): Image processor of the model.
         classifier (`Callable`, *optional*): Function from embeddings to the logits of the classes in `id2label`.
         id2label (`dict[int, str]`, *optional*): Class names.
         tokens (`int`, *optional*): Number of tokens in the encoder blocks, including class and register tokens.
         parameters (`int`, *optional*): Number of parameters that process images. Default: all parameters of `model`.
-        draws (`int`, *optional*, defaults to 1): Number of embeddings of each image, for models with random numbers.
+        draws (`int`, *optional*, defaults to 1): Embeddings of each image, to average a random `embed`.
     """
 
     name: str
@@ -90,7 +90,7 @@ class WithTokens(nn.Module):
 
 
 def as_teacher(anatomy: Anatomy, **others) -> Baseline:
-    """Describe an unchanged vision transformer as a `Baseline`. `others` adds or replaces fields."""
+    """Describe an unchanged vision transformer as a `Baseline`. `others` are further fields."""
     parameters = {*anatomy.model.parameters()}
     for layer in (anatomy.classifier, anatomy.projection):
         parameters |= set() if layer is None else {layer.weight, layer.bias} - {None}

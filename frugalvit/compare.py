@@ -164,7 +164,7 @@ def compare(
         rounds (`int`, *optional*, defaults to 10): Timed forward passes of each model. 0 skips the speed measurement.
         folder (`Path`, *optional*): Folder where embeddings are saved, so that a repeated call can load them.
         report (`Callable`, *optional*):
-            Function that is called with all rows so far, after each group of baselines that share an image processor.
+            Called with the rows so far, without speeds, after each group of baselines that share an image processor.
         reading: Further arguments of `image_batches`.
 
     Returns:
@@ -226,8 +226,8 @@ def compare(
 
 
 def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datasets.Dataset, **reading):
-    """Call `embed_all` for baselines that share weights. If `folder` is given, save the result there
-    and load it in later calls. The file's name is a hash of the weights, images, options and package versions."""
+    """Call `embed_all` for baselines that share weights. If `folder` is given, save the result there and load it
+    in later calls. The file's name is a hash of the weights, images, options and package versions."""
     if folder is None:
         return embed_all(baselines, images, **reading)
     origins = [(repr(baseline.model), baseline.image_size, baseline.tokens) for baseline in baselines]
@@ -309,7 +309,7 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
         teacher (`torch.Tensor` of shape `(images,)`, *optional*): The teacher's scores of the same images.
 
     Returns:
-        `{name}` is the mean. `{name}_error` is half of its Wilson interval for one standard deviation.
+        `{name}` is the mean. `{name}_error` is half of the mean's Wilson interval for one standard deviation.
         `{name}_difference` is the difference from the teacher's mean. `{name}_difference_error` is its standard error.
     """
     count = len(correct)

@@ -21,7 +21,7 @@ PROG = "python -m frugalvit.convert"
 @dataclass(kw_only=True)
 class ConvertOptions(OutputOptions):
     """Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` loads. The checkpoint
-    determines the widths and the numbers of tokens, points and blocks. The variant determines all other settings."""
+    has the widths and the numbers of tokens, sampling points and blocks. The variant has all other settings."""
 
     checkpoint: str = argument(help=".pth or .safetensors file.", positional=True)
     variant: str | None = argument(

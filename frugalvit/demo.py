@@ -26,7 +26,7 @@ CACHE_SECONDS = 3_600
 
 @dataclass(kw_only=True)
 class DemoOptions(DeviceOptions):
-    """Serve a web page. Choose a model, an image and a number of tokens there to see labels and the tokens' RoIs."""
+    """Serve a web page that shows labels and token RoIs for a chosen model, image and number of tokens."""
 
     models: list[str] = argument([], "Classifiers. Default: those that ship.", positional=True)
     host: str | None = argument(None, "Address to serve on. Default: this machine alone.")

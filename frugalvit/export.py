@@ -54,8 +54,9 @@ PLAIN = "transformers"
 @dataclass(kw_only=True)
 class ExportOptions(OutputOptions, SplitOptions, TokenOptions):
     """Write a model for another runtime, and compare its outputs with the original's. The folder has programs,
-    preprocessing, labels, and a card with code that runs the model without PyTorch and frugalvit. predict, evaluate
-    and demo can load it. Format transformers writes a student with an inherited start in its teacher's class."""
+    preprocessing, labels, and a card with code that runs the model without PyTorch and frugalvit. The commands
+    predict, evaluate and demo can load the folder. With format transformers, a student with an inherited start is
+    written as a model of its teacher's class."""
 
     model: str = argument(help="Model folder or hub id (@revision, too).")
     format: str = argument("onnx", "Runtime, or transformers.", choices=[*FORMATS, PLAIN])

@@ -159,7 +159,7 @@ def export_parts(
             if name == "onnx":
                 import onnx_ir
 
-                # transformers.js expects an axis named batch. Browsers load one file, so it must contain the weights.
+                # transformers.js expects an axis named batch. Browsers load one file, which must contain the weights.
                 for value in (*component.program.graph.inputs, *component.program.graph.outputs):
                     value.shape = onnx_ir.Shape(["batch", *value.shape[1:]])
                 (folder / file).parent.mkdir(exist_ok=True)
@@ -199,7 +199,7 @@ def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
 
     config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        # On AVX2, sums of 8-bit products saturate. This option restricts weights to half of their range.
+        # On AVX2, sums of 8-bit products saturate. `overflow_fix` restricts weights to half of their range.
         config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
     if part.kind != "text_embeds":
         layers = (module for name, module in part.model.named_modules() if not name.startswith("text_"))
@@ -237,14 +237,14 @@ def is_exported(folder: str | os.PathLike) -> bool:
 
 
 def read_report(folder: Path) -> dict:
-    """Read the `report.json` of an exported folder. Raise a ValueError if the folder could run code or is damaged."""
+    """Read `report.json` of an exported folder. Raise a ValueError if loading could run code or a file is damaged."""
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         manifest = (folder / MANIFEST).read_text(encoding="utf-8")
         # Refuse Transformers' other formats: their programs are pickled, and a pickle can run code.
         if report["format"] not in FORMATS or report["format"] != json.loads(manifest)["export_format"]:
             raise ValueError(f"format {report['format']!r}, expected {' or '.join(FORMATS)} in both files")
-        # Refuse a defaultdict, because PyTorch would import a module that the manifest names. `\u` could hide it.
+        # Refuse `default_factory`: PyTorch would import a module for it. `\u` escapes could hide this word.
         if any(text in manifest for text in ("default_factory", "\\u")):
             raise ValueError(f"{MANIFEST} has more than dicts, lists and tuples of tensors")
         for part in report["parts"].values():
@@ -311,7 +311,7 @@ class ExportedModule(nn.Module):
     @contextlib.contextmanager
     def _exclusive_runner(self):
         """Reserve a runner for one call. An OpenVINO runner has a single infer request, so concurrent calls would
-        overwrite results. An ONNX Runtime runner can be copied alone, because it binds tensors for each call."""
+        overwrite results. An ONNX Runtime runner has no such state: it binds tensors for each call."""
         try:
             # A list's `pop` and `append` are atomic, so no lock is needed.
             runner = self._idle_runners.pop()

@@ -97,7 +97,7 @@ class _Application:
         self.num_workers = num_workers
         self.return_errors = return_errors
         self.prepare = image_maker(image_processor)
-        # An exported program has no parameters. It computes in float32 on the CPU, like this empty tensor.
+        # An exported program has no parameters. The empty tensor has the program's device and dtype.
         parameter = next(model.parameters(), torch.empty(0))
         self.device = parameter.device
         self.dtype = parameter.dtype

@@ -33,8 +33,8 @@ def draw_rois(
 ) -> Figure:
     """Draw the RoIs and sampling points of tokens (figure 3 of the bootstrapping paper).
 
-    Each image has a row with the image, the RoIs
-    of the first, third and last focusing step, and the last sampling points.
+    Each image has a row with the image, the RoIs of the first, third and last focusing step, and the last sampling
+    points.
 
     Args:
         images (sequence of `torch.Tensor` of shape `(channels, height, width)`):

@@ -127,7 +127,7 @@ class Prediction:
         num_tokens (`int`, *optional*): Number of latent tokens. Only set if `confidence` is given.
         view (`torch.Tensor` of shape `(channels, height, width)`, *optional*): Input image, with values from 0 to 1.
         rois (`list[torch.Tensor]`): RoIs `(tokens, 4)` after each focusing step.
-        sampling_points (`list[torch.Tensor]`): Points `(tokens, points, 2)` of each sampling, if the model samples.
+        sampling_points (`list[torch.Tensor]`): Sampling points `(tokens, points, 2)` of each sampling, if any.
         is_regression (`bool`): Whether the scores are outputs of a regression.
     """
 
@@ -200,7 +200,7 @@ def predict_pixels(
         top (`int`, *optional*, defaults to 5): Number of labels for each image.
         num_tokens (`int`, *optional*): Number of latent tokens. Default: the model's number.
         confidence (`float`, *optional*): Use more tokens for images with a score below this number.
-        output_rois (`bool`, *optional*, defaults to `False`): Return views, RoIs and sampling points, too.
+        output_rois (`bool`, *optional*, defaults to `False`): Return input images, RoIs and sampling points, too.
     """
     config = model.config
     if confidence is None:
@@ -271,7 +271,7 @@ def find_images(names: Sequence[str]) -> list[Path]:
         else:
             # For `**`, `Path.glob` does not follow links, because links may form cycles.
             matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            # Leave out pipes, because reading a pipe may block, and hidden files that `name` does not contain.
+            # Leave out pipes, because reading may block, and hidden files or folders that `name` does not contain.
             files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")

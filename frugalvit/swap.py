@@ -22,8 +22,8 @@ PROG = "frugalvit swap"
 
 @dataclass(kw_only=True)
 class SwapOptions(OutputOptions):
-    """Replace the vision tower of a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision by a SparseFormer, and write
-    the model and its processor. The SparseFormer must be bootstrapped from this vision tower."""
+    """Replace the vision tower of a LLaVA, a PaliGemma, a Gemma 3 or a LLaVA-OneVision by a SparseFormer that was
+    bootstrapped from this tower. Write the model and its processor. The language model stays unchanged."""
 
     model: str = argument(help="The vision-language model: folder or hub id (@revision, too).")
     vision_model: str = argument(help="The SparseFormer: a folder that `frugalvit bootstrap` wrote.")
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 def pixel_pairs(
     processor, old_processor, images: datasets.Dataset, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of batches for `match_channels_`: the same images from the new and from the old processor."""
+    """Yield pairs of batches for `match_channels_`: the same images, prepared by the new and the old processor."""
     both = [
         image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)

@@ -58,7 +58,7 @@ def classification_accuracy(
         reading: Further arguments of `image_batches`.
 
     Returns:
-        `dict`: `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second` (with decoding).
+        `dict`: `images`, `skipped`, `loss`, `accuracy`, `top5_accuracy` and `images_per_second` (including decoding).
     """
     if class_names(images) is None:
         raise ValueError("The data set has no labels to compare with; name their column with label_column.")

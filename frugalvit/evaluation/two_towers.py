@@ -35,7 +35,7 @@ class TwoTowers:
         config = self.model.config
         lengths = {"padding": True}
         if "siglip" in config.model_type:
-            # SigLIP was trained on texts padded to one length. Some SigLIP tokenizers do not store it.
+            # SigLIP was trained on texts padded to one length. Some SigLIP tokenizers do not store this length.
             lengths = {"padding": "max_length", "max_length": config.text_config.max_position_embeddings}
         inputs = self.tokenizer(list(texts), **lengths, truncation=True, return_tensors="pt").to(self.device)
         return F.normalize(self.model.get_text_features(**inputs).pooler_output.float(), dim=-1)
@@ -84,7 +84,7 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
 
 @torch.inference_mode()
 def embed_all_texts(towers: TwoTowers, texts: Sequence[str], batch_size: int) -> torch.Tensor:
-    """Return the normalized embeddings `(texts, width)` of texts, on the CPU."""
+    """Return the normalized embeddings `(texts, width)` of all texts, on the CPU."""
     starts = tqdm(range(0, len(texts), batch_size), desc="texts", leave=False, disable=None)
     embeddings = torch.cat([towers.embed_texts(texts[start : start + batch_size]).cpu() for start in starts])
     check_scores(embeddings, "embeddings")
