@@ -1,8 +1,8 @@
-"""Mathematics of impulse initialization: query and key weights whose attention map is a shift.
+"""Query and key weights for impulse initialization, which makes attention maps impulse filters.
 
-Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139). Attention is
-softmax(X Q K' X' / sqrt(head_dim)). X, `(positions, hidden_size)`, is a pseudo input that stands for the layer's
-tokens; positions are the cells of a grid in row-major order.
+Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139). A head with query
+weight Q and key weight K has the attention map softmax(X Q K' X' / sqrt(head_dim)). The pseudo input X, `(positions,
+hidden_size)`, takes the place of the layer's tokens. Positions are the cells of a grid in row-major order.
 """
 
 import math
@@ -11,21 +11,22 @@ import torch
 import torch.nn.functional as F
 
 
-# `solve_closed_form` treats singular values of the pseudo input below this share of the largest value as zero. The
-# sinusoidal encoding has singular values over 5 orders of magnitude. Inverting all of them multiplies the norms of the
-# weights by up to 50, and attention to real tokens loses its peaks. Values from 3e-3 to 3e-2 give similar results.
+# `solve_closed_form` treats a singular value of the pseudo input as zero if it is below this share of the largest one.
+# The singular values of the sinusoidal encoding span 5 orders of magnitude. If all of them were inverted, the norms of
+# the weights would be up to 50 times larger, and attention to real tokens would have no peaks. Shares from 3e-3 to
+# 3e-2 give similar results.
 RELATIVE_TOLERANCE = 1e-2
-# Replaces `RELATIVE_TOLERANCE` for maps as sharp as those of Algorithm 1. With larger values, the error (eq. 8) stays
-# above that of Algorithm 1.
+# Tolerance that replaces `RELATIVE_TOLERANCE` if `mass` is None. With larger tolerances, the error (eq. 8) stays above
+# the error of Algorithm 1.
 SHARP_TOLERANCE = 1e-3
-# Attention at the target in maps as sharp as those of Algorithm 1: 0.97 to 0.997 on grids of 8 to 16 positions a side.
+# Attention at the target if `mass` is None. Algorithm 1 reaches 0.97 to 0.997 on grids of 8 x 8 to 16 x 16 positions.
 SHARP_MASS = 0.985
 
 
 def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch.Tensor:
-    """Return Simple-ViT's sinusoidal encoding of a grid (Beyer et al. 2022), `(height * width, hidden_size)`.
+    """Return the sinusoidal position encoding of Simple ViT (Beyer et al. 2022), `(height * width, hidden_size)`.
 
-    Frequencies are 10000^(-i / (hidden_size / 4 - 1)); the order is sin x, cos x, sin y, cos y.
+    The channels are sin x, cos x, sin y and cos y. The frequencies are 10000^(-i / (hidden_size / 4 - 1)).
     """
     if hidden_size % 4:
         raise ValueError(f"`hidden_size` is {hidden_size}, expected a multiple of 4 (sine and cosine of x and y).")
@@ -37,14 +38,14 @@ def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch
 
 
 def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
-    """Return the positions of a kernel relative to its center as (dy, dx), row by row. If the size is even, the center
-    is the position right of and below the middle."""
+    """Return the offsets (dy, dx) of a kernel's positions from its center, row by row. The center of an even kernel is
+    the lower right of its four middle positions."""
     reach = range(-(kernel_size // 2), kernel_size - kernel_size // 2)
     return [(dy, dx) for dy in reach for dx in reach]
 
 
 def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
-    """Draw a random position of the kernel for every head. No position is drawn again before all were drawn."""
+    """Draw a random offset of `kernel_offsets` for each head. Offsets repeat only after all of them were drawn."""
     offsets = kernel_offsets(kernel_size)
     drawn = []
     while len(drawn) < num_heads:
@@ -53,15 +54,15 @@ def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | 
 
 
 def pinv_offsets(num_heads: int) -> list[tuple[int, int]]:
-    """Return the positions of a 3 x 3 kernel in the order of the heads in the NeurIPS 2025 code."""
+    """Return the offset of each head in the code of the paper's NeurIPS 2025 version, which has a 3 x 3 kernel."""
     offsets = kernel_offsets(3)
     order = (4, 1, 5, 3, 7, 0, 2, 6, 8)
     return [offsets[order[head % len(order)]] for head in range(num_heads)]
 
 
 def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Tensor:
-    """Return the matrix of the convolution with an impulse, `(height * width, height * width)`: row i has a one at the
-    position `offset` away from i. Rows whose target lies outside of the grid are zero."""
+    """Return the matrix of a convolution with an impulse, `(height * width, height * width)`. Row i has a one at its
+    target, the position at `offset` from position i. If the target lies outside of the grid, the row is zero."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     target_y = (y + offset[0]).flatten()
     target_x = (x + offset[1]).flatten()
@@ -72,12 +73,12 @@ def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Te
 
 
 def attention_map(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return softmax(X Q K' X' / sqrt(head_dim)) (Algorithm 1), `(…, positions, positions)`."""
+    """Return the attention map softmax(X Q K' X' / sqrt(head_dim)) of Algorithm 1, `(…, positions, positions)`."""
     return attention_logits(inputs, query, key).softmax(-1)
 
 
 def attention_logits(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the logits of `attention_map`, `(…, positions, positions)`."""
+    """Return the logits whose softmax is `attention_map`, `(…, positions, positions)`."""
     return (inputs @ query) @ (inputs @ key).mT / query.shape[-1] ** 0.5
 
 
@@ -89,33 +90,33 @@ def interior_mass(attention: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 def solve_closed_form(
     inputs: torch.Tensor, target: torch.Tensor, head_dim: int, mass: float | None = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Solve for Q and K in closed form: the least-squares shift of the pseudo input, of rank `head_dim`.
+    """Solve for Q and K in closed form: Q K' is the least-squares shift of the pseudo input, of rank `head_dim`.
 
-    A shift acts on a sinusoidal encoding as a rotation within each frequency pair. Without the LayerNorm, there is
-    therefore a matrix R with X R = S X, where S is the impulse matrix. X R X' holds the products of each position's
-    target with all positions, which are largest at the target itself. R is solved on the well-determined directions of
-    X (see `RELATIVE_TOLERANCE`), an SVD reduces its rank and is split evenly between Q and K, and one factor sets the
-    sharpness of the softmax.
+    A shift of a sinusoidal encoding rotates each pair of sine and cosine. Before the LayerNorm, there is therefore a
+    matrix R with X R = S X, where S is `target`. Row i of X R X' has the dot products of all positions with the target
+    of position i. The product of the target with itself is the largest.
 
-    With a `head_dim` of 16 or more, the attention of every position is largest at its target, if the target lies on
-    the grid. With a smaller `head_dim`, the map is a blur around the target.
+    R is computed by least squares, without the directions of X with small singular values (`RELATIVE_TOLERANCE`). An
+    SVD reduces the rank of R and is split evenly between Q and K. A factor then sets the sharpness of the softmax.
 
-    Without a `mass`, the maps are as sharp as those of Algorithm 1. Positions whose target lies outside of the grid
-    then attend evenly, as in the minimum of eq. 8: R maps these positions to zero (`results/impulse_speed.json`).
+    If a target lies on the grid and `head_dim` is at least 16, the attention of the position is largest at its target.
+    With a smaller `head_dim`, the map is a blur around the target. If `mass` is None, the maps are as sharp as those
+    of Algorithm 1. R then maps positions to zero if their target lies outside of the grid. These positions attend
+    evenly, as in the minimum of eq. 8 (`results/impulse_speed.json`).
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
-        target (`torch.Tensor`): `(positions, positions)` of zeros and ones, see `impulse_matrix`.
+        target (`torch.Tensor`): Result of `impulse_matrix`, `(positions, positions)`.
         head_dim (`int`): Width of the head.
-        mass (`float`, *optional*, defaults to 0.2): Share of the attention at the target, averaged over the positions
-            whose target lies on the grid. If out of reach, 95 % of the largest possible share is used.
+        mass (`float`, *optional*, defaults to 0.2): Attention at the target, averaged over the positions whose target
+            lies on the grid. If this value is out of reach, 95 % of the largest possible value is used.
 
     Returns:
         Two tensors `(hidden_size, head_dim)`.
     """
     inside = target.sum(1) > 0
     if not inside.any() or len(target) == 1:
-        # The grid has one position, or no target lies on it, as for a vertical offset on a single row.
+        # No shift can be solved if the grid has one position or if no target lies on the grid.
         zeros = inputs.new_zeros(inputs.shape[1], head_dim)
         return zeros, zeros.clone()
     solved = slice(None) if mass is None else inside
@@ -134,8 +135,8 @@ def solve_closed_form(
 
 
 def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float:
-    """Return the smallest factor on the logits with which the attention at the target is `mass` or, if no factor
-    reaches `mass`, 95 % of the largest attention that any factor gives."""
+    """Return the smallest factor on the logits that gives an attention of `mass` at the target. If no factor reaches
+    `mass`, return the smallest factor that gives 95 % of the largest possible attention."""
     low = -2.0
     high = 3.0
     wanted = None
@@ -156,20 +157,20 @@ def solve_pinv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve for Q and K by pseudo-inverse and SVD, as in the code of the paper's NeurIPS 2025 version.
 
-    The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere. A = X+ W X+', where the
-    pseudo-inverse X+ of X is restricted to `head_dim` eigenvectors of X'X. The SVD of A is split evenly
-    between Q and K, and each factor is scaled to a Frobenius norm of 7. The paper's code has random positions, whose
-    eigenvalues are similar. On the sinusoidal encoding, the inverses of the smallest eigenvalues dominate, and hardly
-    any peaks remain after scaling.
+    The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere. The SVD of X+ W X+' is
+    split evenly between Q and K, which are then scaled to a Frobenius norm of 7. X+ is the pseudo-inverse of X,
+    restricted to the `head_dim` eigenvectors of X'X with the largest eigenvalues. In the paper's code, positions are
+    random, and the eigenvalues are similar. With the sinusoidal encoding, the inverses of the smallest eigenvalues
+    dominate, and hardly any peaks remain after scaling.
 
-    Arguments and returns are those of `solve_closed_form`; `generator` draws the noise.
+    `generator` draws the noise. Other arguments and the results are those of `solve_closed_form`.
     """
     noise = torch.nn.init.trunc_normal_(torch.empty_like(target), std=0.6, generator=generator)
     wanted = torch.where(target > 0, torch.full_like(target, 1000.0), 3 * noise)
     values, vectors = torch.linalg.eigh(inputs.mT @ inputs)
     values = values[-head_dim:].clamp(min=1e-12)
     vectors = vectors[:, -head_dim:]
-    # The pseudo-inverse is V diag(1 / values) V' X', so A = V (…) V' needs an SVD of head_dim columns only.
+    # X+ = V diag(1 / values) V' X', so that X+ W X+' = V B V'. Only B, a `(head_dim, head_dim)` matrix, needs an SVD.
     reduced = (vectors.mT @ inputs.mT) / values[:, None]
     u, s, vh = torch.linalg.svd(reduced @ wanted @ reduced.mT)
     root = s.sqrt()
@@ -189,19 +190,19 @@ def solve_adam(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve for Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
 
-    The algorithm does not specify initial weights; here they are uniform in +-1 / sqrt(hidden_size), PyTorch's
-    default. As printed, the algorithm runs until the softmax is saturated. The authors' code averages the error over
+    The paper does not specify the initial weights. Here, they are uniform in +-1 / sqrt(hidden_size), PyTorch's
+    default. Algorithm 1 as printed trains until the softmax is saturated. The authors' code averages the error over
     heads and bounds the weights every 100 steps (`renormalize_every`): each column of Q and each row of K is scaled to
-    the mean initial length of Q's columns. The authors multiply logits by 0.1 for any width; here they are divided by
-    sqrt(head_dim), as in a model.
+    the mean initial length of the columns of Q. The authors multiply logits by 0.1 for any width. Here, logits are
+    divided by sqrt(head_dim), as in a model.
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
-        targets (`torch.Tensor`): `(heads, positions, positions)`, see `impulse_matrix`.
+        targets (`torch.Tensor`): Results of `impulse_matrix`, `(heads, positions, positions)`.
         head_dim (`int`): Width of a head.
         steps (`int`), learning_rate (`float`): Steps and learning rate of Adam.
-        generator (`torch.Generator`, *optional*): Draws the initial weights.
-        renormalize_every (`int`, *optional*): Number of steps between rescalings of the weights; never by default.
+        generator (`torch.Generator`, *optional*): Generator of the random initial weights.
+        renormalize_every (`int`, *optional*): Number of steps between two scalings. By default, there is no scaling.
 
     Returns:
         Two tensors `(heads, hidden_size, head_dim)`.
@@ -222,7 +223,8 @@ def solve_adam(
                         part.mul_(length / part.norm(dim=axis, keepdim=True))
             optimizer.zero_grad()
             losses = ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1))
-            # With a sum, heads are independent. The authors' mean makes steps smaller because of Adam's epsilon.
+            # A sum over heads keeps heads independent. With the authors' mean, gradients are smaller, so that Adam's
+            # epsilon makes the steps smaller.
             (losses.mean() if renormalize_every else losses.sum()).backward()
             optimizer.step()
     return tuple(part.detach() for part in parameters)
@@ -231,7 +233,7 @@ def solve_adam(
 def rotate_head(
     query: torch.Tensor, key: torch.Tensor, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate a head to a random basis: return Q O and K O with an orthogonal O, so that Q O (K O)' = Q K'."""
+    """Return Q O and K O with a random orthogonal matrix O. Attention does not change: Q O (K O)' equals Q K'."""
     rotation, triangle = torch.linalg.qr(torch.randn(2 * [query.shape[-1]], generator=generator, dtype=torch.float32))
     rotation = (rotation * triangle.diagonal().sign()).to(query)
     return query @ rotation, key @ rotation
@@ -240,8 +242,8 @@ def rotate_head(
 def mimetic_factors(
     size: int, noise: float, identity: float, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors `(size, size)` whose product is noise * Z + identity * I, with Z uniform and of variance
-    1 / size. The SVD of the product is split symmetrically (Trockman & Kolter 2023)."""
+    """Return two factors of the matrix noise * Z + identity * I, each `(size, size)` (Trockman & Kolter 2023). Z is
+    random, uniform with variance 1 / size. The SVD of the matrix is split evenly between the factors."""
     bound = math.sqrt(3 / size)
     z = torch.empty(size, size, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
     u, s, vh = torch.linalg.svd(noise * z + identity * torch.eye(size, dtype=torch.float32))

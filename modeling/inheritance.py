@@ -1,8 +1,8 @@
-"""Students that inherit the blocks of a vision transformer, the implementation of `from_teacher` (Gao et al.,
-*Bootstrapping SparseFormers from Vision Foundation Models*, section 3.2).
+"""Implementation of `from_teacher`, which makes students that inherit the blocks of a vision transformer.
 
-The channels of rotary queries and keys are permuted to the order in which a SparseFormer rotates them. Products of
-queries and keys do not change, because both are permuted alike.
+Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2. If the teacher has
+rotary positions, the channels of its queries and keys are permuted to the order in which a SparseFormer rotates them.
+Queries and keys have the same permutation, so that their products do not change.
 """
 
 import math
@@ -28,9 +28,9 @@ from .layers import rotary_embeddings
 from .placement import cut_patches, grid_rois
 
 
-# Largest accepted `relative_difference` of a student's outputs from its teacher's.
+# Largest `relative_difference` between the outputs of a student and its teacher that `check_student` accepts.
 TOLERANCE = 1e-4
-# Norms of focusing layers have the reference implementation's epsilon, not the teacher's.
+# Epsilon of the norms in focusing layers, as in the reference implementation. The teacher's epsilon may differ.
 FOCUSING_EPS = 1e-5
 
 
@@ -68,7 +68,8 @@ def inherit_patches(
     load_weights(embeddings.norm, anatomy.pre_norm)
     positions = patch_positions(anatomy, student.config.token_grid)
     if positions is None:
-        # On a grid, positions stay zero, because `to_plain_vit` cannot store them in a model of the teacher's class.
+        # The teacher adds no positions. With `placement="grid"`, the student's positions stay zero, because
+        # `to_plain_vit` cannot store them in a model of the teacher's class.
         embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:
         embeddings.position_embeddings.copy_(positions)
@@ -93,8 +94,8 @@ def inherit_blocks(
     image_processor,
     **fields,
 ) -> nn.Module:
-    """Return a student with its teacher's blocks and head and a fresh focusing stage. It implements
-    `SparseFormerModel.from_teacher`, which documents the arguments; `inherits` is its argument `inherit_blocks`."""
+    """Return a student with its teacher's blocks and head, and with a new focusing stage. This function implements
+    `SparseFormerModel.from_teacher`, which documents the arguments. `inherits` is called `inherit_blocks` there."""
     anatomy, truncated, image_fields = read_teacher(model_class, teacher, truncate, image_processor)
     if num_latent_tokens is None:
         num_latent_tokens = default_num_latent_tokens(anatomy)
@@ -103,7 +104,7 @@ def inherit_blocks(
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.num_channels,
         "feature_stride": list(anatomy.patch_size),
-        # The papers halve the width of a base model (768 to 384). The width stays a multiple of 8.
+        # Half the encoder's width, rounded down to a multiple of 8. The papers have 384 for an encoder of 768.
         "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
         "focusing_layer_norm_eps": FOCUSING_EPS,
     }
@@ -127,14 +128,14 @@ def read_teacher(
     image_processor=None,
     patches: bool = False,
 ) -> tuple[Anatomy, int, dict]:
-    """Read a teacher; a folder or hub id is loaded with its image processor.
+    """Read a teacher. If `teacher` is a folder or hub id, load the model and its image processor.
 
     Returns:
-        The teacher's anatomy, the number of leading blocks that the student leaves out, and the preprocessing fields
+        The teacher's `Anatomy`, the number of leading blocks that the student leaves out, and the preprocessing fields
         of the student's configuration.
 
     Raises:
-        ValueError: if it is no plain vision transformer with an embedding, or `truncate` leaves no block.
+        ValueError: if the teacher is not a plain vision transformer with an embedding, or `truncate` is out of range.
     """
     if isinstance(teacher, str | os.PathLike):
         classifies = model_class.__name__.endswith("ForImageClassification")
@@ -151,7 +152,7 @@ def read_teacher(
     anatomy.require_plain("bootstrap from", embeds=True, patches=patches)
     check_uniform(anatomy)
     blocks = len(anatomy.blocks)
-    # Numbers from 1 on are counts: 1.0 is one block, and 1.5 is refused.
+    # From 1 on, `truncate` is a number of blocks: 1.0 is one block, and 1.5 is an error.
     is_whole = truncate < 1 or truncate == int(truncate)
     truncated = round(truncate * blocks) if truncate < 1 else int(truncate)
     if isinstance(truncate, bool) or truncate < 0 or not is_whole or truncated >= blocks:
@@ -163,8 +164,8 @@ def read_teacher(
 
 
 def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: int, inherits: bool = True) -> nn.Module:
-    """Return a student with its teacher's classifier, projection and pooling head. With `inherits`, it also has the
-    final norm and all but the first `truncated` blocks. Other weights keep their initial values."""
+    """Return a student with its teacher's classifier, projection and pooling head. With `inherits`, the student also
+    has the teacher's final norm and all but the first `truncated` blocks. Other weights are new."""
     needs_classifier = model_class.__name__.endswith("ForImageClassification")
     needs_projection = model_class.__name__.endswith("WithProjection")
     if needs_classifier and anatomy.classifier is None:
@@ -202,12 +203,12 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: in
 
 
 def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
-    """Return the default number of a student's latent tokens: a quarter of the teacher's image tokens.
+    """Return the default number of a student's latent tokens, a quarter of the teacher's patches.
 
-    The quarter includes [CLS], as in table 2 of the paper, unless tokens fill a grid. For images of 384 or more
-    pixels, patches are counted as if images had 224 pixels: in the paper, ViT-L/16-384 has 49 tokens by default, and
-    144 or 196 only after continued bootstrapping. For 336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144
-    tokens in table 6.
+    Table 2 of the paper counts [CLS] as one of the tokens. If the teacher has a class token, there is one latent token
+    fewer, except with `fill_grid`. For images of 384 or more pixels, patches are counted as in an image of 224 pixels:
+    in the paper, ViT-L/16-384 has 49 tokens by default, and 144 or 196 tokens only after continued bootstrapping. For
+    336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144 tokens in table 6.
     """
     patches = anatomy.num_patches
     if min(anatomy.image_size) >= 384:
@@ -217,13 +218,13 @@ def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
 
 
 def configuration_fields(anatomy: Anatomy) -> dict:
-    """Return the fields of a `SparseFormerBaseConfig` that follow from a teacher."""
+    """Return the fields of a `SparseFormerBaseConfig` that depend on the teacher."""
     height, width = anatomy.image_size
     block = anatomy.blocks[0]
     attention = block.attention
     mlp = block.mlp
     pooling = anatomy.pooling
-    # Libraries name epsilon differently, and PyTorch's RMSNorm has None by default.
+    # Transformers' RMSNorms have `variance_epsilon`. In PyTorch's RMSNorm, `eps=None` means the machine epsilon.
     eps = getattr(block.attention_norm, "eps", getattr(block.attention_norm, "variance_epsilon", None))
     extra_norms = {"query_key": attention.query_norm, "attention": attention.output_norm, "mlp": mlp.norm}
     final_norm = "after_pooling" if pooling.before_norm else "before_pooling"
@@ -256,8 +257,7 @@ def configuration_fields(anatomy: Anatomy) -> dict:
 
 
 def check_uniform(anatomy: Anatomy):
-    """Raise a ValueError if a teacher's blocks have different shapes, or its norms or activations are of different
-    kinds."""
+    """Raise a ValueError if a teacher's blocks differ in shape, or if its norms or activations differ in kind."""
     first = anatomy.blocks[0]
     for block in anatomy.blocks[1:]:
         if (
@@ -279,8 +279,8 @@ def check_uniform(anatomy: Anatomy):
 
 
 def teacher_config(anatomy: Anatomy) -> dict | None:
-    """Return the fields of a Transformers teacher's configuration that differ from its class's defaults, without
-    labels and files; None for a teacher of another library."""
+    """Return the fields of the teacher's Transformers configuration that differ from the defaults of the configuration
+    class, without labels and files. Return None for a teacher of another library."""
     config = getattr(anatomy.model, "config", None)
     if not type(config).__module__.startswith("transformers."):
         return None
@@ -304,8 +304,8 @@ def teacher_config(anatomy: Anatomy) -> dict | None:
 
 
 def patch_positions(anatomy: Anatomy, grid: tuple[int, int]) -> torch.Tensor | None:
-    """Return the positions that a teacher adds to the patches of a grid, `(rows * columns, hidden_size)`, interpolated
-    or computed as in the teacher's library; None if it adds no positions."""
+    """Return the positions that a teacher adds to the patches of `grid`, `(rows * columns, hidden_size)`, or None if
+    it adds no positions. Positions are interpolated or computed as in the teacher's library."""
     if anatomy.patch_positions is None:
         return None
     weight = next(anatomy.model.parameters())
@@ -313,8 +313,8 @@ def patch_positions(anatomy: Anatomy, grid: tuple[int, int]) -> torch.Tensor | N
 
 
 def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
-    """Return a teacher's class tokens and registers with their positions, `(prefix tokens, hidden_size)`, before
-    `pre_norm`."""
+    """Return the sum of a teacher's class tokens and registers with their positions, `(prefix tokens, hidden_size)`.
+    The norm `pre_norm` is not applied."""
     tokens = [anatomy.patches.projection.weight.new_zeros(0, anatomy.hidden_size)]
     tokens = torch.cat(tokens + [token.reshape(-1, anatomy.hidden_size) for token in anatomy.prefix_tokens])
     if not isinstance(anatomy.patch_positions, GridPositions):
@@ -325,17 +325,16 @@ def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
 
 
 def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
-    """Return a teacher's class tokens and registers before a block, `(prefix tokens, hidden_size)`, for an image of
-    zeros. A student's class tokens and registers are parameters, which start from these values, although a teacher's
-    depend on the image."""
+    """Return a teacher's class tokens and registers before block `index`, `(prefix tokens, hidden_size)`, for an image
+    of zeros. After a block, these tokens depend on the image, but a student's are parameters."""
     with evaluation_mode(anatomy.model):
         hidden_states = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))
     return hidden_states[index][0, : anatomy.num_prefix_tokens]
 
 
 def load_block(target: Block, source: Block, channels: torch.Tensor | None = None):
-    """Copy a block's weights into another block of equal shape. `channels`, `(head_dim,)`, permutes the channels of
-    each head's queries and keys, see `Rotary`."""
+    """Copy the weights of a block into another block of equal shape. `channels`, `(head_dim,)`, permutes the channels
+    of each head's queries and keys, see `Rotary`."""
     load_weights(target.attention_norm, source.attention_norm)
     load_attention(target.attention, source.attention, channels)
     load_weights(target.mlp_norm, source.mlp_norm)
@@ -352,7 +351,7 @@ def load_block(target: Block, source: Block, channels: torch.Tensor | None = Non
 
 
 def load_attention(target: Attention, source: Attention, channels: torch.Tensor | None = None):
-    """Copy the weights of an attention. Arguments are those of `load_block`."""
+    """Copy the weights of an attention layer. Arguments are those of `load_block`."""
     rows = None
     if channels is not None:
         channels = channels.to(source.query.weight.device)
@@ -380,8 +379,9 @@ def load_pooling(target: AttentionPooling, source: AttentionPooling):
 def load_weights(
     target: Linear | nn.Module | None, source: Linear | nn.Module | None, channels: torch.Tensor | None = None
 ):
-    """Copy weight and bias of a linear layer or a norm, with the output channels of the source in the order of
-    `channels`. A weight that only the target has becomes 1, a bias 0. Nothing is copied if one layer is None."""
+    """Copy the weight and bias of a linear layer or a norm. `channels` are the source's output channels in the order
+    of the target. If the source has no weight, the target's weight becomes 1. If the source has no bias, the target's
+    bias becomes 0. Nothing is copied if `target` or `source` is None."""
     if target is None or source is None:
         return
     for name, default in (("weight", 1.0), ("bias", 0.0)):
@@ -396,10 +396,10 @@ def load_weights(
 
 
 def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
-    """Raise a ValueError unless a student's inherited part and its teacher return equal embeddings of noise images.
+    """Raise a ValueError if a student's inherited layers and its teacher return different embeddings of noise images.
 
-    The input of the inherited part is all patches of the images or, if leading blocks were truncated, the teacher's
-    tokens after these blocks.
+    The input of the inherited layers is all patches of the images. If leading blocks were truncated, or the student
+    has no patch embedding, the input is the teacher's tokens before the first inherited block.
     """
     if any(parameter.dtype != torch.float32 for parameter in anatomy.model.parameters()):
         return
@@ -432,8 +432,8 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
 
 
 def embed_all_patches(embeddings: nn.Module, anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Embed all patches of the teacher with a student's `PatchSparseFormerEmbeddings`. Return the tokens before the
-    first block, `(batch, prefix + patches, hidden_size)`."""
+    """Embed all patches of the teacher's grid with the weights of a student's `PatchSparseFormerEmbeddings`. Return
+    the tokens before the first block, `(batch, prefix + patches, hidden_size)`."""
     patches = cut_patches(pixel_values, embeddings.patch_size).flatten(1, 2)
     tokens = embeddings.patch_norm(embeddings.projection(patches))
     positions = patch_positions(anatomy, anatomy.grid)

@@ -1,4 +1,4 @@
-"""Initializations of attention for training on little data, in place, for vision transformers of several libraries."""
+"""In-place initializations of attention in vision transformers of several libraries, for training on little data."""
 
 import copy
 import functools
@@ -31,17 +31,17 @@ VALUE_INITS = ("default", "mimetic")
 
 @dataclass
 class HeadReport:
-    """Measurements of a head's attention to its layer's pseudo input after initialization.
+    """Measurements of a head's attention map after initialization, computed from the pseudo input of the layer.
 
     Args:
         layer, head (`int`): Indices of the layer and the head.
-        offset (pair of `int`): Rows and columns from a position to its target; (0, 0) for initializations without
-            impulses.
-        error (`float`): Mean squared error of the attention map (eq. 8).
+        offset (pair of `int`):
+            Rows and columns from a position to its target; (0, 0) for initializations without impulses.
+        error (`float`): Mean squared error of the attention map (eq. 8 of Zheng et al., arXiv 2404.01139).
         peak_rate (`float`): Share of the interior positions whose largest attention is at their target. A position is
             interior if its target lies on the grid.
         mass (`float`): Attention at the target, averaged over the interior positions.
-        query_norm, key_norm (`float`): Frobenius norms of the weights.
+        query_norm, key_norm (`float`): Frobenius norms of the query and key weights.
     """
 
     layer: int
@@ -71,7 +71,7 @@ class InitializationReport:
 
 @dataclass
 class BlockParts:
-    """A block, the norm before its attention and the linear projections of its attention."""
+    """An encoder block, the norm before its attention, and the linear projections of its attention."""
 
     block: nn.Module
     norm: nn.Module
@@ -86,7 +86,7 @@ class BlockParts:
         return len(self.query.weight) // self.num_heads
 
     def head(self, projection: nn.Module, head: int) -> torch.Tensor:
-        """Return a head's rows of the weight of `query` or `key`, `(head_dim, hidden_size)`."""
+        """Return a view of a head's rows in the weight of `query` or `key`, `(head_dim, hidden_size)`."""
         return projection.weight[head * self.head_dim : (head + 1) * self.head_dim]
 
 
@@ -114,8 +114,7 @@ class TransformerParts:
 
 
 def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
-    """Return the parts of a plain vision transformer whose tokens have added positions. Raise a ValueError for any
-    other model."""
+    """Return the parts of a plain vision transformer with added positions. Raise a ValueError for other models."""
     if isinstance(model, TransformerParts):
         return model
     try:
@@ -152,7 +151,7 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
 
 
 def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts:
-    """Return the parts of a base model of this package, or of Transformers' ViT, with a grid of patches."""
+    """Return the parts of a `ViTModel` (of this package or of Transformers) whose patches form `grid`."""
     layers = []
     for layer in model.layers:
         attention = layer.attention
@@ -172,8 +171,8 @@ def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts
 
 
 def is_drawn(model: nn.Module) -> bool:
-    """Return whether the attention weights of a base model of this package, or of Transformers' ViT, are initial.
-    Weights that Transformers marked were loaded, and weights on the meta device will be loaded."""
+    """Return whether the attention weights of a `ViTModel`, of this package or of Transformers, are new. Weights with
+    the mark `_is_hf_initialized` were loaded. Weights on the meta device will be loaded."""
     weights = [layer.attention.q_proj.weight for layer in model.layers]
     return not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights)
 
@@ -192,49 +191,46 @@ def impulse_init_(
     generator: torch.Generator | None = None,
     offsets: torch.Tensor | Callable[[int], torch.Tensor] | None = None,
 ) -> InitializationReport:
-    """Initialize queries and keys so that every head's attention map is a random impulse filter, in place (Zheng et
-    al., arXiv 2404.01139).
+    """Initialize queries and keys in place, so that the attention map of each head is a random impulse filter (Zheng
+    et al., arXiv 2404.01139).
 
-    The defaults differ from the paper's method, which is `solver="adam", value_init="default"` as printed, and
-    `solver="adam_bounded", value_init="default"` in its authors' code; see docs/impulse_initialization.md.
+    The defaults differ from the paper. The paper's method is `solver="adam", value_init="default"` as printed, and
+    `solver="adam_bounded", value_init="default"` in the authors' code. See docs/impulse_initialization.md.
 
-    Biases of queries and keys become zero. The layer's own LayerNorm is applied to the pseudo input. Attention is
-    solved for patches alone, without [CLS] and registers.
+    Biases of queries and keys become zero. The pseudo input passes through the LayerNorm of the layer. Attention is
+    solved between patches, without [CLS] and registers.
 
     Args:
-        model (`nn.Module`):
-            A plain vision transformer that adds positions to its tokens, see docs/models.md.
+        model (`nn.Module`): A plain vision transformer that adds positions to its tokens, see docs/models.md.
         kernel_size (`int`, *optional*, defaults to 3):
-            Height and width of the filters; each head gets an impulse at one position of the kernel.
-        solver (`str`, *optional*, defaults to `"closed_form"`):
-            `"closed_form"`, which is not part of a paper; `"adam"`, Algorithm 1 as printed, which saturates the
-            softmax; `"adam_bounded"`, Algorithm 1 with weights rescaled every 100 steps, as in the authors' code; or
-            `"pinv"`, the code of the NeurIPS 2025 version, which fixes the offsets. Algorithm 1 takes seconds to
-            minutes a layer.
+            Height and width of the filters. Each head gets an impulse at one position of the kernel.
+        solver (`str`, *optional*, defaults to `"closed_form"`): `"closed_form"`, a solution that is not part of a
+            paper; `"adam"`, Algorithm 1 as printed, which saturates the softmax; `"adam_bounded"`, Algorithm 1 with
+            weights rescaled every 100 steps, as in the authors' code; or `"pinv"`, the code of the NeurIPS 2025
+            version, which fixes the offsets. Algorithm 1 takes seconds to minutes for each layer.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
-            Pseudo input of all layers, or of the first and of the following layers (table 6): `"pe"`, the positions;
-            `"uniform"` in -1..1; `"gaussian"`; or `"pe+uniform"`.
+            Pseudo input of all layers, or one for the first layer and one for the other layers (table 6): `"pe"`, the
+            positions; `"uniform"`, noise in -1..1; `"gaussian"`, normal noise; or `"pe+uniform"`, a sum.
         per_layer (`bool`, *optional*, defaults to `True`): Whether layers differ in offsets and weights.
         value_init (`str`, *optional*, defaults to `"mimetic"`):
-            `"mimetic"` initializes values and output projections as `mimetic_init_` does; `"default"` keeps them.
+            `"mimetic"` initializes values and output projections as `mimetic_init_` does. `"default"` changes neither.
         mass (`float`, *optional*, defaults to 0.2):
-            For `solver="closed_form"`: attention at the target, above 0 and below 1; `None` for maps as sharp as
-            those of Algorithm 1. Smaller values trained better than larger ones (`results/impulse_solvers.json`).
+            Attention at the target, above 0 and below 1, for `solver="closed_form"`. `None` gives maps as sharp as
+            those of Algorithm 1. Models with smaller values trained better (`results/impulse_solvers.json`).
         positions (`str`, *optional*, defaults to `"sincos"`):
-            `"sincos"` sets learned positions of patches to the sinusoidal encoding and those of other tokens to zero;
-            `"keep"` solves for the positions that the model has.
+            `"sincos"` sets learned positions of patches to the sinusoidal encoding, and learned positions of other
+            tokens to zero. `"keep"` solves for the positions that the model has.
         steps (`int`, *optional*, defaults to 10,000): Steps of Algorithm 1.
         generator (`torch.Generator`, *optional*): Random number generator on the CPU.
         offsets (`torch.Tensor` or `Callable`, *optional*):
-            Rows and columns from a patch to the patch that each head attends to, `(heads, 2)` integers for all layers,
-            or a function from a layer's index to its integers. By default, they are drawn from the kernel.
+            Rows and columns from a patch to the patch that a head attends to: `(heads, 2)` integers for all layers, or
+            a function from a layer's index to such integers. By default, offsets are drawn from the kernel.
 
     Returns:
         `InitializationReport`: A report on every head.
 
     Raises:
-        ValueError: if the model is no plain vision transformer with added positions, or an argument is invalid. The
-            model is then unchanged.
+        ValueError: if the model is not a plain vision transformer with added positions, or an argument is invalid.
     """
     first_and_later = (pseudo_input, pseudo_input) if isinstance(pseudo_input, str) else tuple(pseudo_input)
     _check("solver", solver, SOLVERS)
@@ -258,7 +254,7 @@ def impulse_init_(
 
     _set_positions(vit, positions)
     inputs = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(first_and_later)}
-    # Offsets are drawn first, so that they do not depend on the solver.
+    # Offsets are drawn before the solver draws random numbers, so that they do not depend on the solver.
     if offsets is not None:
         given = [offsets(index) if callable(offsets) else offsets for index in range(len(vit.layers))]
         all_offsets = [check_offsets(each, layer.num_heads) for each, layer in zip(given, vit.layers, strict=True)]
@@ -279,7 +275,7 @@ def impulse_init_(
         first_of_kind = index < 2 and (index == 0 or first_and_later[0] != first_and_later[1])
         if per_layer or first_of_kind:
             targets = [impulse_matrix(*vit.grid, offset).to(normalized) for offset in offsets]
-            # Layers with equal inputs reuse solutions.
+            # If a layer has the same input as the layer before, the solutions for equal offsets are reused.
             if solved_inputs is None or not torch.equal(solved_inputs, normalized):
                 solved_inputs = normalized
                 solved = {}
@@ -315,12 +311,12 @@ def mimetic_init_(
     generator: torch.Generator | None = None,
     value_init: str = "mimetic",
 ) -> InitializationReport:
-    """Initialize attention so that it mimics trained transformers (Trockman & Kolter 2023), in place.
+    """Initialize attention in place as in trained transformers: mimetic initialization (Trockman & Kolter 2023).
 
-    Query-key products become 0.7 Z + 0.7 I for every head, and value-output products 0.4 Z - 0.4 I for every layer,
-    where Z is random. Learned positions become the sinusoidal encoding, on which the identity in the query-key product
-    acts as locality. Biases of queries and keys become zero. Arguments, returns and errors are those of
-    `impulse_init_`.
+    The product of query and key weights becomes 0.7 Z + 0.7 I for each head, reduced to rank `head_dim`. The product
+    of value and output weights becomes 0.4 Z - 0.4 I for each layer. Z is random, and I is the identity. Learned
+    positions become the sinusoidal encoding. With this encoding, the identity in the query-key product makes attention
+    local. Biases of queries and keys become zero. Arguments, returns and errors are those of `impulse_init_`.
     """
     _check("value_init", value_init, VALUE_INITS)
     vit = read_parts(model)
@@ -342,10 +338,10 @@ def trunc_normal_init_(
     generator: torch.Generator | None = None,
     value_init: str = "default",
 ) -> InitializationReport:
-    """Initialize all linear layers of the blocks as timm does, in place: a normal distribution, truncated at -2 and 2,
-    and biases of zero.
+    """Initialize all linear layers of the blocks in place, as timm does. Weights get a normal distribution that is
+    truncated at -2 and 2, and biases become zero.
 
-    With `value_init="mimetic"`, values and output projections are initialized as by `mimetic_init_`. Other arguments,
+    With `value_init="mimetic"`, values and output projections are initialized as in `mimetic_init_`. Other arguments,
     returns and errors are those of `impulse_init_`.
     """
 
@@ -360,8 +356,8 @@ def trunc_normal_init_(
 def kaiming_uniform_init_(
     model: nn.Module, generator: torch.Generator | None = None, value_init: str = "default"
 ) -> InitializationReport:
-    """Initialize weights and biases of the blocks' linear layers uniformly in +-1 / sqrt(inputs), PyTorch's default,
-    in place. Arguments are those of `trunc_normal_init_`."""
+    """Initialize weights and biases of the blocks' linear layers in place, uniformly in +-1 / sqrt(inputs), PyTorch's
+    default. Arguments are those of `trunc_normal_init_`."""
 
     def draw(linear: nn.Linear):
         bound = linear.in_features**-0.5
@@ -392,14 +388,14 @@ INITIALIZATIONS = {
 
 
 def initialize_attention_(model: nn.Module, initialization: str = "impulse", **options) -> InitializationReport:
-    """Apply one of `INITIALIZATIONS` by name, for example `initialize_attention_(vit, "mimetic")`. `options` are
-    further arguments of this initialization."""
+    """Apply an initialization of `INITIALIZATIONS` by its name, for example `initialize_attention_(vit, "mimetic")`.
+    `options` are further arguments of the initialization's function."""
     _check("initialization", initialization, INITIALIZATIONS)
     return INITIALIZATIONS[initialization](model, **options)
 
 
 def start_attention_(model: nn.Module | TransformerParts, config, positions: str = "sincos") -> InitializationReport:
-    """Initialize the attention of a fresh model by its configuration, an `AttentionStartConfig`. `positions` is an
+    """Initialize the attention of a new model as its `config`, an `AttentionStartConfig`, specifies. `positions` is an
     argument of `impulse_init_`."""
     options = dict(config.initialization_options)
     if config.initialization in ("impulse", "mimetic"):
@@ -410,7 +406,7 @@ def start_attention_(model: nn.Module | TransformerParts, config, positions: str
 
 
 def check_offsets(offsets: torch.Tensor, num_heads: int) -> list[tuple[int, int]]:
-    """Return the offsets of a layer's heads, `(heads, 2)` integers, as pairs. Raise a ValueError for other tensors."""
+    """Return a layer's offsets as pairs. Raise a ValueError if they are not integers of shape `(num_heads, 2)`."""
     pairs = torch.as_tensor(offsets)
     if pairs.shape != (num_heads, 2) or pairs.is_floating_point():
         raise ValueError(
@@ -450,7 +446,6 @@ def _pseudo_input(kind: str, vit: TransformerParts, generator: torch.Generator |
 
 
 def _normalize(norm: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Apply a norm in float32."""
     return copy.deepcopy(norm).float()(inputs)
 
 
@@ -468,7 +463,7 @@ def _set_values(layer: BlockParts, value_init: str, generator: torch.Generator |
 
 
 def _report(vit: TransformerParts) -> InitializationReport:
-    """Report on a model's attention, with each position as its own target."""
+    """Return a report in which the target of each position is the position itself."""
     report = InitializationReport()
     for index, layer in enumerate(vit.layers):
         inputs = _normalize(layer.norm, _pseudo_input("pe", vit, None))

@@ -19,7 +19,7 @@ from .hub import HubModel
 
 logger = logging.get_logger(__name__)
 
-# Standard deviation of new linear weights, as in the reference implementation.
+# Standard deviation of new linear weights, as in the SparseFormer authors' reference implementation.
 INITIALIZER_STD = 0.02
 
 
@@ -31,12 +31,12 @@ def uniform_init_(layer: nn.Module):
 
 
 def in_float32(values: torch.Tensor) -> torch.Tensor:
-    """Cast to float32, or keep float64."""
+    """Cast values to float32. Return float64 values unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Compute softmax attention; the softmax is in float32.
+    """Compute attention with a softmax in float32.
 
     Returns:
         The output, `(batch, queries, heads, head_dim)`, and the attention weights, `(batch, heads, queries, keys)`.
@@ -54,10 +54,9 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosines and sines of rotary position embeddings (Su et al. 2021, arXiv 2104.09864) for two axes.
 
-    Each axis has n = head_dim / 4 frequencies. A token centered at (y, x) is rotated by the angles
-    (scale * center + shift) * theta^(-i / n), i = 0, …, n - 1. With scale = 4 pi and shift = -2 pi the angles are
-    DINOv3's, 2 pi (2 c - 1) f (Siméoni et al. 2025, arXiv 2508.10104); EVA-02's coordinates (Fang et al. 2023, arXiv
-    2303.11331) count patches instead. The formula needs no grid and holds at any center.
+    Each axis has n = head_dim / 4 frequencies. A token with its center at c on an axis is rotated by the angles
+    (scale * c + shift) * theta^(-i / n), i = 0, …, n - 1. DINOv3 (Siméoni et al. 2025, arXiv 2508.10104) has
+    scale = 4 pi and shift = -2 pi. In EVA-02 (Fang et al. 2023, arXiv 2303.11331), scale * c + shift counts patches.
 
     Args:
         centers (`torch.Tensor` of shape `(..., 2)`): Centers of tokens as y and x, 0 to 1 across the image.
@@ -65,7 +64,7 @@ def rotary_table(
     Returns:
         Cosines and sines, `(..., head_dim / 2)` in float32: the frequencies of y, then those of x.
     """
-    # `scale` and `shift` are Python numbers, because tensors would have to be copied to the device.
+    # `scale` and `shift` are Python numbers, because tensors on the CPU would be copied to the device at each call.
     axes = zip(in_float32(centers).unbind(-1), scale, shift, strict=True)
     coordinates = torch.stack([center * factor + offset for center, factor, offset in axes], dim=-1)
     steps = torch.arange(head_dim // 4, device=centers.device, dtype=torch.float32) / (head_dim // 4)
@@ -74,11 +73,11 @@ def rotary_table(
 
 
 def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotate queries or keys of tokens from index `first` on.
+    """Rotate the queries or keys of all tokens from index `first` on.
 
     Args:
         states (`torch.Tensor` of shape `(batch, heads, tokens, head_dim)`): Queries or keys.
-        cos, sin (`torch.Tensor` of shape `(batch, rotated tokens, head_dim / 2)`): Result of `rotary_table`.
+        cos, sin (`torch.Tensor` of shape `(batch, rotated tokens, head_dim / 2)`): Results of `rotary_table`.
     """
     if states.shape[2] <= first:
         return states
@@ -88,8 +87,8 @@ def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, fi
 
 
 def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rotary position embeddings at the centers of RoIs, `(batch, tokens, 4)`, for a `config` with
-    `rope_theta`. RoIs get no gradient."""
+    """Return the rotary position embeddings at the centers of RoIs, `(batch, tokens, 4)`. RoIs get no gradient.
+    `config.rope_theta` must be set."""
     left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
     centers = ((left_top + right_bottom) * 0.5).flip(-1)
     head_dim = config.hidden_size // config.num_attention_heads
@@ -98,8 +97,8 @@ def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channel i of `(batch, heads, tokens, head_dim)` together with channel i + head_dim / 2, by cosines and
-    sines that broadcast with `(batch, heads, tokens, head_dim / 2)`."""
+    """Rotate each pair of channels i and i + head_dim / 2 of `states`, `(batch, heads, tokens, head_dim)`. `cos` and
+    `sin` broadcast with `(batch, heads, tokens, head_dim / 2)`."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -109,9 +108,9 @@ class SelfAttention(nn.Module):
 
     Args:
         head_norm (`Callable[[int], nn.Module]`, *optional*):
-            Factory of the norms of each head's queries and keys, called with their width.
+            Function from the width of a head to a new norm, for the queries and keys of each head.
         output_norm (`Callable[[int], nn.Module]`, *optional*):
-            Factory of the norm before the output projection, called with its width.
+            Function from a width to a new norm, for the input of the output projection.
     """
 
     def __init__(
@@ -148,12 +147,11 @@ class SelfAttention(nn.Module):
         Args:
             hidden_states (`torch.Tensor` of shape `(batch, tokens, hidden_size)`): Tokens that are attended to.
             queries (`torch.Tensor` of shape `(batch, queries, hidden_size)`, *optional*):
-                Tokens that attend, all by default.
+                Tokens that attend; by default `hidden_states`.
             position_embeddings (`tuple` of two `torch.Tensor`, *optional*):
-                Cosines and sines, `(batch, rotated tokens, head_dim / 2)`, for the last tokens, see `rotary_table`.
-            attention_mask (`torch.Tensor`, *optional*):
-                A mask of Transformers for the attention implementation, or `(batch, 1, 1, tokens)` floats that are
-                added to the scores.
+                Results of `rotary_table`, `(batch, rotated tokens, head_dim / 2)`. The last tokens are rotated.
+            attention_mask (`torch.Tensor`, *optional*): Mask from `create_bidirectional_mask` of Transformers, or
+                `(batch, 1, 1, tokens)` floats that are added to the scores.
 
         Returns:
             The output, `(batch, queries, hidden_size)`, and the attention weights or `None`.
@@ -173,10 +171,10 @@ class SelfAttention(nn.Module):
         implementation = self.config._attn_implementation
         is_bias = isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point()
         if is_bias and implementation != "eager":
-            # FlashAttention cannot add a bias to the scores, and flex attention fails on CPUs.
+            # SDPA adds the bias, because FlashAttention cannot add a bias, and flex attention fails on CPUs.
             implementation = "sdpa"
         if key.shape[0] == 0:
-            # The other implementations of Transformers cannot reshape a batch without images.
+            # Transformers' other attention implementations cannot reshape an empty batch.
             implementation = "eager"
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
@@ -187,14 +185,14 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between.
+    """Two linear layers with an activation between them.
 
     Args:
         gated (`bool`, *optional*, defaults to `False`):
-            Multiply the first layer's output by an activated gate (Shazeer 2020, arXiv 2002.05202; SwiGLU for
-            "silu").
+            Multiply the output of the first layer by the activation of a parallel linear layer (Shazeer 2020, arXiv
+            2002.05202). With "silu", the MLP is a SwiGLU.
         norm (`Callable[[int], nn.Module]`, *optional*):
-            Factory of a norm before the second layer, called with its width.
+            Function from a width to a new norm, for the input of the second layer.
     """
 
     def __init__(
@@ -222,10 +220,10 @@ class MLP(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training, zero a residual branch, `(batch, ...)`, for random images.
+    """Stochastic depth (Huang et al. 2016): set a residual branch, `(batch, ...)`, to zero for random training images.
 
     Args:
-        rate (`float`): Probability that the branch of an image is zeroed.
+        rate (`float`): Probability that the branch of an image is set to zero.
     """
 
     def __init__(self, rate: float):
@@ -240,14 +238,14 @@ class DropPath(nn.Module):
 
 
 def norm_factory(config) -> Callable[[int], nn.Module]:
-    """Return a factory of the norms that a `SparseFormerBaseConfig` specifies; its argument is the norm's width."""
+    """Return a function that makes a norm of a given width, as a `SparseFormerBaseConfig` specifies."""
     norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else nn.RMSNorm
     return functools.partial(norm_class, eps=config.layer_norm_eps)
 
 
 class EncoderLayer(GradientCheckpointingLayer):
-    """Pre-norm transformer block of both SparseFormers, with the options of the vision transformers from which
-    students inherit blocks."""
+    """Pre-norm transformer block of `SparseFormerModel` and `PatchSparseFormerModel`. Options such as layer scale and
+    gated MLPs allow students to inherit blocks of different vision transformers."""
 
     def __init__(self, config, drop_path_rate: float):
         super().__init__()
@@ -274,7 +272,7 @@ class EncoderLayer(GradientCheckpointingLayer):
         self.mlp_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
 
     def forward(self, hidden_states: torch.Tensor, num_queries: int | None = None, **kwargs) -> torch.Tensor:
-        """Compute the first `num_queries` tokens, all by default; each attends to all tokens."""
+        """Compute the first `num_queries` tokens, or all by default. Each token attends to all tokens."""
         tokens = self.layernorm_before(hidden_states)
         branch, _ = self.attention(tokens, tokens[:, :num_queries], **kwargs)
         branch = branch if self.attention_scale is None else branch * self.attention_scale
@@ -285,7 +283,7 @@ class EncoderLayer(GradientCheckpointingLayer):
 
 
 class AttentionPooling(nn.Module):
-    """Attention of one learned query to all tokens, followed by an MLP (SigLIP) or no MLP (AIMv2)."""
+    """Attention of one learned query to all tokens. An MLP follows in SigLIP, but not in AIMv2."""
 
     def __init__(self, config):
         super().__init__()
@@ -304,8 +302,8 @@ class AttentionPooling(nn.Module):
             )
 
     def forward(self, hidden_states: torch.Tensor, areas: torch.Tensor | None = None) -> torch.Tensor:
-        """Pool `(batch, tokens, hidden_size)` to `(batch, hidden_size)`. With `areas`, `(batch, tokens)`, a token of
-        area 2 counts as two tokens."""
+        """Pool `(batch, tokens, hidden_size)` to `(batch, hidden_size)`. `areas`, `(batch, tokens)`, are weights: a
+        token of area 2 counts as two tokens."""
         mask = None if areas is None else areas.to(hidden_states.dtype).log()[:, None, None]
         pooled, _ = self.attention(hidden_states, self.probe.repeat(hidden_states.shape[0], 1, 1), attention_mask=mask)
         if self.mlp is not None:
@@ -316,7 +314,7 @@ class AttentionPooling(nn.Module):
 class Pooler(nn.Module):
     """Pool the tokens of each image to one embedding, see `pooling` of `SparseFormerBaseConfig`.
 
-    The final norm and attention pooling are arguments, because checkpoints have their weights outside of the pooler.
+    `forward` gets the norm and attention pooling as arguments: checkpoints have their weights outside of the pooler.
     """
 
     def __init__(self, config):
@@ -337,9 +335,9 @@ class Pooler(nn.Module):
         Args:
             tokens (`torch.Tensor` of shape `(batch, prefix + latent tokens, hidden_size)`): Output of the last block.
             norm (`nn.Module`): The final norm, applied before or after pooling (`config.final_norm`).
-            attention_pooling (`AttentionPooling`, *optional*): Pooling head of `"attention"`, `"latent_attention"`.
+            attention_pooling (`AttentionPooling`, *optional*): Module for `"attention"` and `"latent_attention"`.
             areas (`torch.Tensor` of shape `(batch, latent tokens)`, *optional*):
-                Weights of latent tokens, 1 on average; padding has a weight of 0.
+                Weights of latent tokens, 1 on average. Padding has a weight of 0.
 
         Returns:
             The pooled embedding, `(batch, config.pooled_size)`.
@@ -367,7 +365,7 @@ class Pooler(nn.Module):
 
 
 def weighted_mean(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Average tokens `(batch, tokens, hidden_size)` by weights `(batch, tokens)`."""
+    """Return the weighted mean of tokens, `(batch, tokens, hidden_size)`, with weights `(batch, tokens)`."""
     weights = weights.to(tokens.dtype)
     return (tokens * weights.unsqueeze(-1)).sum(dim=1) / weights.sum(dim=1, keepdim=True)
 
@@ -378,22 +376,22 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
 
     Args:
         last_hidden_state (`torch.FloatTensor` of shape `(batch, prefix + latent tokens, hidden_size)`):
-            Tokens after the final norm; class tokens and registers come first.
+            Tokens after the final norm. Class tokens and registers come first.
         pooler_output (`torch.FloatTensor` of shape `(batch, pooled_size)`): The pooled embedding.
         hidden_states (`tuple`, *optional*): Input of the first encoder block and the output of each block.
         attentions (`tuple`, *optional*): Attention weights `(batch, heads, tokens, tokens)` of each encoder block.
         rois (`tuple`, *optional*, with `output_rois=True`):
-            RoIs of the latent tokens after every adjustment, or the cells of a PatchSparseFormer: `(batch, latent
-            tokens, 4)` float32, left, top, right, bottom, 0 to 1 across the image, not clamped.
+            RoIs of the latent tokens after each adjustment, or the cells of a PatchSparseFormer: `(batch, latent
+            tokens, 4)` float32. The values are left, top, right and bottom, 0 to 1 across the image, not clamped.
         sampling_points (`tuple`, *optional*, with `output_rois=True`):
-            Points of every sampling, `(batch, latent tokens, points, 2)` float32: x and y, 0 to 1 across the image.
+            Points of each sampling, `(batch, latent tokens, points, 2)` float32: x and y, 0 to 1 across the image.
         focusing_hidden_states (`tuple`, *optional*, with `output_focusing_hidden_states=True`):
-            Tokens `(batch, latent tokens, focusing_hidden_size)` after every focusing iteration.
+            Tokens `(batch, latent tokens, focusing_hidden_size)` after each focusing iteration.
         stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
-            The map that tokens sample, `(batch, stem_channels, height / 4, width / 4)`.
+            Feature map that tokens sample, `(batch, stem_channels, height / 4, width / 4)`.
         attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
-            Output of the `AttentionForecast` of a PatchSparseFormer with `placement="content"`: `(batch, rows,
-            columns)` float32 logits of a teacher's attention to each cell of the grid with twice the rows and columns.
+            Logits of the teacher's attention, predicted by a PatchSparseFormer with `placement="content"`: `(batch,
+            rows, columns)` float32. The grid has twice the rows and columns of the tokens' grid.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -405,7 +403,7 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
 
 @dataclass
 class SparseFormerImageClassifierOutput(ImageClassifierOutput):
-    """`ImageClassifierOutput` with fields of `SparseFormerModelOutput`."""
+    """`ImageClassifierOutput` with the RoIs, sampling points and focusing states of a `SparseFormerModelOutput`."""
 
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
@@ -414,7 +412,7 @@ class SparseFormerImageClassifierOutput(ImageClassifierOutput):
 
 @dataclass
 class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
-    """`SparseFormerModelOutput` with `image_embeds`, the projected `pooler_output`, `(batch, projection_dim)`."""
+    """`SparseFormerModelOutput` with `image_embeds`, `(batch, projection_dim)`, the projection of `pooler_output`."""
 
     image_embeds: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
@@ -437,8 +435,8 @@ class SparseFormerBasePreTrainedModel(HubModel):
     supports_gradient_checkpointing = True
     embeds = {"image": ("forward", "pooler_output")}
     embedding_arguments = ("num_tokens",)
-    # Whether the last block may skip tokens that are not pooled. Context Broadcasting in the last block reads all
-    # tokens, so that `insert_context_broadcast` sets this to False on the base model.
+    # Whether the last block may skip tokens that are not pooled. `insert_context_broadcast` sets this attribute to
+    # False on the base model, because Context Broadcasting needs all tokens.
     skips_unread_tokens = True
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -447,7 +445,7 @@ class SparseFormerBasePreTrainedModel(HubModel):
     _can_compile_fullgraph = True
 
     def no_weight_decay(self) -> list[str]:
-        """Return the names of parameters that optimizers should not decay, besides biases and norms."""
+        """Return the names of parameters that should have no weight decay, in addition to biases and norms."""
         names = (
             "initial_rois",
             "token_embedding",
@@ -480,7 +478,7 @@ class SparseFormerBasePreTrainedModel(HubModel):
     def set_num_tokens(self, num_tokens: int | None):
         """Set the default number of latent tokens, without [CLS].
 
-        It is stored in the configuration, so that it is saved, exported and used by pipelines. Weights do not change.
+        The configuration stores this number for saved and exported models and for pipelines. Weights do not change.
 
         Args:
             num_tokens (`int` or `None`): Number of latent tokens; `None` for all.
@@ -493,7 +491,7 @@ class SparseFormerBasePreTrainedModel(HubModel):
 
     def num_last_queries(self, output_hidden_states: bool | None = None, output_attentions: bool | None = None, **_):
         """Return how many tokens the last block computes: only the class tokens if no other token is needed, otherwise
-        `None` (all tokens). Arguments are those of `forward`."""
+        `None` for all tokens. Arguments are those of `forward`."""
         config = self.config
         records_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         records_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -503,11 +501,11 @@ class SparseFormerBasePreTrainedModel(HubModel):
 
 
 def check_num_tokens(config, num_tokens: int) -> int:
-    """Return `num_tokens` if a model can compute with this number of latent tokens, and warn once if the model was not
-    trained with it.
+    """Check and return `num_tokens`. Warn once if the model was not trained with this number of latent tokens.
 
     Raises:
-        ValueError: if `num_tokens` is below 1, above `num_latent_tokens`, or makes no grid where tokens need one.
+        ValueError: if `num_tokens` is below 1 or above `num_latent_tokens`, or if a PatchSparseFormer has no grid with
+            that number of cells.
     """
     config.require_num_tokens(num_tokens)
     if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
@@ -524,8 +522,8 @@ class AdaptiveClassifierOutput(ModelOutput):
     """Output of `classify_adaptively`.
 
     Args:
-        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Logits with the last number of tokens tried.
-        num_tokens (`torch.LongTensor` of shape `(batch,)`): Last number of tokens tried.
+        logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Logits from the last pass of each image.
+        num_tokens (`torch.LongTensor` of shape `(batch,)`): Number of tokens in the last pass of each image.
         confidence (`float`): Argument of `classify_adaptively`.
     """
 
@@ -535,8 +533,8 @@ class AdaptiveClassifierOutput(ModelOutput):
 
 
 def class_scores(config, logits: torch.Tensor) -> torch.Tensor:
-    """Turn logits into float32 scores as Transformers' pipeline does: unchanged for regression, by a sigmoid for
-    multi-label models and for a single label, otherwise by a softmax."""
+    """Convert logits to float32 scores as Transformers' pipeline does. Models for regression get no activation, models
+    for several labels per image or with one label get a sigmoid, and other models get a softmax."""
     logits = in_float32(logits)
     if config.problem_type == "regression":
         return logits
@@ -545,21 +543,21 @@ def class_scores(config, logits: torch.Tensor) -> torch.Tensor:
 
 
 class AdaptiveClassifierMixin:
-    """Mixin of image classifiers that choose the number of tokens of each image by its confidence."""
+    """Mixin for image classifiers that use more tokens for images with uncertain predictions."""
 
     @torch.no_grad()
     def classify_adaptively(
         self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
     ) -> AdaptiveClassifierOutput:
-        """Classify images with few tokens, and repeat uncertain images with more tokens.
+        """Classify images with few tokens. Classify uncertain images again with more tokens.
 
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
             confidence (`float`, *optional*, defaults to 0.9):
-                Probability of the likeliest class, 0 to 1, from which on an image is not repeated.
+                Threshold from 0 to 1. An image whose likeliest class has a lower probability is uncertain.
             token_counts (sequence of `int`, *optional*):
                 Numbers of tokens to try, in order. By default the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens` or all; trying numbers in between costs more than it saves (docs/results.md).
+                `config.num_tokens` or all tokens. Numbers in between cost more than they save (docs/results.md).
         """
         config = self.config
         if token_counts is None:
@@ -573,7 +571,7 @@ class AdaptiveClassifierMixin:
             raise ValueError("`confidence` is a probability, and a regression has none; choose `num_tokens` instead.")
         inputs = {"pixel_values": pixel_values}
         if hasattr(self.base_model, "stem"):
-            # The features of the stem do not depend on the number of tokens.
+            # The features of the stem do not depend on the number of tokens, so they are computed once.
             inputs["features"] = self.base_model.stem(pixel_values)
         unfinished = torch.arange(len(pixel_values), device=pixel_values.device)
         logits = num_tokens = None
@@ -593,8 +591,8 @@ class AdaptiveClassifierMixin:
 
 
 def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Resize images `(batch, channels, height, width)` in float32. Images that have the size already are returned
-    unchanged, unless the size is dynamic in an exported program."""
+    """Resize images, `(batch, channels, height, width)`, in float32. Images of the right size are returned unchanged,
+    except in exported programs with dynamic sizes."""
     is_static = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
     if is_static and size == tuple(images.shape[-2:]):
         return images
@@ -604,19 +602,19 @@ def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def image_classification_loss(
     logits: torch.Tensor, labels: torch.Tensor, config, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """Compute the loss of an image classifier in float32 for `config.problem_type`, which is inferred from the labels
-    and stored if it is unset.
+    """Compute the loss of an image classifier in float32 for `config.problem_type`. If the problem type is unset, it
+    is inferred from the labels and stored.
 
-    It differs from Transformers' `self.loss_function` in `num_items_in_batch`, which `Trainer` passes when it
-    accumulates gradients: the summed loss is divided by this number for every problem type, not only for class
-    indices, so that accumulated steps add up to the step of a large batch.
+    `Trainer` passes `num_items_in_batch` when it accumulates gradients. The summed loss is divided by this number for
+    every problem type, so that accumulated gradients equal the gradient of a large batch. Transformers'
+    `self.loss_function` divides only for class indices.
 
     Args:
         logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores of the classes.
         labels (`torch.Tensor`):
             `(batch,)` class indices, `(batch, num_labels)` zeros and ones for multi-label classification, or floats
             for regression.
-        num_items_in_batch (`int`, *optional*): Number of images by which the summed loss is divided.
+        num_items_in_batch (`int`, *optional*): Number of labels by which the summed loss is divided.
     """
     if config.problem_type is None:
         if config.num_labels == 1:

@@ -1,7 +1,7 @@
-"""A SparseFormer as a vision tower of the original LLaVA code base (github.com/haotian-liu/LLaVA).
+"""SparseFormer as the vision tower of the original LLaVA code (github.com/haotian-liu/LLaVA).
 
-LLaVA's `build_vision_tower` returns a `CLIPVisionTower`; return `SparseFormerVisionTower(name, args)` there instead,
-with a folder or hub id of a SparseFormer. LLaVA's code is not imported.
+In LLaVA's `build_vision_tower`, return `SparseFormerVisionTower(name, args)` instead of a `CLIPVisionTower`. `name` is
+a folder or hub id of a SparseFormer. This module does not import LLaVA's code.
 """
 
 import torch
@@ -12,12 +12,12 @@ from ..configuration.configuration_base import pair
 
 
 class SparseFormerVisionTower(nn.Module):
-    """A SparseFormer with the interface of LLaVA's `CLIPVisionTower`.
+    """SparseFormer with the interface of LLaVA's `CLIPVisionTower`.
 
     Args:
         vision_tower (`str`): Folder or hub id of a SparseFormer that was bootstrapped from a CLIP.
-        args: LLaVA's model arguments: `mm_vision_select_layer`, and optionally `mm_vision_select_feature` ("patch",
-            the default, or "cls_patch") and `unfreeze_mm_vision_tower`.
+        args: LLaVA's model arguments: `mm_vision_select_layer`, and optionally `unfreeze_mm_vision_tower` and
+            `mm_vision_select_feature` ("patch", the default, or "cls_patch").
         delay_load (`bool`, *optional*, defaults to `False`): Load only the configuration until `load_model` is called.
     """
 
@@ -34,11 +34,11 @@ class SparseFormerVisionTower(nn.Module):
             self.load_model()
 
     def load_model(self, device_map=None):
-        """Load the frozen weights and the image processor, unless they are loaded already."""
+        """Load and freeze the weights, and load the image processor. Do nothing if they are loaded already."""
         if self.is_loaded:
             return
         self.image_processor = AutoImageProcessor.from_pretrained(self.vision_tower_name)
-        # LLaVA reads `crop_size` of every processor, even if it does not crop.
+        # LLaVA reads `crop_size` of every image processor, even if the processor does not crop.
         height, width = pair(self.cfg_only.image_size)
         self.image_processor.crop_size = {"height": height, "width": width}
         self.vision_tower = AutoModel.from_pretrained(self.vision_tower_name, device_map=device_map).base_model
@@ -47,11 +47,11 @@ class SparseFormerVisionTower(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-        """Return the tokens of the selected layer, `(batch, tokens, hidden_size)`, with or without [CLS].
+        """Return the tokens of the selected layer, `(batch, tokens, hidden_size)`. By default, [CLS] is left out.
 
         Args:
-            images (`torch.Tensor` or list of `torch.Tensor`): `(batch, 3, height, width)`, or a list of images, `(3,
-                height, width)`, for which a list of tokens is returned.
+            images (`torch.Tensor` or list of `torch.Tensor`): A batch, `(batch, 3, height, width)`, or a list of
+                images, `(3, height, width)` each. For a list, a list of tokens is returned.
         """
         if isinstance(images, list):
             return [self(image.unsqueeze(0)) for image in images]
@@ -81,5 +81,5 @@ class SparseFormerVisionTower(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        """Number of tokens of an image without [CLS]; `vision_tower.set_num_tokens` sets it."""
+        """Number of tokens of an image, without [CLS]. `vision_tower.set_num_tokens` changes this number."""
         return self.config.default_num_tokens

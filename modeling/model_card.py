@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from .hub import HubModel
 
 
-# Tasks of the hub by Auto class.
+# Task on the Hugging Face Hub for each Auto class.
 TASKS = {
     "AutoModel": "image-feature-extraction",
     "AutoModelForImageClassification": "image-classification",
@@ -24,7 +24,7 @@ def class_name(model: PreTrainedModel) -> str:
 
 
 def auto_class(model: PreTrainedModel) -> str:
-    """Return the most specific Auto class that loads a model from a folder or the hub. For backbones it is
+    """Return the most specific Auto class that loads a model from a folder or the hub. For a backbone, return
     `AutoModel`, which loads the base model, because `AutoBackbone.from_pretrained` accepts no folders."""
     if not isinstance(model, HubModel):
         if class_name(model).endswith("ForSemanticSegmentation"):
@@ -36,8 +36,8 @@ def auto_class(model: PreTrainedModel) -> str:
 
 
 def code_examples(model: PreTrainedModel) -> list[str]:
-    """Return Python code that loads a model and its processor and, for models with an embedding, code that embeds with
-    sentence-transformers. The model may also be an image classifier or CLIP of Transformers."""
+    """Return Python code that loads a model and its processor. For models with an embedding, also return code that
+    computes embeddings with sentence-transformers. `model` may also be an image classifier or CLIP of Transformers."""
     name = class_name(model)
     loader = auto_class(model)
     both = loader in ("AutoModelForImageTextToText", "AutoModelForZeroShotImageClassification")
@@ -48,7 +48,7 @@ def code_examples(model: PreTrainedModel) -> list[str]:
         lines = [f"from frugalvit import {name}", f"from transformers import {processor}", ""]
         loader = name
         remote = ""
-    # The processor class of LLaVAs is remote code, too.
+    # The processor class of a LLaVA is remote code, like the model class.
     own = remote if loader == "AutoModelForImageTextToText" else ""
     lines += [f'processor = {processor}.from_pretrained("path/or/id"{own})']
     lines += [f'model = {loader}.from_pretrained("path/or/id"{remote})']
@@ -66,7 +66,7 @@ embeddings = searcher.encode([image]){texts}""")
 
 
 def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) -> ModelCard:
-    """Return a model card. `metadata` are fields of `ModelCardData`; empty paragraphs are left out."""
+    """Return a model card. `metadata` are fields of `ModelCardData`. Empty paragraphs are left out."""
     data = {"library_name": "transformers", "pipeline_tag": TASKS[auto_class(model)]} | metadata
     data["tags"] = ["frugalvit", model.config.model_type, *data.get("tags", ())]
     text = "\n\n".join(filter(None, (f"# {title}", *paragraphs)))
@@ -74,7 +74,7 @@ def make_card(model: PreTrainedModel, title: str, *paragraphs: str, **metadata) 
 
 
 def model_card(model: PreTrainedModel) -> ModelCard:
-    """Return a card with the model's class, size and code examples, but without measured results."""
+    """Return a card with the model's class, size and code examples, without measured results."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return make_card(
         model,

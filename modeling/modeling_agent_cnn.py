@@ -1,7 +1,7 @@
-"""AgentCNN: a vision transformer's blocks with a generalized convolution in the place of attention.
+"""AgentCNN: a CNN with the blocks of a vision transformer, in which generalized convolutions replace attention.
 
 Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
-2112.03552), appendix E. A ViT that is trained beside an agent CNN learns convolutional biases from it
+2112.03552), appendix E. A ViT that is trained together with an agent CNN learns convolutional biases from the CNN
 (`modeling_bootstrapped_vit.py`).
 """
 
@@ -26,7 +26,7 @@ from .reference_initialization import REFERENCE, init_patches_, init_xavier_
 
 
 class AgentCNNEmbeddings(nn.Module):
-    """Patch embedding or ResNet stem, from pixels to a feature map."""
+    """Patch embedding or ResNet stem. It maps pixels to a feature map."""
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
@@ -52,7 +52,7 @@ class AgentCNNEmbeddings(nn.Module):
 
 
 class AgentCNNMLP(nn.Module):
-    """A transformer's MLP on a feature map: two 1 x 1 convolutions with an activation between."""
+    """MLP on a feature map: two 1 x 1 convolutions with an activation between them."""
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__()
@@ -114,8 +114,8 @@ class AgentCNNPreTrainedModel(HubModel):
             self._init_as_reference(module)
 
     def _init_as_reference(self, module: nn.Module):
-        """Initialize as the reference implementation does; classifiers keep PyTorch's initialization. Submodules are
-        initialized first; the modules that contain them then overwrite their weights here."""
+        """Initialize weights as the paper's reference implementation does. Classifiers keep PyTorch's initialization.
+        A module is initialized after its submodules, so that it can overwrite their weights here."""
         if isinstance(module, GeneralizedConv2d):
             init_xavier_(module)
         elif isinstance(module, AgentCNNMLP):
@@ -129,7 +129,7 @@ class AgentCNNPreTrainedModel(HubModel):
 
 
 class AgentCNNModel(AgentCNNPreTrainedModel):
-    """The bare agent CNN, from pixels to a feature map."""
+    """The bare agent CNN, which maps pixels to a feature map."""
 
     def __init__(self, config: AgentCNNConfig):
         config.validate()
@@ -148,18 +148,18 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images, at least as large as the stride of the last map.
+                Normalized images whose sides are at least `config.stride` pixels.
 
         Returns:
-            `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`,
-            `pooler_output`, the mean of the map, `(batch, hidden_size)`, and optionally `hidden_states`: the
-            embeddings and each block's output before pooling.
+            `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, the feature map, `(batch, hidden_size,
+            rows, columns)`; `pooler_output`, the mean of the map, `(batch, hidden_size)`; and optionally
+            `hidden_states`, the embeddings and each block's output before pooling.
         """
         hidden_states = self.embeddings(pixel_values)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states)
-            # Pooling is not part of the layer, because hints compare maps before pooling, as in the reference
-            # implementation.
+            # Pooling is not part of the layer, because hints (`modeling_bootstrapped_vit.py`) compare feature maps
+            # before pooling, as in the reference implementation.
             if index in self.config.downsample_after:
                 hidden_states = F.avg_pool2d(hidden_states, kernel_size=2)
         hidden_states = self.activation(self.norm(hidden_states))
@@ -169,9 +169,9 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
 
 
 class AgentCNNForImageClassification(AgentCNNPreTrainedModel):
-    """The agent CNN with a linear classifier on the mean of its feature map."""
+    """Agent CNN with a linear classifier on the mean of its feature map."""
 
-    # The loss divides by `num_items_in_batch` for every problem type.
+    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
 
     def __init__(self, config: AgentCNNConfig):
@@ -189,7 +189,7 @@ class AgentCNNForImageClassification(AgentCNNPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutputWithNoAttention:
-        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`)."""
+        """Compute logits, `(batch, num_labels)`. With `labels`, also compute the `image_classification_loss`."""
         outputs = self.agent(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None

@@ -1,8 +1,8 @@
-"""BootstrappedViT: a vision transformer that learns convolutional biases from an agent CNN trained with it.
+"""BootstrappedViT: a vision transformer that learns convolutional biases from an agent CNN during training.
 
 Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
-2112.03552). Both models classify, each learns from the other's predictions, and hints draw the transformer's tokens to
-the agent's feature maps after every block. After training, the transformer is used without the agent.
+2112.03552). Both models classify images, and each learns from the other's predictions. Hint losses pull the
+transformer's tokens towards the agent's feature maps after every block. After training, the agent is not needed.
 """
 
 import functools
@@ -26,16 +26,16 @@ from .reference_initialization import REFERENCE, reference_init_
 
 
 def divergence(logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence of a student from a teacher, times temperature^2, averaged over the
-    batch. Logits are `(batch, classes)`; the teacher's get no gradient."""
+    """Return temperature^2 times the Kullback-Leibler divergence of a student from a teacher, averaged over the batch.
+    Logits are `(batch, classes)`. The teacher's logits get no gradient."""
     student, teacher = (F.log_softmax(in_float32(x) / temperature, dim=1) for x in (logits, teacher_logits.detach()))
     return temperature**2 * F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
 @dataclass
 class BootstrappedViTOutput(ModelOutput):
-    """Output of `BootstrappedViTForImageClassification`: logits, hidden states and attentions of the transformer and,
-    with labels, the losses of both models.
+    """Output of `BootstrappedViTForImageClassification`. Logits, hidden states and attentions are the transformer's.
+    Without labels, the losses and the agent's logits are None.
 
     Args:
         loss (`torch.FloatTensor`, *optional*): The sum of all losses.
@@ -54,8 +54,8 @@ class BootstrappedViTOutput(ModelOutput):
 
 
 def head_products(attention: nn.Module, num_heads: int) -> torch.Tensor:
-    """Return the products W_i = W_O,i W_V,i of the heads as the weight of a generalized convolution, `(hidden_size,
-    hidden_size, heads)`. The bias of values is left out, as in the reference implementation."""
+    """Return the product W_O W_V of each head's output and value weights as the weight of a generalized convolution,
+    `(hidden_size, hidden_size, heads)`. The bias of values is left out, as in the reference implementation."""
     value = attention.v_proj.weight.unflatten(0, (num_heads, -1))
     output = attention.o_proj.weight.unflatten(1, (num_heads, -1))
     return torch.einsum("ohd,hdi->oih", output, value)
@@ -66,7 +66,7 @@ class SharedConvolution(nn.Module):
 
     def __init__(self, attention: nn.Module, num_heads: int):
         super().__init__()
-        # The list keeps the attention from becoming a submodule, so that its weights are saved once.
+        # A list does not register the attention as a submodule, so that its weights are saved only once.
         self.attention = [attention]
         self.num_heads = num_heads
 
@@ -92,9 +92,9 @@ class SharedMLP(nn.Module):
 
 
 def hint(tokens: torch.Tensor, feature_map: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared difference of normalized features of the transformer, `(batch, patches, hidden_size)`,
-    and of the agent, `(batch, hidden_size, rows, columns)`; the agent's get no gradient. If the numbers of positions
-    differ, the longer sequence is averaged to the shorter length."""
+    """Return the hint loss: the mean squared difference of the transformer's normalized tokens, `(batch, patches,
+    hidden_size)`, and the agent's normalized feature map, `(batch, hidden_size, rows, columns)`. The map gets no
+    gradient. If the numbers of positions differ, the longer sequence is averaged to the length of the shorter one."""
     ours = in_float32(tokens).mT
     theirs = in_float32(feature_map.detach()).flatten(2)
     length = min(ours.shape[-1], theirs.shape[-1])
@@ -108,23 +108,23 @@ def _drop_output(module: nn.Module, args, output: torch.Tensor, rate: float) -> 
 
 
 class BootstrappedViTForImageClassification(HubModel):
-    """A vision transformer with its agent. The agent is only computed if labels are given.
+    """Vision transformer with its agent CNN. The agent is computed only if labels are given.
 
-    After training, `model.vit`, Transformers' `ViTForImageClassification`, and `model.agent`, an
-    `AgentCNNForImageClassification`, can be used and saved separately.
+    After training, `model.vit` and `model.agent` can be used and saved separately. They are a
+    `ViTForImageClassification` of Transformers and an `AgentCNNForImageClassification`.
     """
 
     config: BootstrappedViTConfig
     base_model_prefix = "model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    # The pair has no class without classifiers, so that `AutoModel` loads this class, too.
+    # There is no class of both models without classifiers, so that `AutoModel` loads this class, too.
     auto_classes = {
         "AutoModel": "BootstrappedViTForImageClassification",
         "AutoModelForImageClassification": "BootstrappedViTForImageClassification",
     }
     supports_gradient_checkpointing = True
-    # The loss is a mean over the batch.
+    # The loss is a mean over the batch and does not use `num_items_in_batch`.
     accepts_loss_kwargs = False
     _no_split_modules = ["ViTEmbeddings", "ViTLayer", "AgentCNNEmbeddings", "AgentCNNLayer"]
     _can_compile_fullgraph = True
@@ -145,7 +145,7 @@ class BootstrappedViTForImageClassification(HubModel):
             for block, layer in self.blocks():
                 layer.convolution = SharedConvolution(block.attention, config.vit_config.num_attention_heads)
                 layer.mlp = SharedMLP(block.mlp, layer.mlp)
-        # The reference implementation applies dropout in other places than Transformers' ViT.
+        # The reference implementation applies dropout in other places than Transformers' ViT does.
         if config.embedding_dropout is not None:
             self.vit.base_model.embeddings.dropout = nn.Dropout(config.embedding_dropout)
         if config.mlp_dropout:
@@ -155,12 +155,12 @@ class BootstrappedViTForImageClassification(HubModel):
         self.post_init()
 
     def blocks(self) -> list[tuple[nn.Module, AgentCNNLayer]]:
-        """Return pairs of a block of the transformer and the corresponding block of the agent."""
+        """Return pairs of corresponding blocks of the transformer and the agent."""
         return list(zip(self.vit.base_model.layers, self.twin.base_model.layers, strict=True))
 
     @property
     def agent(self) -> AgentCNNForImageClassification:
-        """The agent; with shared weights, a copy with its own weights."""
+        """The agent CNN. If weights are shared, a copy of the agent with its own weights is returned."""
         if self.config.sharing == "none":
             return self.twin
         agent = AgentCNNForImageClassification(self.config.agent_config).to(self.device, self.dtype)
@@ -181,7 +181,7 @@ class BootstrappedViTForImageClassification(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        # The two models are initialized by their own classes, before this is called for the pair.
+        # The `_init_weights` of their own classes have already initialized `self.vit` and `self.twin`.
         if module is not self or not is_drawn(self.vit.base_model):
             return
         if self.config.initialization == REFERENCE:
@@ -201,7 +201,7 @@ class BootstrappedViTForImageClassification(HubModel):
         Args:
             labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without labels, the agent is not computed.
             hint_share (`float`, *optional*):
-                Factor of `hint_weight`; by default `self.hint_share`, 1 unless a `HintDecayCallback` sets it.
+                Factor on `config.hint_weight`. By default `self.hint_share`, 1 without a `HintDecayCallback`.
         """
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)
@@ -217,7 +217,7 @@ class BootstrappedViTForImageClassification(HubModel):
         agent = self.twin(pixel_values, output_hidden_states=True)
         pairs = zip(outputs.hidden_states[1:], agent.hidden_states[1:], strict=True)
         hints = [
-            # [CLS] has no position in the agent's map.
+            # The token [CLS] is left out, because it has no position in the agent's feature map.
             hint(tokens[:, 1:], feature_map)
             if config.hint_layers is None or layer in config.hint_layers
             else outputs.logits.new_zeros((), dtype=torch.float32)

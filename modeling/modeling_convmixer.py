@@ -1,8 +1,8 @@
-"""ConvMixer: depthwise convolutions mix positions, pointwise convolutions mix channels.
+"""ConvMixer: a CNN in which depthwise convolutions mix positions and pointwise convolutions mix channels.
 
-Trockman & Kolter, *Patches Are All You Need?*. Spatial filters are trained, or fixed random values, impulses or boxes
-(Zheng et al., arXiv 2404.01139; section 5.5 shows that training only the mixing of channels suffices if the filters
-span the space of filters).
+Trockman & Kolter, *Patches Are All You Need?*. The filters of depthwise convolutions are trained or fixed. Fixed
+filters are random values, impulses or boxes (Zheng et al., arXiv 2404.01139). Section 5.5 of Zheng et al. shows that
+trained pointwise convolutions suffice if the fixed filters span the space of filters.
 """
 
 import torch
@@ -25,7 +25,7 @@ from .layers import image_classification_loss
 
 
 class ConvMixerEmbeddings(nn.Module):
-    """Patch embedding, from pixels to a feature map."""
+    """Patch embedding. It maps pixels to a feature map."""
 
     def __init__(self, config: ConvMixerConfig):
         super().__init__()
@@ -40,7 +40,7 @@ class ConvMixerEmbeddings(nn.Module):
 
 
 class ConvMixerSpatialMixing(nn.Conv2d):
-    """Depthwise convolution that keeps the size of the map. Fixed filters are buffers."""
+    """Depthwise convolution whose output has the size of its input. Fixed filters are buffers."""
 
     def __init__(self, config: ConvMixerConfig):
         padding, self.extra = divmod(config.kernel_size - 1, 2)
@@ -53,7 +53,7 @@ class ConvMixerSpatialMixing(nn.Conv2d):
                 self.register_buffer(name, parameter.detach())
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Filters of even size reach one position farther to the right and bottom.
+        # Filters of even size reach one position farther to the right and bottom than to the left and top.
         if self.extra:
             hidden_states = F.pad(hidden_states, (0, 1, 0, 1))
         return super().forward(hidden_states)
@@ -71,7 +71,7 @@ class ConvMixerLayer(nn.Module):
         self.channel_norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # The code of Zheng et al. has no activation after spatial filters, unlike that of Trockman & Kolter.
+        # As in the code of Zheng et al., no activation follows. Trockman & Kolter have an activation here.
         hidden_states = hidden_states + self.spatial_norm(self.spatial_mixing(hidden_states))
         return self.channel_norm(self.channel_activation(self.channel_mixing(hidden_states)))
 
@@ -98,7 +98,7 @@ class ConvMixerPreTrainedModel(HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            # The weights of fixed filters are buffers, not parameters.
+            # `uniform_init_` initializes parameters only, but the weights of fixed filters are buffers.
             bound = module.weight[0].numel() ** -0.5
             for tensor in (module.weight, module.bias):
                 init.uniform_(tensor, -bound, bound)
@@ -108,7 +108,7 @@ class ConvMixerPreTrainedModel(HubModel):
             init.copy_(module.weight, self._structured_filters(module.weight))
 
     def _structured_filters(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return impulses or boxes with the mean norm of random filters, sqrt(1/3)."""
+        """Return impulse or box filters whose norm, sqrt(1/3), is the mean norm of random filters."""
         size = weight[0].numel()
         if self.config.spatial_filters == "box":
             return torch.full_like(weight, (3 * size) ** -0.5)
@@ -116,13 +116,13 @@ class ConvMixerPreTrainedModel(HubModel):
         positions = torch.randint(size, (len(weight),), device=weight.device)
         filters.view(len(weight), size)[torch.arange(len(weight), device=weight.device), positions] = 3**-0.5
         if self.config.spatial_filters == "signed_impulse":
-            # With signs, x + BN(filter(x)) computes differences of pixels from the start; without signs, only sums.
+            # With signs, x + BN(filter(x)) can initially be a difference of pixels. Without signs, it is always a sum.
             filters *= 1 - 2 * torch.randint(2, (len(weight), 1, 1, 1), device=weight.device)
         return filters
 
 
 class ConvMixerModel(ConvMixerPreTrainedModel):
-    """The bare ConvMixer, from pixels to a feature map."""
+    """The bare ConvMixer, which maps pixels to a feature map."""
 
     def __init__(self, config: ConvMixerConfig):
         config.validate()
@@ -139,7 +139,7 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images. Pixels at the right and bottom that fill no patch are ignored.
+                Normalized images. Pixels at the right and bottom edges that do not fill a patch are ignored.
 
         Returns:
             `BaseModelOutputWithPoolingAndNoAttention`: `last_hidden_state`, `(batch, hidden_size, rows, columns)`, and
@@ -154,9 +154,9 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
 
 
 class ConvMixerForImageClassification(ConvMixerPreTrainedModel):
-    """The ConvMixer with a linear classifier on the mean of its feature map."""
+    """ConvMixer with a linear classifier on the mean of its feature map."""
 
-    # The loss divides by `num_items_in_batch` for every problem type.
+    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
 
     def __init__(self, config: ConvMixerConfig):
@@ -174,7 +174,7 @@ class ConvMixerForImageClassification(ConvMixerPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutputWithNoAttention:
-        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`)."""
+        """Compute logits, `(batch, num_labels)`. With `labels`, also compute the `image_classification_loss`."""
         outputs = self.convmixer(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None

@@ -1,10 +1,10 @@
-"""PatchSparseFormer: a vision transformer with few tokens, each embedding a cell of the image as its teacher embeds a
-patch.
+"""PatchSparseFormer: a vision transformer with few tokens, each of which embeds a cell of the image like a patch.
 
-By default, the cells form a grid. With `placement="content"`, blocks of four cells with little detail are merged and
-cells with much detail are split, for each image (`placement.py`). Positions are the teacher's, interpolated. A new
-student is therefore its teacher at a lower resolution; bootstrapping (Gao et al., *Bootstrapping SparseFormers from
-Vision Foundation Models*, CVPR 2024) then aligns its outputs with the teacher's.
+By default, the cells form a grid. With `placement="content"`, cells differ between images: blocks of four cells with
+little detail are merged, and cells with much detail are split (`placement.py`). Positions are interpolated from the
+teacher's positions. A new student is therefore its teacher at a lower resolution. Bootstrapping (Gao et al.,
+*Bootstrapping SparseFormers from Vision Foundation Models*, CVPR 2024) then aligns the student's outputs with the
+teacher's.
 """
 
 import math
@@ -75,7 +75,7 @@ class PatchSparseFormerEmbeddingsOutput(ModelOutput):
 
 
 class PatchSparseFormerEmbeddings(nn.Module):
-    """Embed cells of images as patches, add their positions, and put class tokens and registers before them."""
+    """Embed cells of images as patches, add positions, and concatenate class tokens and registers before them."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
@@ -101,7 +101,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
             grids = self.config.cell_grids(num_tokens, tuple(pixel_values.shape[-2:]))
         if len(grids) > 1 and min(grids[0]) > 1 and pixel_values.shape[0] > 0:
             return self.embed_chosen_cells(pixel_values, grids)
-        # If there are no finer cells or no blocks of four, all images have the cells of the grid.
+        # All images have the cells of one grid if there are no finer cells or no blocks of four cells.
         rows, columns = grids[0]
         height, width = self.patch_size
         resized = resize(pixel_values, (rows * height, columns * width))
@@ -120,7 +120,7 @@ class PatchSparseFormerEmbeddings(nn.Module):
             positions (`torch.Tensor` of shape `(tokens, hidden_size)` or `(batch, tokens, hidden_size)`):
                 Position embeddings of the cells.
         """
-        # Patches get the dtype of positions, because the projection's weight may be quantized.
+        # Patches are cast to the dtype of positions, because the weight of the projection may be quantized.
         patches = patches.to(self.position_embeddings.dtype)
         tokens = self.patch_norm(self.projection(patches)) + positions
         prefix = [each for each in (self.cls_token, self.register_tokens) if each is not None]
@@ -130,8 +130,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
     def embed_chosen_cells(
         self, pixel_values: torch.Tensor, grids: list[tuple[int, int]]
     ) -> PatchSparseFormerEmbeddingsOutput:
-        """Choose cells for each image, as many as the first grid has, from the first grid's blocks of four and the
-        cells of all `grids`, and embed them."""
+        """Choose cells for each image, and embed them. The candidates are the first grid's blocks of four cells and
+        the cells of all `grids`. The number of chosen cells is the number of cells in the first grid."""
         device = pixel_values.device
         height, width = self.patch_size
         base, finest = (
@@ -155,8 +155,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
         )
 
     def positions_of(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the positions of a grid's cells, `(cells, hidden_size)`, interpolated if the grid is not the model's
-        own."""
+        """Return the positions of a grid's cells, `(cells, hidden_size)`. Positions are interpolated if `grid` is not
+        `config.token_grid`."""
         own_grid = self.config.token_grid
         if grid == own_grid:
             return self.position_embeddings
@@ -190,7 +190,7 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 if tokens is not None:
                     init.normal_(tokens)
         elif isinstance(module, AttentionForecast):
-            # The head starts at zero, so that the forecast is equal for all cells.
+            # With zero weights in the head, the forecast is equal for all cells before training.
             for convolution in (module.embedding, *module.convolutions):
                 init.kaiming_normal_(convolution.weight, nonlinearity="relu")
                 init.zeros_(convolution.bias)
@@ -201,13 +201,13 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Change the number of latent tokens in place, with interpolated positions, for continued bootstrapping.
+        """Change the number of latent tokens in place, for continued bootstrapping. Positions are interpolated.
 
         Args:
             num_latent_tokens (`int`): Number of latent tokens, without [CLS].
 
         Raises:
-            ValueError: if `num_latent_tokens` is below 1 or makes no grid.
+            ValueError: if `num_latent_tokens` is below 1, or no grid has that number of cells.
         """
         config = self.config
         embeddings = self.base_model.embeddings
@@ -220,8 +220,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         config.num_tokens = None
 
     def set_placement(self, placement: str):
-        """Set `placement` of the configuration, `"grid"` or `"content"`, in place. `"grid"` removes the weights that
-        predict the teacher's attention; all other weights stay."""
+        """Set `config.placement` to `"grid"` or `"content"`, in place. `"grid"` removes the weights of the
+        `AttentionForecast`. `"content"` adds new weights if there are none. All other weights stay."""
         embeddings = self.base_model.embeddings
         self.config.placement = placement
         if placement == "grid":
@@ -239,18 +239,18 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         image_processor=None,
         **fields,
     ):
-        """Return a student that is its teacher at a lower resolution, in evaluation mode: it inherits the patch
-        embedding, positions, blocks, final norm and classifier or projection.
+        """Return a student in evaluation mode that is its teacher at a lower resolution. The student inherits the
+        patch embedding, positions, blocks, final norm, and classifier or projection.
 
         Args:
             teacher, image_processor, fields: Arguments of `SparseFormerPreTrainedModel.from_teacher`.
             num_latent_tokens (`int`, *optional*):
-                Number of latent tokens; a quarter of the teacher's patches by default.
+                Number of latent tokens. By default, a quarter of the number of the teacher's patches.
             truncate (`float` or `int`, *optional*, defaults to 0):
-                Leading blocks to leave out: a fraction below 1, or a count from 1 on (1.0 is one block).
+                Leading blocks to leave out: a fraction below 1, or a number of blocks from 1 on (1.0 is one block).
 
         Raises:
-            ValueError: as in `SparseFormerPreTrainedModel.from_teacher`.
+            ValueError: in the cases of `SparseFormerPreTrainedModel.from_teacher`.
         """
         try:
             from frugalvit.modeling.inheritance import inherit_patches
@@ -261,14 +261,14 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         return inherit_patches(cls, teacher, num_latent_tokens, truncate, image_processor, **fields)
 
     def to_plain_vit(self, num_tokens: int | None = None, like=None) -> nn.Module:
-        """Return this model converted to its teacher's class, for example a `Dinov2ForImageClassification` for 84
-        pixels. The outputs are equal. The images are smaller, so that each token is a patch.
+        """Convert this model to its teacher's class, for example to a `Dinov2ForImageClassification` for images of 84
+        pixels. Each latent token becomes a patch of a smaller image. The outputs of both models are equal.
 
         Args:
-            num_tokens (`int`, *optional*): Number of latent tokens; `config.num_tokens`, or all, by default.
+            num_tokens (`int`, *optional*): Number of latent tokens. By default `config.num_tokens`, or all tokens.
             like (`PreTrainedConfig` or `str`, *optional*):
-                Configuration, folder or hub id of a Transformers model with the teacher's architecture; required if
-                the teacher came from another library.
+                Configuration, folder or hub id of a Transformers model with the teacher's architecture. It is required
+                if the teacher came from another library.
 
         Raises:
             ValueError: if tokens are placed by content, `like` is missing or does not fit, or the teacher's class has
@@ -284,7 +284,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
 
 class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
-    """The bare PatchSparseFormer, from pixels to tokens. `AutoModel` loads it, and LLaVA uses it as vision tower."""
+    """The bare PatchSparseFormer, which maps pixels to tokens. `AutoModel` loads it. It can be LLaVA's vision
+    tower."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         config.validate()
@@ -316,25 +317,25 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size.
             num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
-                Number of latent tokens, at most `config.num_latent_tokens`, or one number for each image. In this
-                case, tokens are padded to the largest number, and no token attends to padding. By default
-                `config.num_tokens`, or all tokens. Untrained numbers (see `config.elastic_token_counts`) cause one
-                warning.
+                Number of latent tokens, or a tensor with one number for each image. By default `config.num_tokens`, or
+                all tokens. With a tensor, tokens are padded to the largest number, and no token attends to padding.
+                Numbers that the model is not trained with (see `config.elastic_token_counts`) cause one warning.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
-                Return all tokens in `last_hidden_state`. With `False`, the last block computes class tokens alone if
-                only they are pooled and neither `hidden_states` nor `attentions` are returned.
+                Return all tokens in `last_hidden_state`. With `False`, the last block computes only class tokens if no
+                other tokens are pooled and neither `hidden_states` nor `attentions` are returned.
 
         Raises:
-            ValueError: if `num_tokens` is below 1, above `config.num_latent_tokens`, or makes no grid.
+            ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`, or no grid has that number of
+                cells.
         """
         num_queries = None if output_tokens else self.num_last_queries(**kwargs)
         if isinstance(num_tokens, torch.Tensor):
             embedded = self.embed_each(pixel_values, num_tokens)
             mask = F.pad(embedded.areas > 0, (self.config.num_prefix_tokens, 0), value=True)
             kwargs["attention_mask"] = create_bidirectional_mask(self.config, embedded.tokens, mask)
-            # The mask has a row for each token, so that the last block has to compute all tokens.
+            # The mask has a row for each token, so the last block must compute all tokens.
             num_queries = None
         else:
             count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
@@ -359,10 +360,10 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
 
     @torch.compiler.disable
     def embed_each(self, pixel_values: torch.Tensor, num_tokens: torch.Tensor) -> PatchSparseFormerEmbeddingsOutput:
-        """Embed each image with its own number of tokens, `(batch,)`, padded to the largest.
+        """Embed each image with its own number of tokens. Pad all images to the largest number.
 
-        It is not compiled, because shapes depend on the values of `num_tokens`. With an int, `forward` compiles to one
-        graph.
+        This method is not compiled, because shapes depend on the values of `num_tokens`, `(batch,)`. If `num_tokens`
+        is an int, `forward` compiles to one graph.
         """
         is_integer = not (num_tokens.is_floating_point() or num_tokens.is_complex() or num_tokens.dtype == torch.bool)
         if num_tokens.shape != pixel_values.shape[:1] or not is_integer:
@@ -397,7 +398,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
 class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSparseFormerPreTrainedModel):
     """PatchSparseFormer with a linear classifier on the pooled embedding."""
 
-    # The loss divides by `num_items_in_batch` for every problem type.
+    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
 
     def __init__(self, config: PatchSparseFormerConfig):
@@ -416,8 +417,8 @@ class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSpar
         output_tokens: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerImageClassifierOutput:
-        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`). Other
-        arguments are those of `PatchSparseFormerModel.forward`."""
+        """Compute logits, `(batch, num_labels)`. With `labels`, also compute the loss by `image_classification_loss`.
+        Other arguments are those of `PatchSparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, output_tokens=output_tokens, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
@@ -433,7 +434,7 @@ class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSpar
 
 
 class PatchSparseFormerVisionModel(PatchSparseFormerModel):
-    """`PatchSparseFormerModel` under a name like `CLIPVisionModel` and `SiglipVisionModel`, which it can replace."""
+    """Replacement for `CLIPVisionModel` and `SiglipVisionModel`: `PatchSparseFormerModel` with a similar name."""
 
 
 class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedModel):
@@ -454,7 +455,8 @@ class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedMode
     def forward(
         self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerVisionModelWithProjectionOutput:
-        """Compute `image_embeds`, `(batch, projection_dim)`; `kwargs` are `PatchSparseFormerModel.forward`'s."""
+        """Compute `image_embeds`, `(batch, projection_dim)`. Arguments are those of
+        `PatchSparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, **kwargs)
         image_embeds = self.visual_projection(outputs.pooler_output)
         return SparseFormerVisionModelWithProjectionOutput(image_embeds=image_embeds, **outputs)

@@ -1,8 +1,8 @@
-"""SparseFormer: a vision transformer whose few tokens look at regions of interest (RoIs) that they adjust themselves.
+"""SparseFormer: a vision transformer with few tokens, each with a region of interest (RoI) that the model adjusts.
 
 Gao et al., *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens* (v1) and *Bootstrapping SparseFormers
-from Vision Foundation Models* (CVPR 2024). Tokens sample the image in the focusing stage (`focusing.py`); a plain
-transformer encoder follows. `python -m frugalvit.convert` loads the authors' checkpoints.
+from Vision Foundation Models* (CVPR 2024). In the focusing stage (`focusing.py`), tokens sample the image in their
+RoIs. A plain transformer encoder follows. `python -m frugalvit.convert` loads the authors' checkpoints.
 """
 
 import torch
@@ -53,7 +53,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
     }
     _keep_in_fp32_modules_strict = ["initial_rois"]
     _can_record_outputs = {
-        # The first block of v1's encoder is a focusing layer.
+        # In v1, the first block of the encoder is a focusing layer.
         "hidden_states": [
             OutputRecorder(EncoderLayer, index=0, layer_name="layers"),
             OutputRecorder(SparseFormerV1FocusingLayer, index=0, layer_name="layers"),
@@ -82,7 +82,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Initialize as the reference implementation does; bootstrapping depends on it."""
+        """Initialize weights as the reference implementation does. Bootstrapping depends on this initialization."""
         if isinstance(module, SparseFormerStem):
             weight = module.convolution.weight
             init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
@@ -96,7 +96,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 if tokens is not None:
                     init.normal_(tokens)
         elif isinstance(module, SparseFormerMixing):
-            # Before training, all tokens generate the same matrices.
+            # With a zero weight, all tokens generate the same matrices before training.
             init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
             init.zeros_(module.generator.weight)
             matrices = [nn.init.xavier_uniform_(torch.empty(shape)).flatten() for shape in module.shapes]
@@ -105,12 +105,12 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 init.zeros_(module.channel_bias)
                 init.zeros_(module.point_bias)
         elif isinstance(module, SparseFormerSampling):
-            # Before training, points form a grid in the RoI.
+            # With a zero weight, sampling points form a grid in the RoI before training.
             init.constant_(module.offset_layernorm.weight, module.offset_layernorm.normalized_shape[0] ** -0.5)
             init.zeros_(module.offset_proj.weight)
             init.copy_(module.offset_bias, initial_sampling_offsets(module.num_points).flatten())
         elif isinstance(module, SparseFormerRoIDeltas):
-            # Before training, RoI deltas are zero.
+            # With a zero weight, RoIs are not adjusted before training.
             init.constant_(module.layernorm.weight, module.layernorm.normalized_shape[0] ** -0.5)
             init.zeros_(module.out_proj.weight)
         elif isinstance(module, SparseFormerFocusingLayer):
@@ -124,7 +124,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         weights.
 
         Args:
-            num_latent_tokens (`int`): Number of latent tokens, without [CLS]: 80 tokens in the papers are 79 here.
+            num_latent_tokens (`int`): Number of latent tokens, without [CLS]: the papers' 80 tokens are 79 here.
 
         Raises:
             ValueError: if `num_latent_tokens` is below 1.
@@ -149,33 +149,33 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         image_processor=None,
         **fields,
     ):
-        """Return a student, in evaluation mode, that is initialized as in section 3.2 of the bootstrapping paper. It
-        inherits the last blocks, the final norm and the classifier or projection of its teacher. The student's
-        focusing stage has new weights, which have to be bootstrapped.
+        """Return a student in evaluation mode, initialized as in section 3.2 of the bootstrapping paper. The student
+        inherits the last blocks, the final norm, and the classifier or projection of its teacher. The focusing stage
+        has new weights, which have to be trained by bootstrapping.
 
         Args:
             teacher (`nn.Module`, `Anatomy` or `str`):
                 A plain pre-norm vision transformer of Transformers, timm or open_clip (docs/models.md lists them), or
-                its anatomy; or a folder or hub id, from which Transformers loads the teacher and its image processor.
-                The student has the teacher's pooling, registers, gates, norms, layer scale and rotary positions.
+                its `Anatomy`. From a folder or hub id, Transformers loads the teacher and its image processor. The
+                student has the teacher's pooling, registers, gates, norms, layer scale and rotary positions.
             num_latent_tokens (`int`, *optional*):
                 Number of latent tokens, without [CLS]. By default, latent tokens and [CLS] together are a quarter of
-                the teacher's image tokens at 224 pixels.
+                the teacher's patches (`default_num_latent_tokens`).
             truncate (`float` or `int`, *optional*, defaults to 1/3):
-                Leading blocks to leave out: a fraction below 1, or a count from 1 on (1.0 is one block).
+                Leading blocks to leave out: a fraction below 1, or a number of blocks from 1 on (1.0 is one block).
             inherit_blocks (`bool`, *optional*, defaults to `True`):
-                With `False`, only the classifier's weights are inherited (an ablation of table 3).
+                With `False`, only the student's head has inherited weights (an ablation of table 3).
             break_ties (`bool`, *optional*, defaults to `True`):
-                Add Gaussian noise (std 0.05 of the image's side) to initial RoIs that coincide: 12 of the paper's 48.
-                The paper and the reference implementation add none; `results/bootstrap_choices.json` has the gain.
+                Add Gaussian noise (std 0.05 of the image's side) to equal initial RoIs: 12 of the paper's 48 are
+                equal. The paper adds no noise. `results/bootstrap_choices.json` has the gain from noise.
             image_processor (*optional*):
-                The teacher's image processor, from which the student takes size, crop and normalization. Without one,
-                `save_pretrained` writes none.
+                The teacher's image processor, from which the student gets size, crop and normalization. Without an
+                image processor, `save_pretrained` writes none.
             fields: Other fields of the configuration, for example `stem_channels=32`.
 
         Raises:
-            ValueError: if the teacher is no plain vision transformer, a student that classifies gets a teacher without
-                a classifier, or `num_latent_tokens` or `truncate` is out of range.
+            ValueError: if the teacher is not a plain vision transformer or has no classifier or projection for the
+                student, or if `num_latent_tokens` or `truncate` is out of range.
         """
         try:
             from frugalvit.modeling.inheritance import inherit_blocks as inherit
@@ -189,14 +189,14 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
 
 class SparseFormerModel(SparseFormerPreTrainedModel):
-    """The bare SparseFormer, from pixels to tokens. `AutoModel` loads it, and LLaVA uses it as vision tower."""
+    """The bare SparseFormer, which maps pixels to tokens. `AutoModel` loads it. It can be LLaVA's vision tower."""
 
     def __init__(self, config: SparseFormerConfig):
         config.validate()
         super().__init__(config)
         iterations = config.num_focusing_iterations
         blocks = config.num_hidden_layers
-        # Each execution of a layer has its own drop path rate; v1's last focusing layer is the first block.
+        # Each execution of a layer has its own drop path rate. In v1, the last focusing layer is the first block.
         executions = iterations + blocks + (not config.is_v1)
         rates = [config.drop_path_rate * number / max(executions - 1, 1) for number in range(executions)]
         focusing_layer = SparseFormerV1FocusingLayer if config.is_v1 else SparseFormerFocusingLayer
@@ -216,7 +216,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         attends = config.pooling in ("attention", "latent_attention")
         self.pooling_head = AttentionPooling(config) if attends else None
         self.pooler = Pooler(config)
-        # FSDP raises an error if the model has no module of a class named here.
+        # FSDP raises an error if `_no_split_modules` has the name of a class of which the model has no module.
         whole = (focusing_layer, FinalSamplingLayer, SparseFormerLatents, EncoderLayer)
         self._no_split_modules = {type(module).__name__ for module in self.modules() if isinstance(module, whole)}
         self.post_init()
@@ -237,27 +237,28 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images of any size from 4 x 4 pixels.
+                Normalized images of at least 4 x 4 pixels.
             num_tokens (`int`, *optional*):
-                Number of latent tokens to compute with, the first ones. By default `config.num_tokens`, or all
-                tokens. Untrained numbers (see `config.elastic_token_counts`) cause one warning.
+                Number of latent tokens. The model computes only the first ones. By default `config.num_tokens`, or all
+                tokens. Numbers that the model is not trained with (see `config.elastic_token_counts`) cause one
+                warning.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.
             output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
             output_tokens (`bool`, *optional*, defaults to `True`):
-                Return all tokens in `last_hidden_state`. With `False`, the last block computes class tokens alone if
-                only they are pooled and neither `hidden_states` nor `attentions` are returned. This saves 8 % of the
-                multiply-accumulates of augreg-base-49-224 and 4 % of those of augreg-large-49-224.
+                Return all tokens in `last_hidden_state`. With `False`, the last block computes only class tokens if no
+                other tokens are pooled and neither `hidden_states` nor `attentions` are returned. This saves 8 % of
+                the multiply-accumulates of augreg-base-49-224 and 4 % of those of augreg-large-49-224.
             features (`torch.FloatTensor` of shape `(batch, stem_channels, height / 4, width / 4)`, *optional*):
-                `stem_features` of the same images from another call.
+                `stem_features` that another call returned for the same images.
 
         Raises:
             ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`.
         """
         features = self.stem(pixel_values) if features is None else features
         count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
-        # Before the first sampling, all images have the same tokens and RoIs, which are computed once.
+        # Before the first sampling, tokens and RoIs do not depend on the image and are computed once for the batch.
         hidden_states, rois, prefix_tokens = self.latents(pixel_values.shape[0], count)
         all_rois = []
         all_points = []
@@ -301,11 +302,11 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
 class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPreTrainedModel):
     """SparseFormer with a linear classifier on the pooled embedding.
 
-    If [CLS] is the pooled embedding, the last block computes no other token. `output_tokens=True` makes it compute all
-    tokens, for example for a hook that reads them.
+    If the pooled embedding is [CLS], the last block computes only [CLS]. With `output_tokens=True`, the last block
+    computes all tokens, for example for a forward hook.
     """
 
-    # The loss divides by `num_items_in_batch` for every problem type.
+    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
 
     def __init__(self, config: SparseFormerConfig):
@@ -324,8 +325,8 @@ class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPr
         output_tokens: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerImageClassifierOutput:
-        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`). Other
-        arguments are those of `SparseFormerModel.forward`."""
+        """Compute logits, `(batch, num_labels)`. With `labels`, also compute the loss by `image_classification_loss`.
+        Other arguments are those of `SparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, output_tokens=output_tokens, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
@@ -343,7 +344,7 @@ class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPr
 
 
 class SparseFormerVisionModel(SparseFormerModel):
-    """`SparseFormerModel` under a name like `CLIPVisionModel` and `SiglipVisionModel`, which it can replace."""
+    """Replacement for `CLIPVisionModel` and `SiglipVisionModel`: `SparseFormerModel` with a similar name."""
 
 
 class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
@@ -364,7 +365,7 @@ class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
     def forward(
         self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerVisionModelWithProjectionOutput:
-        """Compute `image_embeds`, `(batch, projection_dim)`; `kwargs` are `SparseFormerModel.forward`'s."""
+        """Compute `image_embeds`, `(batch, projection_dim)`. Arguments are those of `SparseFormerModel.forward`."""
         outputs = self.sparseformer(pixel_values, **kwargs)
         image_embeds = self.visual_projection(outputs.pooler_output)
         return SparseFormerVisionModelWithProjectionOutput(image_embeds=image_embeds, **outputs)

@@ -24,7 +24,7 @@ AutoModel.register(PatchSparseFormerConfig, PatchSparseFormerModel, exist_ok=Tru
 
 
 def image_side_fields(vision_model: nn.Module) -> dict:
-    """Return the configuration of a SparseFormer without its projection, as a dictionary."""
+    """Return the configuration of a SparseFormer as a dictionary, without the fields of its projection."""
     fields = vision_model.config.to_dict()
     for name in ("projection_dim", "projection_bias"):
         fields.pop(name, None)
@@ -49,7 +49,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        # The text model and the vision model are initialized by their own classes.
+        # The classes of the text model and the vision model initialize the weights of these models.
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, SparseFormerCLIPPreTrainedModel):
@@ -66,7 +66,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         self.vision_model.set_num_tokens(num_tokens)
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """Return the files of `HubModel.sentence_transformers_config`, with the text model's maximum length."""
+        """Return the files of `HubModel.sentence_transformers_config`, with the maximum length of texts."""
         files = super().sentence_transformers_config()
         lengths = {"padding": self.text_padding, "max_length": self.config.text_config.max_position_embeddings}
         files["sentence_bert_config.json"]["processing_kwargs"] = {"text": lengths}
@@ -80,7 +80,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
-        """Return text features in `pooler_output`; arguments are those of `CLIPModel.get_text_features`."""
+        """Return text features in `pooler_output`. Arguments are those of `CLIPModel.get_text_features`."""
         outputs = self.text_model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, return_dict=True, **kwargs
         )
@@ -91,7 +91,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
     def get_image_features(
         self, pixel_values: torch.Tensor, num_tokens: int | None = None, **kwargs: Unpack[TransformersKwargs]
     ) -> SparseFormerModelOutput:
-        """Return image features in `pooler_output`, for images of any size; arguments are those of
+        """Return image features in `pooler_output`. Images can have any size. Arguments are those of
         `SparseFormerModel.forward`."""
         outputs = self.vision_model(pixel_values, num_tokens=num_tokens, return_dict=True, **kwargs)
         outputs.pooler_output = self.visual_projection(outputs.pooler_output)
@@ -110,8 +110,8 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> CLIPOutput:
         """Compute the similarity of texts and images. `output_rois` and `num_tokens` are arguments of
-        `SparseFormerModel.forward`, the others of `CLIPModel.forward`. `return_loss` assumes that image i belongs to
-        text i."""
+        `SparseFormerModel.forward`. Other arguments are those of `CLIPModel.forward`. With `return_loss`, image i must
+        belong to text i."""
         images = self.get_image_features(pixel_values, num_tokens, output_rois=output_rois, return_dict=True, **kwargs)
         texts = self.get_text_features(input_ids, attention_mask, position_ids, return_dict=True, **kwargs)
         image_embeds = F.normalize(images.pooler_output, dim=-1)
@@ -154,17 +154,17 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
         return cosines * self.logit_scale.exp()
 
     def contrastive_loss(self, logits_per_text: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of logits `(pairs, pairs)`, averaged over both directions."""
+        """Return the cross-entropy of logits, `(texts, images)`, averaged over both directions."""
         return image_text_contrastive_loss(logits_per_text)
 
     @classmethod
     @torch.no_grad()
     def from_clip(cls, clip: nn.Module, vision_model: nn.Module) -> "SparseFormerCLIPModel":
-        """Return a CLIP in evaluation mode, with the dtype and device of `clip`, whose vision model is a SparseFormer
-        that was bootstrapped from `clip`.
+        """Return a copy of `clip` in evaluation mode, with its dtype and device, in which `vision_model` is the vision
+        model. `vision_model` is a SparseFormer that was bootstrapped from `clip`.
 
         Args:
-            clip (`CLIPModel`): The teacher, whose text model is copied.
+            clip (`CLIPModel`): The teacher. Its text model is copied.
             vision_model: A `SparseFormerVisionModelWithProjection` or `PatchSparseFormerVisionModelWithProjection`.
         """
         if not hasattr(clip, "text_projection") or not hasattr(vision_model, "visual_projection"):
@@ -197,7 +197,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         "AutoModel": "SparseFormerSiglipModel",
         "AutoModelForZeroShotImageClassification": "SparseFormerSiglipModel",
     }
-    # SigLIP was trained with texts padded to one length; not all of its tokenizers pad by default.
+    # SigLIP was trained with texts that are padded to one length, but some of its tokenizers do not pad by default.
     text_padding = "max_length"
     _no_split_modules = ["SiglipTextEmbeddings", "SiglipEncoderLayer"]
 
@@ -205,7 +205,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         super().__init__(config)
         self.text_model = SiglipTextModel._from_config(config.text_config)
         self.vision_model = AutoModel.from_config(config.vision_config)
-        # SigLIP needs no projections: its text model ends in a linear layer, its vision model in a pooling head.
+        # SigLIP has no projections. Its text model ends in a linear layer, and its vision model in a pooling head.
         self.text_projection = nn.Identity()
         self.visual_projection = nn.Identity()
         self.logit_scale = nn.Parameter(torch.tensor([float(config.logit_scale_init_value)]))
@@ -222,22 +222,22 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         return cosines * self.logit_scale.exp() + self.logit_bias
 
     def contrastive_loss(self, logits_per_text: torch.Tensor) -> torch.Tensor:
-        """Return the sigmoid loss of logits `(pairs, pairs)` (Zhai et al., *Sigmoid Loss for Language Image
-        Pre-Training*, algorithm 1), summed over images and averaged over texts."""
+        """Return the sigmoid loss of logits, `(texts, images)`, summed over images and averaged over texts (Zhai et
+        al., *Sigmoid Loss for Language Image Pre-Training*, algorithm 1)."""
         signs = 2 * torch.eye(len(logits_per_text), device=logits_per_text.device) - 1
         return -F.logsigmoid(signs * logits_per_text).sum(dim=-1).mean()
 
     @classmethod
     @torch.no_grad()
     def from_siglip(cls, siglip: nn.Module, vision_model: nn.Module) -> "SparseFormerSiglipModel":
-        """Return a SigLIP in evaluation mode, with the dtype and device of `siglip`, whose vision model is a
-        SparseFormer that was bootstrapped from `siglip`.
+        """Return a copy of `siglip` in evaluation mode, with its dtype and device, in which `vision_model` is the
+        vision model. `vision_model` is a SparseFormer that was bootstrapped from `siglip`.
 
         Args:
-            siglip (`SiglipModel` or `Siglip2Model`): The teacher, whose text model is copied.
+            siglip (`SiglipModel` or `Siglip2Model`): The teacher. Its text model is copied.
             vision_model: A `SparseFormerVisionModel` or `PatchSparseFormerVisionModel`.
         """
-        # The text models of SigLIP and SigLIP 2 are two classes with the same computation.
+        # The text models of SigLIP and SigLIP 2 have different classes, but the same computation.
         text_config = siglip.config.text_config.to_dict()
         text_config.pop("model_type")
         config = SparseFormerSiglipConfig(text_config=text_config, vision_config=image_side_fields(vision_model))

@@ -1,7 +1,7 @@
-"""SparseFormers for dense prediction: backbones with feature maps, and semantic segmentation.
+"""SparseFormers for dense prediction: backbones with feature maps, and models for semantic segmentation.
 
-A SparseFormer has the paper's segmentation head (section 4.1 of Gao et al., *Bootstrapping SparseFormers from Vision
-Foundation Models*), a PatchSparseFormer a linear classifier of feature maps.
+A SparseFormer has the segmentation head of Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*,
+section 4.1. A PatchSparseFormer has a linear classifier on feature maps.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
 
     Args:
         token_maps (`torch.FloatTensor` of shape `(batch, tokens, height, width)`, *optional*):
-            With `output_token_maps=True`, weights of the tokens in each pixel's logits, which sum to 1 over tokens.
+            Weights of the tokens in each pixel's logits, with `output_token_maps=True`. They sum to 1 for each pixel.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -61,23 +61,23 @@ class DenseInitializationMixin:
                 if isinstance(convolution, nn.Conv2d):
                     init.kaiming_normal_(convolution.weight)
                     init.zeros_(convolution.bias)
-            # Before training, an upsampler adds nothing to a map.
+            # With a zero weight, an upsampler does not change a feature map before training.
             init.zeros_(module.out_proj.weight)
         else:
             super()._init_weights(module)
 
 
 class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
-    """Backbone with feature maps on the teacher's grid for any number of tokens. It can replace backbones of
-    Transformers, for example a `Dinov2Backbone`.
+    """Mixin for backbones whose feature maps have the teacher's grid, for any number of tokens. These backbones can
+    replace backbones of Transformers, for example a `Dinov2Backbone`.
 
-    Each cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
-    `upsampler_hidden_size`, convolutions of the image refine the map. An untrained student with a token for each patch
-    has its teacher's feature map.
+    Each cell of a feature map has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
+    `upsampler_hidden_size`, convolutions of the image refine the map. A new student with a token for each patch has
+    its teacher's feature map.
 
-    A backbone loads from the folder of any model of the family, for example of a bootstrapped classifier:
-    `….from_pretrained(folder, out_features=["stage4", "stage8"])`. Its configuration is the `backbone_config` of heads
-    of Transformers (docs/dense_features.md).
+    The folder of any model of the same family, for example of a bootstrapped classifier, can be loaded as a backbone:
+    `….from_pretrained(folder, out_features=["stage4", "stage8"])`. The backbone's configuration can be the
+    `backbone_config` of a head of Transformers (docs/dense_features.md).
     """
 
     _keys_to_ignore_on_load_unexpected = [r"^(classifier|visual_projection|decode_head)\."]
@@ -100,17 +100,17 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
             num_tokens, output_rois, kwargs: Arguments of the base model's `forward`.
 
         Returns:
-            `SparseFormerBackboneOutput` with a map for each layer of `out_features`, `(batch, hidden_size, height /
-            stride, width / stride)`, rounded down, where stride is `feature_stride` divided by the layer's
-            `feature_scales`. Without `reshape_hidden_states`, maps are `(batch, 1 + cells, hidden_size)`. The last
-            RoIs assign the tokens of all layers to cells.
+            `SparseFormerBackboneOutput` with a feature map for each layer of `out_features`, `(batch, hidden_size,
+            height / stride, width / stride)`, rounded down. The stride is `feature_stride`, divided by the layer's
+            factor in `feature_scales`. If `reshape_hidden_states` is False, maps are `(batch, 1 + cells,
+            hidden_size)`. The last RoIs assign the tokens of all layers to cells.
         """
         kwargs |= {"num_tokens": num_tokens, "output_rois": True, "return_dict": True}
         outputs = self.base_model(pixel_values, **kwargs)
         norm = self.base_model.layernorm
         maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm, self.out_features)
         if not self.config.reshape_hidden_states:
-            # Maps are returned as sequences: the layer's [CLS] or mean token, then the cells.
+            # Each map becomes a sequence: the layer's [CLS] or, without [CLS], its mean token, and then the cells.
             states = [norm(outputs.hidden_states[index]) for index in self.out_indices]
             has_class = self.config.num_class_tokens > 0
             first = [each[:, :1] if has_class else each.mean(dim=1, keepdim=True) for each in states]
@@ -153,13 +153,13 @@ class PatchSparseFormerBackbone(FeatureMapsMixin, PatchSparseFormerPreTrainedMod
 
 
 class SegmenterMixin(DenseInitializationMixin):
-    """Mixin of models for semantic segmentation."""
+    """Mixin for semantic segmentation models."""
 
-    # The loss is a mean over labeled pixels, whose number `Trainer` does not compute.
+    # The loss is a mean over labeled pixels. `Trainer` would also count pixels with the label 255.
     accepts_loss_kwargs = False
 
     def image_processor_config(self) -> dict | None:
-        """Return the `preprocessor_config.json` of a SegformerImageProcessor: pipelines need its post-processing."""
+        """Return the `preprocessor_config.json` of a `SegformerImageProcessor`, which pipelines need."""
         fields = super().image_processor_config()
         if fields is None:
             return None
@@ -177,12 +177,12 @@ class SparseFormerForSemanticSegmentation(SegmenterMixin, SparseFormerPreTrained
     """SparseFormer with the paper's segmentation head (section 4.1 of the bootstrapping paper, `SegmentationHead`).
 
     With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
-    multiply-accumulates, large 213.5 M and 66.3 G. Table 5 prints 68 M and 36 G for base, 216 M and 77 G for large;
-    the paper does not explain the difference.
+    multiply-accumulates, and large has 213.5 M and 66.3 G. Table 5 of the paper has 68 M and 36 G for base, and 216 M
+    and 77 G for large. The paper does not explain the difference.
 
-    Training starts from a bootstrapped classifier with more tokens and pixels (256 for 512 x 512 in the paper):
-    `SparseFormerForSemanticSegmentation.from_pretrained(folder, image_size=512, num_labels=150)`, then
-    `resize_tokens(256)`.
+    To train with larger images, load a bootstrapped classifier by
+    `SparseFormerForSemanticSegmentation.from_pretrained(folder, image_size=512, num_labels=150)`, and then call
+    `resize_tokens(256)`. The paper has 256 tokens for 512 x 512 pixels.
     """
 
     auto_classes = SparseFormerPreTrainedModel.auto_classes | {
@@ -208,16 +208,16 @@ class SparseFormerForSemanticSegmentation(SegmenterMixin, SparseFormerPreTrained
         """
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
-                Normalized images of any size from 4 x 4 pixels.
+                Normalized images of at least 4 x 4 pixels.
             labels (`torch.LongTensor` of shape `(batch, height, width)`, *optional*):
-                Class indices; the loss ignores 255.
+                Class indices. The loss ignores 255.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_token_maps (`bool`, *optional*, defaults to `False`): Return `token_maps`.
             kwargs: Arguments of `SparseFormerModel.forward`.
 
         Returns:
-            `SparseFormerSemanticSegmenterOutput` with `logits` `(batch, num_labels, height / 4, width / 4)`, rounded
-            up. `post_process_semantic_segmentation` of the image processor resizes them.
+            `SparseFormerSemanticSegmenterOutput` with `logits`, `(batch, num_labels, height / 4, width / 4)`, rounded
+            up. `post_process_semantic_segmentation` of the image processor resizes the logits.
         """
         kwargs |= {"output_rois": True, "output_stem_features": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
@@ -234,8 +234,8 @@ class SparseFormerForSemanticSegmentation(SegmenterMixin, SparseFormerPreTrained
 
 
 class PatchSparseFormerForSemanticSegmentation(SegmenterMixin, PatchSparseFormerPreTrainedModel):
-    """PatchSparseFormer with a linear classifier of feature maps (`PatchSparseFormerBackbone`), concatenated if
-    `out_features` names several layers."""
+    """PatchSparseFormer with a linear classifier on the feature maps of a `PatchSparseFormerBackbone`. If
+    `out_features` names several layers, their maps are concatenated."""
 
     auto_classes = PatchSparseFormerPreTrainedModel.auto_classes | {
         "AutoModelForSemanticSegmentation": "PatchSparseFormerForSemanticSegmentation"
@@ -259,7 +259,7 @@ class PatchSparseFormerForSemanticSegmentation(SegmenterMixin, PatchSparseFormer
         output_token_maps: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerSemanticSegmenterOutput:
-        """Arguments and results are those of `SparseFormerForSemanticSegmentation.forward`; logits have the grid of
+        """Arguments and results are those of `SparseFormerForSemanticSegmentation.forward`. Logits have the grid of
         the last feature map."""
         kwargs |= {"output_rois": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)

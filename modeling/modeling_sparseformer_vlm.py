@@ -1,7 +1,7 @@
-"""VLMs whose vision tower is a SparseFormer; `swap_vision_tower` makes them.
+"""Vision-language models (VLMs) whose vision tower is a SparseFormer. `swap_vision_tower` makes these models.
 
-LLaVA (section 4.3 of the bootstrapping paper) and PaliGemma take the tokens of the SparseFormer. Gemma 3 and
-LLaVA-OneVision take a grid of patches: `SparseFormerGridTower` averages, in each cell, the tokens whose RoIs cover it.
+LLaVA (section 4.3 of the bootstrapping paper) and PaliGemma use the SparseFormer's tokens. Gemma 3 and LLaVA-OneVision
+need a grid of patches. For these two, `SparseFormerGridTower` averages the tokens whose RoIs cover a grid cell.
 """
 
 from collections.abc import Sequence
@@ -49,9 +49,9 @@ from .modeling_sparseformer import SparseFormerModel
 
 
 class SparseFormerGridTower(PreTrainedModel):
-    """SparseFormer with hidden states on the grid of the vision transformer that it replaces.
+    """SparseFormer that returns hidden states on the patch grid of the vision transformer that it replaces.
 
-    Each cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). An untrained student
+    Each grid cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). A new student
     with a token for each patch has its teacher's outputs.
     """
 
@@ -74,14 +74,14 @@ class SparseFormerGridTower(PreTrainedModel):
 
     @can_return_tuple
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutputWithPooling:
-        """Arguments are those of `SparseFormerModel.forward`; hidden states are `(batch, cells, hidden_size)`, row by
+        """Arguments are those of `SparseFormerModel.forward`. Hidden states are `(batch, cells, hidden_size)`, row by
         row."""
         outputs = self.tower(pixel_values, **kwargs | {"output_rois": True, "return_dict": True})
         height, width = (side // self.config.patch_size for side in pixel_values.shape[-2:])
         weights = assignment_weights(outputs.rois[-1], height, width)
 
         def on_grid(states: torch.Tensor | None) -> torch.Tensor | None:
-            # Transformers records only the requested layers; the others are None.
+            # Hidden states of layers that were not requested are None.
             if states is None:
                 return None
             return scatter_to_grid(states[:, self.config.tower_config.num_prefix_tokens :], weights).flatten(2).mT
@@ -103,12 +103,12 @@ for config_class, model_class in (
 
 
 class SparseFormerTowerMixin:
-    """Mixin of VLMs without language-modeling head, which vLLM builds by `AutoModel`."""
+    """Mixin for VLMs without a language-modeling head. vLLM builds such models by `AutoModel`."""
 
     def __init__(self, config: PreTrainedConfig):
         if type(config.vision_config) not in MODEL_MAPPING:
-            # vLLM pickles configurations with their classes, and unpickled classes are not registered with
-            # `AutoModel`.
+            # vLLM pickles configurations with their classes. Unpickled classes are not registered with `AutoModel`, so
+            # the configuration is built again with a registered class.
             config.vision_config = AutoConfig.for_model(**config.vision_config.to_dict())
         super().__init__(config)
 
@@ -120,7 +120,7 @@ def auto_classes_of(name: str) -> dict[str, str]:
 
 
 class SparseFormerVLMMixin(HubModel):
-    """Mixin of VLMs with language-modeling head."""
+    """Mixin for VLMs with a language-modeling head."""
 
     def set_num_tokens(self, num_tokens: int | None):
         """Set the default number of latent tokens of the vision tower. The model then needs a new processor, see
@@ -171,7 +171,7 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
         num_image_tokens: torch.LongTensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LlavaModelOutputWithPast:
-        """Arguments are those of `LlavaModel.forward` and `num_image_tokens` of `get_image_features`."""
+        """Arguments are those of `LlavaModel.forward`. `num_image_tokens` is documented in `get_image_features`."""
         kwargs["return_dict"] = True
         if pixel_values is not None and num_image_tokens is not None:
             names = ("vision_feature_layer", "vision_feature_select_strategy")
@@ -185,8 +185,8 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
 class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForConditionalGeneration):
     """LLaVA with a SparseFormer as its vision tower.
 
-    `forward` and `generate` also take `num_image_tokens` from `SparseFormerLlavaProcessor`: the number of latent
-    tokens of all images, or one number for each image.
+    `forward` and `generate` also accept `num_image_tokens`, which `SparseFormerLlavaProcessor` returns: the number of
+    latent tokens of all images, or one number for each image.
     """
 
     config: SparseFormerLlavaConfig
@@ -217,7 +217,7 @@ class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForCo
         self.count_image_tokens()
 
     def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, num_image_tokens=None, **kwargs) -> dict:
-        # `generate` only accepts arguments that are named in a signature.
+        # `generate` accepts only arguments that are named in this signature.
         return super().prepare_inputs_for_generation(input_ids, num_image_tokens=num_image_tokens, **kwargs)
 
 
@@ -271,10 +271,10 @@ class SparseFormerLlavaProcessorKwargs(ProcessingKwargs, total=False):
 
 
 class SparseFormerLlavaProcessor(HubMixin, LlavaProcessor):
-    """`LlavaProcessor` with the argument `num_image_tokens`, the number of tokens of each image, which it also returns
-    as an input of the model. `matching_processor` makes the processor of a model.
+    """`LlavaProcessor` with the argument `num_image_tokens`, the number of latent tokens of each image. The processor
+    also returns `num_image_tokens`, as an input of the model. `matching_processor` makes the processor of a model.
 
-    A saved processor also loads as a `LlavaProcessor`, which has no `num_image_tokens`.
+    A saved processor can also be loaded as a `LlavaProcessor`, which has no `num_image_tokens`.
 
     Args:
         num_prefix_tokens (`int`, *optional*, defaults to 0):

@@ -1,5 +1,5 @@
-"""ViTContextBroadcast: a plain vision transformer with Context Broadcasting (`context_broadcast.py`) and, optionally,
-a distillation token.
+"""ViTContextBroadcast: a plain vision transformer with Context Broadcasting (`context_broadcast.py`) and an optional
+distillation token.
 
 Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457), based on DeiT.
 """
@@ -22,7 +22,7 @@ from .vit import ViTEmbeddings, ViTModel, ViTPreTrainedModel
 
 @dataclass
 class ViTContextBroadcastImageClassifierOutput(ImageClassifierOutput):
-    """`ImageClassifierOutput` with the logits of both classifiers of a distilled model.
+    """`ImageClassifierOutput` with the logits of both classifiers of a model with a distillation token.
 
     Args:
         cls_logits, distillation_logits (`torch.FloatTensor` of shape `(batch, num_labels)`, *optional*):
@@ -48,13 +48,13 @@ class ViTContextBroadcastPreTrainedModel(ViTPreTrainedModel):
         structured = self.config.initialization != "default"
         if isinstance(module, ContextBroadcast):
             module.reset_parameters()
-        # The model is initialized after its submodules.
+        # The model is initialized after its submodules, so that this call overwrites their attention weights.
         elif isinstance(module, ViTContextBroadcastModel) and structured and is_drawn(module):
             start_attention_(parts_of_layers(module, module.embeddings.grid), self.config)
 
 
 class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel, ViTModel):
-    """The bare vision transformer, from pixels to tokens."""
+    """The bare vision transformer with Context Broadcasting, which maps pixels to tokens."""
 
     def __init__(self, config: ViTContextBroadcastConfig):
         config.validate()
@@ -76,10 +76,10 @@ class ViTContextBroadcastModel(ViTContextBroadcastPreTrainedModel, ViTModel):
 
 
 class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedModel):
-    """The vision transformer with a linear classifier on [CLS]. Distilled models average its logits with the logits of
-    a second classifier, on the distillation token."""
+    """Vision transformer with Context Broadcasting and a linear classifier on [CLS]. With a distillation token, there
+    is a second classifier on this token, and the logits are the mean of both classifiers' logits."""
 
-    # The loss divides by `num_items_in_batch` for every problem type.
+    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
 
     def __init__(self, config: ViTContextBroadcastConfig):
@@ -100,8 +100,8 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ViTContextBroadcastImageClassifierOutput:
-        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`); in
-        distilled models, the mean of both classifiers' losses."""
+        """Compute logits, `(batch, num_labels)`. With `labels`, also compute the `image_classification_loss`. With a
+        distillation token, the loss is the mean of both classifiers' losses."""
         outputs = self.vit(pixel_values, **kwargs)
         cls_logits = logits = self.classifier(outputs.last_hidden_state[:, 0])
         distillation_logits = None

@@ -1,7 +1,8 @@
 """ViTImpulseInit: a plain vision transformer whose attention is initialized as a convolution.
 
-Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139): sinusoidal
-positions, average pooling, and queries and keys that make the initial attention map of every head an impulse filter.
+Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139). By default, the
+model has sinusoidal positions and average pooling. Impulse initialization of queries and keys makes the initial
+attention map of each head an impulse filter.
 """
 
 import torch
@@ -34,7 +35,7 @@ class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
         structured = structured or config.initialization_options.get("value_init") == "mimetic"
         if isinstance(module, nn.Linear) and config.initialization == "kaiming_uniform":
             uniform_init_(module)
-        # The model is initialized after its submodules.
+        # The model is initialized after its submodules, so that this call overwrites their attention weights.
         elif isinstance(module, ViTImpulseInitModel) and structured and is_drawn(module):
             start_attention_(parts_of_layers(module, module.embeddings.grid), config, positions="keep")
         else:
@@ -51,7 +52,7 @@ class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
 
 
 class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel, ViTModel):
-    """The bare vision transformer, from pixels to tokens."""
+    """The bare vision transformer, which maps pixels to tokens."""
 
     def __init__(self, config: ViTImpulseInitConfig):
         config.validate()
@@ -61,9 +62,9 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel, ViTModel):
 
 
 class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):
-    """The vision transformer with a linear classifier on the pooled token."""
+    """Vision transformer with a linear classifier on the pooled embedding."""
 
-    # The loss divides by `num_items_in_batch` for every problem type.
+    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
     accepts_loss_kwargs = True
 
     def __init__(self, config: ViTImpulseInitConfig):
@@ -81,7 +82,7 @@ class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
-        """Compute logits, `(batch, num_labels)`, and with `labels` the loss (`image_classification_loss`)."""
+        """Compute logits, `(batch, num_labels)`. With `labels`, also compute the `image_classification_loss`."""
         outputs = self.vit(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
