@@ -16,8 +16,7 @@ import torch.nn.functional as F
 # the weights would be up to 50 times larger, and attention to real tokens would have no peaks. Shares from 3e-3 to
 # 3e-2 give similar results.
 RELATIVE_TOLERANCE = 1e-2
-# Tolerance that replaces `RELATIVE_TOLERANCE` if `mass` is None. With larger tolerances, the error (eq. 8) stays above
-# the error of Algorithm 1.
+# Tolerance if `mass` is None. Larger tolerances give a larger error (eq. 8) than Algorithm 1.
 SHARP_TOLERANCE = 1e-3
 # Attention at the target if `mass` is None. Algorithm 1 reaches 0.97 to 0.997 on grids of 8 x 8 to 16 x 16 positions.
 SHARP_MASS = 0.985
@@ -45,7 +44,7 @@ def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
 
 
 def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
-    """Draw a random offset of `kernel_offsets` for each head. Offsets repeat only after all of them were drawn."""
+    """Draw a random offset of `kernel_offsets` for each head. An offset repeats only after all others were drawn."""
     offsets = kernel_offsets(kernel_size)
     drawn = []
     while len(drawn) < num_heads:
@@ -54,7 +53,7 @@ def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | 
 
 
 def pinv_offsets(num_heads: int) -> list[tuple[int, int]]:
-    """Return the offset of each head in the code of the paper's NeurIPS 2025 version, which has a 3 x 3 kernel."""
+    """Return the offset of each head, in a 3 x 3 kernel, from the code of Zheng et al. for NeurIPS 2025."""
     offsets = kernel_offsets(3)
     order = (4, 1, 5, 3, 7, 0, 2, 6, 8)
     return [offsets[order[head % len(order)]] for head in range(num_heads)]
@@ -73,7 +72,7 @@ def impulse_matrix(height: int, width: int, offset: tuple[int, int]) -> torch.Te
 
 
 def attention_map(inputs: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the attention map softmax(X Q K' X' / sqrt(head_dim)) of Algorithm 1, `(…, positions, positions)`."""
+    """Return the attention map softmax(X Q K' X' / sqrt(head_dim)), `(…, positions, positions)`."""
     return attention_logits(inputs, query, key).softmax(-1)
 
 
@@ -101,7 +100,7 @@ def solve_closed_form(
 
     If a target lies on the grid and `head_dim` is at least 16, the attention of the position is largest at its target.
     With a smaller `head_dim`, the map is a blur around the target. If `mass` is None, the maps are as sharp as those
-    of Algorithm 1. R then maps positions to zero if their target lies outside of the grid. These positions attend
+    of `solve_adam`. R then maps positions whose target lies outside of the grid to zero. These positions attend
     evenly, as in the minimum of eq. 8 (`results/impulse_speed.json`).
 
     Args:
@@ -155,13 +154,13 @@ def _sharpness(logits: torch.Tensor, target: torch.Tensor, mass: float) -> float
 def solve_pinv(
     inputs: torch.Tensor, target: torch.Tensor, head_dim: int, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Solve for Q and K by pseudo-inverse and SVD, as in the code of the paper's NeurIPS 2025 version.
+    """Solve for Q and K by pseudo-inverse and SVD, as in the code of Zheng et al. for NeurIPS 2025.
 
     The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere. The SVD of X+ W X+' is
     split evenly between Q and K, which are then scaled to a Frobenius norm of 7. X+ is the pseudo-inverse of X,
-    restricted to the `head_dim` eigenvectors of X'X with the largest eigenvalues. In the paper's code, positions are
-    random, and the eigenvalues are similar. With the sinusoidal encoding, the inverses of the smallest eigenvalues
-    dominate, and hardly any peaks remain after scaling.
+    restricted to the `head_dim` eigenvectors of X'X with the largest eigenvalues. In the code of Zheng et al.,
+    positions are random, and the eigenvalues are similar. With the sinusoidal encoding, the inverses of the smallest
+    eigenvalues dominate, and hardly any peaks remain after scaling.
 
     `generator` draws the noise. Other arguments and the results are those of `solve_closed_form`.
     """
@@ -188,7 +187,7 @@ def solve_adam(
     generator: torch.Generator | None = None,
     renormalize_every: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Solve for Q and K by Algorithm 1 of the paper: Adam on the mean squared error of the attention map (eq. 8).
+    """Solve for Q and K by Algorithm 1 of Zheng et al.: Adam on the mean squared error of the attention map (eq. 8).
 
     The paper does not specify the initial weights. Here, they are uniform in +-1 / sqrt(hidden_size), PyTorch's
     default. Algorithm 1 as printed trains until the softmax is saturated. The authors' code averages the error over

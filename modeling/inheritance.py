@@ -30,7 +30,7 @@ from .placement import cut_patches, grid_rois
 
 # Largest `relative_difference` between the outputs of a student and its teacher that `check_student` accepts.
 TOLERANCE = 1e-4
-# Epsilon of the norms in focusing layers, as in the reference implementation. The teacher's epsilon may differ.
+# Epsilon of the norms in focusing layers, as in the SparseFormer authors' code. The teacher's epsilon may differ.
 FOCUSING_EPS = 1e-5
 
 
@@ -104,7 +104,7 @@ def inherit_blocks(
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.num_channels,
         "feature_stride": list(anatomy.patch_size),
-        # Half the encoder's width, rounded down to a multiple of 8. The papers have 384 for an encoder of 768.
+        # Half the encoder's width, rounded down to a multiple of 8. The SparseFormer papers have 384 for 768.
         "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
         "focusing_layer_norm_eps": FOCUSING_EPS,
     }
@@ -205,10 +205,10 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: in
 def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
     """Return the default number of a student's latent tokens, a quarter of the teacher's patches.
 
-    Table 2 of the paper counts [CLS] as one of the tokens. If the teacher has a class token, there is one latent token
-    fewer, except with `fill_grid`. For images of 384 or more pixels, patches are counted as in an image of 224 pixels:
-    in the paper, ViT-L/16-384 has 49 tokens by default, and 144 or 196 tokens only after continued bootstrapping. For
-    336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144 tokens in table 6.
+    Table 2 of the bootstrapping paper (Gao et al., CVPR 2024) counts [CLS] as a token. If the teacher has a class
+    token, there is one latent token fewer, except with `fill_grid`. For images of 384 or more pixels, patches are
+    counted as in an image of 224 pixels: in the paper, ViT-L/16-384 has 49 tokens by default, and 144 or 196 after
+    continued bootstrapping. For 336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144 tokens in table 6.
     """
     patches = anatomy.num_patches
     if min(anatomy.image_size) >= 384:

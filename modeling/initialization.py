@@ -172,7 +172,7 @@ def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts
 
 def is_drawn(model: nn.Module) -> bool:
     """Return whether the attention weights of a `ViTModel`, of this package or of Transformers, are new. Weights with
-    the mark `_is_hf_initialized` were loaded. Weights on the meta device will be loaded."""
+    Transformers' mark `_is_hf_initialized` were loaded. Weights on the meta device will be loaded."""
     weights = [layer.attention.q_proj.weight for layer in model.layers]
     return not any(weight.is_meta or getattr(weight, "_is_hf_initialized", False) for weight in weights)
 
@@ -406,7 +406,7 @@ def start_attention_(model: nn.Module | TransformerParts, config, positions: str
 
 
 def check_offsets(offsets: torch.Tensor, num_heads: int) -> list[tuple[int, int]]:
-    """Return a layer's offsets as pairs. Raise a ValueError if they are not integers of shape `(num_heads, 2)`."""
+    """Return a layer's offsets as pairs. Raise a ValueError if `offsets` are not `(num_heads, 2)` integers."""
     pairs = torch.as_tensor(offsets)
     if pairs.shape != (num_heads, 2) or pairs.is_floating_point():
         raise ValueError(

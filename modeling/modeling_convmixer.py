@@ -156,7 +156,7 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
 class ConvMixerForImageClassification(ConvMixerPreTrainedModel):
     """ConvMixer with a linear classifier on the mean of its feature map."""
 
-    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
+    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
     accepts_loss_kwargs = True
 
     def __init__(self, config: ConvMixerConfig):

@@ -284,8 +284,7 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
 
 class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
-    """The bare PatchSparseFormer, which maps pixels to tokens. `AutoModel` loads it. It can be LLaVA's vision
-    tower."""
+    """The bare PatchSparseFormer, which maps pixels to tokens. `AutoModel` loads it, and LLaVA can use it."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         config.validate()
@@ -319,12 +318,12 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
                 Number of latent tokens, or a tensor with one number for each image. By default `config.num_tokens`, or
                 all tokens. With a tensor, tokens are padded to the largest number, and no token attends to padding.
-                Numbers that the model is not trained with (see `config.elastic_token_counts`) cause one warning.
+                Numbers other than `config.trained_token_counts` cause one warning.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
-                Return all tokens in `last_hidden_state`. With `False`, the last block computes only class tokens if no
-                other tokens are pooled and neither `hidden_states` nor `attentions` are returned.
+                Return all tokens in `last_hidden_state`. With `False` and `pooling="cls"`, the last block computes
+                only class tokens. If `hidden_states` or `attentions` are returned, it computes all tokens.
 
         Raises:
             ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`, or no grid has that number of
@@ -398,7 +397,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
 class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSparseFormerPreTrainedModel):
     """PatchSparseFormer with a linear classifier on the pooled embedding."""
 
-    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
+    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
     accepts_loss_kwargs = True
 
     def __init__(self, config: PatchSparseFormerConfig):
@@ -434,12 +433,11 @@ class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSpar
 
 
 class PatchSparseFormerVisionModel(PatchSparseFormerModel):
-    """Replacement for `CLIPVisionModel` and `SiglipVisionModel`: `PatchSparseFormerModel` with a similar name."""
+    """`PatchSparseFormerModel` as a replacement for `CLIPVisionModel` and `SiglipVisionModel`."""
 
 
 class PatchSparseFormerVisionModelWithProjection(PatchSparseFormerPreTrainedModel):
-    """PatchSparseFormer with a linear projection of the pooled embedding. It can replace
-    `CLIPVisionModelWithProjection`."""
+    """PatchSparseFormer with a linear projection, as a replacement for `CLIPVisionModelWithProjection`."""
 
     config: PatchSparseFormerProjectionConfig
     auto_classes = {"AutoModel": "PatchSparseFormerVisionModelWithProjection"}

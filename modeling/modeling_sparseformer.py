@@ -82,7 +82,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Initialize weights as the reference implementation does. Bootstrapping depends on this initialization."""
+        """Initialize weights as the authors' code does. Bootstrapping depends on this initialization."""
         if isinstance(module, SparseFormerStem):
             weight = module.convolution.weight
             init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
@@ -120,7 +120,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
             super()._init_weights(module)
 
     def resize_tokens(self, num_latent_tokens: int):
-        """Change the number of latent tokens in place, for continued bootstrapping. Tokens that remain keep their
+        """Change the number of latent tokens in place, for continued bootstrapping. Remaining tokens keep their
         weights.
 
         Args:
@@ -149,7 +149,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         image_processor=None,
         **fields,
     ):
-        """Return a student in evaluation mode, initialized as in section 3.2 of the bootstrapping paper. The student
+        """Return a student in evaluation mode, initialized as in section 3.2 of Gao et al. (CVPR 2024). The student
         inherits the last blocks, the final norm, and the classifier or projection of its teacher. The focusing stage
         has new weights, which have to be trained by bootstrapping.
 
@@ -239,17 +239,16 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of at least 4 x 4 pixels.
             num_tokens (`int`, *optional*):
-                Number of latent tokens. The model computes only the first ones. By default `config.num_tokens`, or all
-                tokens. Numbers that the model is not trained with (see `config.elastic_token_counts`) cause one
-                warning.
+                Number of latent tokens; the first ones are computed. By default `config.num_tokens`, or all tokens.
+                Numbers other than `config.trained_token_counts` cause one warning.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.
             output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
             output_tokens (`bool`, *optional*, defaults to `True`):
-                Return all tokens in `last_hidden_state`. With `False`, the last block computes only class tokens if no
-                other tokens are pooled and neither `hidden_states` nor `attentions` are returned. This saves 8 % of
-                the multiply-accumulates of augreg-base-49-224 and 4 % of those of augreg-large-49-224.
+                Return all tokens in `last_hidden_state`. With `False` and `pooling="cls"`, the last block computes
+                only class tokens. This saves 8 % of the multiply-accumulates of augreg-base-49-224 and 4 % of those of
+                augreg-large-49-224. If `hidden_states` or `attentions` are returned, all tokens are computed.
             features (`torch.FloatTensor` of shape `(batch, stem_channels, height / 4, width / 4)`, *optional*):
                 `stem_features` that another call returned for the same images.
 
@@ -306,7 +305,7 @@ class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPr
     computes all tokens, for example for a forward hook.
     """
 
-    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
+    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
     accepts_loss_kwargs = True
 
     def __init__(self, config: SparseFormerConfig):
@@ -344,12 +343,11 @@ class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPr
 
 
 class SparseFormerVisionModel(SparseFormerModel):
-    """Replacement for `CLIPVisionModel` and `SiglipVisionModel`: `SparseFormerModel` with a similar name."""
+    """`SparseFormerModel` as a replacement for `CLIPVisionModel` and `SiglipVisionModel`."""
 
 
 class SparseFormerVisionModelWithProjection(SparseFormerPreTrainedModel):
-    """SparseFormer with a linear projection of the pooled embedding. It can replace
-    `CLIPVisionModelWithProjection`."""
+    """SparseFormer with a linear projection, as a replacement for `CLIPVisionModelWithProjection`."""
 
     config: SparseFormerProjectionConfig
     auto_classes = {"AutoModel": "SparseFormerVisionModelWithProjection"}

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP models whose vision model is a SparseFormer (section 4.2 of the bootstrapping paper)."""
+"""CLIP and SigLIP models whose vision model is a SparseFormer (section 4.2 of Gao et al., CVPR 2024)."""
 
 import torch
 import torch.nn.functional as F
@@ -154,14 +154,14 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
         return cosines * self.logit_scale.exp()
 
     def contrastive_loss(self, logits_per_text: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of logits, `(texts, images)`, averaged over both directions."""
+        """Return the cross-entropy of logits, `(texts, images)`, averaged over text-to-image and image-to-text."""
         return image_text_contrastive_loss(logits_per_text)
 
     @classmethod
     @torch.no_grad()
     def from_clip(cls, clip: nn.Module, vision_model: nn.Module) -> "SparseFormerCLIPModel":
-        """Return a copy of `clip` in evaluation mode, with its dtype and device, in which `vision_model` is the vision
-        model. `vision_model` is a SparseFormer that was bootstrapped from `clip`.
+        """Return a CLIP in evaluation mode with the text model of `clip` and the weights of `vision_model`, a
+        SparseFormer that was bootstrapped from `clip`. The dtype and device are those of `clip`.
 
         Args:
             clip (`CLIPModel`): The teacher. Its text model is copied.
@@ -230,8 +230,8 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_siglip(cls, siglip: nn.Module, vision_model: nn.Module) -> "SparseFormerSiglipModel":
-        """Return a copy of `siglip` in evaluation mode, with its dtype and device, in which `vision_model` is the
-        vision model. `vision_model` is a SparseFormer that was bootstrapped from `siglip`.
+        """Return a SigLIP in evaluation mode with the text model of `siglip` and the weights of `vision_model`, a
+        SparseFormer that was bootstrapped from `siglip`. The dtype and device are those of `siglip`.
 
         Args:
             siglip (`SiglipModel` or `Siglip2Model`): The teacher. Its text model is copied.

@@ -41,7 +41,7 @@ class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
 
     Args:
         token_maps (`torch.FloatTensor` of shape `(batch, tokens, height, width)`, *optional*):
-            Weights of the tokens in each pixel's logits, with `output_token_maps=True`. They sum to 1 for each pixel.
+            Weights of the tokens in each pixel's logits, with `output_token_maps=True`. A pixel's weights sum to 1.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -174,7 +174,7 @@ class SegmenterMixin(DenseInitializationMixin):
 
 
 class SparseFormerForSemanticSegmentation(SegmenterMixin, SparseFormerPreTrainedModel):
-    """SparseFormer with the paper's segmentation head (section 4.1 of the bootstrapping paper, `SegmentationHead`).
+    """SparseFormer with the segmentation head of Gao et al. (CVPR 2024, section 4.1), see `SegmentationHead`.
 
     With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
     multiply-accumulates, and large has 213.5 M and 66.3 G. Table 5 of the paper has 68 M and 36 G for base, and 216 M

@@ -1,7 +1,7 @@
 """Vision-language models (VLMs) whose vision tower is a SparseFormer. `swap_vision_tower` makes these models.
 
-LLaVA (section 4.3 of the bootstrapping paper) and PaliGemma use the SparseFormer's tokens. Gemma 3 and LLaVA-OneVision
-need a grid of patches. For these two, `SparseFormerGridTower` averages the tokens whose RoIs cover a grid cell.
+LLaVA (Gao et al., *Bootstrapping SparseFormers*, section 4.3) and PaliGemma use the SparseFormer's tokens. Gemma 3 and
+LLaVA-OneVision need a grid of patches: `SparseFormerGridTower` averages the tokens whose RoIs cover a grid cell.
 """
 
 from collections.abc import Sequence

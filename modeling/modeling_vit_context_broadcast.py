@@ -79,7 +79,7 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
     """Vision transformer with Context Broadcasting and a linear classifier on [CLS]. With a distillation token, there
     is a second classifier on this token, and the logits are the mean of both classifiers' logits."""
 
-    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
+    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
     accepts_loss_kwargs = True
 
     def __init__(self, config: ViTContextBroadcastConfig):

@@ -1,8 +1,7 @@
 """ViTImpulseInit: a plain vision transformer whose attention is initialized as a convolution.
 
 Zheng et al., *Structured Initialization for Attention in Vision Transformers* (arXiv 2404.01139). By default, the
-model has sinusoidal positions and average pooling. Impulse initialization of queries and keys makes the initial
-attention map of each head an impulse filter.
+model has sinusoidal positions, average pooling, and initial attention maps that are impulse filters.
 """
 
 import torch
@@ -64,7 +63,7 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel, ViTModel):
 class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):
     """Vision transformer with a linear classifier on the pooled embedding."""
 
-    # `image_classification_loss` divides by `num_items_in_batch` for every problem type.
+    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
     accepts_loss_kwargs = True
 
     def __init__(self, config: ViTImpulseInitConfig):
