@@ -51,18 +51,17 @@ class AgentCNNConfig(VisionConfig):
         hidden_act (`str`, *optional*, defaults to `"gelu"`):
             Activation function in the MLPs, in the ResNet stem and after the final norm.
         norm_position (`str`, *optional*, defaults to `"before"`):
-            `"before"` for BatchNorm before the convolution and before the MLP (Agent-S), or `"after"` for BatchNorm
-            after both (Agent-B).
+            BatchNorm `"before"` the convolution and the MLP (Agent-S), or `"after"` both (Agent-B).
         downsample_after (sequence of `int`, *optional*, defaults to `()`):
-            Indices of the blocks after which 2 x 2 average pooling follows. For Agent-B with `stem="res"`, the paper's
-            text and our variant have 1 and 3; the paper's code has 2 and 8.
+            Indices of the blocks that are followed by 2 x 2 average pooling. For Agent-B with `stem="res"`, the
+            paper's text and our variant have 1 and 3; the paper's code has 2 and 8.
         dropout (`float`, *optional*, defaults to 0.1): Dropout rate after the activation function in the MLPs.
         branch_dropout (`float`, *optional*, defaults to 0.0):
             Dropout rate at the end of both residual branches. In the reference implementation, an agent that shares
             weights with a transformer has the transformer's dropout rate here.
         initialization (`str`, *optional*, defaults to `"default"`):
-            Initialization of new weights: `"default"` for PyTorch's, or `"reference"` for the reference
-            implementation's (`reference_initialization.py`). All variants have `"reference"`.
+            Initialization of new weights: `"default"` (PyTorch) or `"reference"` (reference implementation, see
+            `reference_initialization.py`). All variants have `"reference"`.
     """
 
     model_type = "agent_cnn"

@@ -21,7 +21,7 @@ positive = interval(min=0.0, exclude_min=True)
 
 
 def at_least(low: int):
-    """Return a factory of dataclass fields: `None`, or one number or a pair of numbers that are at least `low`."""
+    """Return a factory of dataclass fields. Allowed values are `None`, numbers from `low` on and pairs of them."""
 
     @as_validated_field
     def check(value):
@@ -52,7 +52,7 @@ def set_image_size(config, image_size: int | list[int]):
 
 
 class HubMixin:
-    """Mixin for models, configurations and processors that disables `register_for_auto_class`."""
+    """Mixin that disables `register_for_auto_class` of models, configurations and processors."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class=None):
@@ -123,8 +123,7 @@ class VisionConfig(FrugalViTConfig):
     resample: int = 2
 
     def validate_preprocessing(self):
-        """Check that `image_mean` and `image_std` are both set or both `None`, and that sequences have one number for
-        each channel."""
+        """Check that `image_mean` and `image_std` are both set or both `None`, and check their lengths."""
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError(
                 f"`image_mean` is {self.image_mean} and `image_std` is {self.image_std}; give both or neither."
@@ -146,10 +145,9 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
 
     Args:
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
-            Size of preprocessed images in pixels: one number, or height and width. The model also accepts images of
-            other sizes.
+            Size of preprocessed images in pixels. The model also accepts images of other sizes.
         num_latent_tokens (`int`, *optional*, defaults to 48):
-            Number of latent tokens, without [CLS]. The numbers in the papers include [CLS], for example 49 for 48.
+            Number of latent tokens, without [CLS]. The papers count [CLS], too: the default is 49 in the papers.
         elastic_token_counts (sequence of `int`, *optional*):
             Numbers of latent tokens that the model is trained with, in increasing order up to `num_latent_tokens`.
         num_tokens (`int`, *optional*):
@@ -170,10 +168,8 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
             Base of the frequencies of rotary position embeddings, or `None` for no rotary position embeddings. The
             position of a latent token is the center of its RoI (`rotary_table`).
         rope_coordinates (sequence of `float`, *optional*):
-            Coordinates of the image's top, left, bottom and right edges for rotary position embeddings. The default
-            is that of DINOv3.
-        num_class_tokens (`int`, *optional*, defaults to 1):
-            Number of [CLS] tokens. They are placed before the latent tokens at the input of the encoder.
+            Coordinates of the image's top, left, bottom and right edges in RoPE. The default is that of DINOv3.
+        num_class_tokens (`int`, *optional*, defaults to 1): Number of [CLS] tokens, which precede all other tokens.
         num_register_tokens (`int`, *optional*, defaults to 0): Number of registers, which follow the [CLS] tokens.
         pooling (`str`, *optional*, defaults to `"cls"`):
             Pooling of tokens to one embedding. `"cls"` concatenates the class tokens. `"class_mean"` averages the
@@ -182,31 +178,27 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
             and `"latent_attention"` the latent tokens by the attention of a learned query (SigLIP, AIMv2).
         pooled_class_tokens (sequence of `int`, *optional*):
             Indices of the class tokens that `"cls"` and `"class_mean"` pool (RADIO); all class tokens by default.
-        pooling_num_attention_heads (`int`, *optional*):
-            Number of heads of attention pooling; `num_attention_heads` by default.
+        pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; `num_attention_heads` by default.
         pooling_intermediate_size (`int`, *optional*):
             MLP width of attention pooling; `intermediate_size` by default, 0 for no MLP (AIMv2).
         out_features, out_indices (`list`, *optional*):
             Layers whose feature maps a backbone returns, by name ("stem", "stage1", …) or by index. The default is the
-            last layer. With `feature_scales`, it is one layer for each scale, evenly spaced.
+            last layer. With `feature_scales`, the default is one layer for each scale, evenly spaced.
         reshape_hidden_states (`bool`, *optional*, defaults to `True`):
             Return feature maps with rows and columns. With `False`, return sequences for DPT: first [CLS], then the
             cells. In models without [CLS], the mean of all tokens is first.
         feature_scales (sequence of `float`, *optional*):
-            Factor for the rows and columns of each feature map, for example `[4, 2, 1, 0.5]` for ViTDet's pyramid. By
-            default, all factors are 1.
+            Size factor of each feature map, for example `[4, 2, 1, 0.5]` for ViTDet's pyramid; 1 by default.
         upsampler_hidden_size (`int`, *optional*):
-            Width of the convolutions that add image details to feature maps (`MapUpsampler`). `None` for no such
-            convolutions.
+            Width of `MapUpsampler`, which adds image details to feature maps. `None` for no `MapUpsampler`.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
-            Stochastic depth rate of the last block. The rates of earlier blocks rise linearly.
+            Stochastic depth rate of the last block. The rate increases linearly from block to block.
     """
 
-    # In the configuration of a CLIP or a VLM, this field holds the SparseFormer's configuration.
+    # In the configuration of a CLIP or a VLM, this field has the SparseFormer's configuration.
     base_config_key = "vision_config"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
     keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states", "stem_features", "token_maps"]
-    # Allowed items of `extra_norms`.
     known_norms = {"query_key", "attention", "mlp"}
 
     image_size: Size = at_least(4)(default=224)
@@ -263,7 +255,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     @property
     def default_num_tokens(self) -> int:
         """Number of latent tokens that `forward` computes with if its argument `num_tokens` is `None`."""
-        # The field is read only once, because another thread may change it between two reads.
+        # The field is read once, because another thread may change the field between two reads.
         num_tokens = self.num_tokens
         return self.num_latent_tokens if num_tokens is None else num_tokens
 
@@ -282,7 +274,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Number of class tokens and registers together."""
+        """Sum of `num_class_tokens` and `num_register_tokens`."""
         return self.num_class_tokens + self.num_register_tokens
 
     @property

@@ -66,7 +66,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
     Args:
         vit_config (`ViTConfig` or `dict`, *optional*): Configuration of the vision transformer.
         agent_config (`AgentCNNConfig` or `dict`, *optional*):
-            Configuration of the agent CNN. It must have the number of blocks and the width of `vit_config`.
+            Configuration of the agent CNN. It must have the same number of blocks and the same width as `vit_config`.
         sharing (`str`, *optional*, defaults to `"none"`):
             `"none"` for separate weights ("Joint" in the paper), or `"weights"` for shared weights ("Shared"). With
             shared weights, position i of the agent's convolutions has the value and output matrices of attention head
@@ -75,8 +75,7 @@ class BootstrappedViTConfig(AttentionStartConfig):
             Loss weights. The defaults are those of the reference implementation: 1, 1 and 10 for `sharing="none"`;
             0.5, 0.5 and 5 for `sharing="weights"`.
         temperature (`float`, *optional*, defaults to 4.0): Softmax temperature in the divergence losses.
-        hint_layers (sequence of `int`, *optional*):
-            Indices of the blocks whose features the hint loss compares; all blocks by default.
+        hint_layers (sequence of `int`, *optional*): Indices of the blocks in the hint loss; all blocks by default.
         embedding_dropout (`float`, *optional*):
             Dropout rate of the transformer's embeddings; `vit_config.hidden_dropout_prob` by default. All variants and
             the reference implementation have 0.
@@ -84,9 +83,9 @@ class BootstrappedViTConfig(AttentionStartConfig):
             Dropout rate after the activation function in the transformer's MLPs. The reference implementation has this
             dropout; Transformers' `ViTModel` does not have it.
         initialization (`str`, *optional*, defaults to `"default"`):
-            Initialization of new weights: `"default"` for that of Transformers and PyTorch, or `"reference"` for that
-            of the reference implementation, which all variants have. Other values initialize the transformer's
-            attention. `AttentionStartConfig` documents these values and `initialization_options`.
+            Initialization of new weights: `"default"` (Transformers and PyTorch) or `"reference"` (reference
+            implementation). All variants have `"reference"`. Other values initialize the transformer's attention;
+            `AttentionStartConfig` documents these values and `initialization_options`.
     """
 
     model_type = "bootstrapped_vit"

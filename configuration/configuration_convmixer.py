@@ -25,10 +25,9 @@ class ConvMixerConfig(VisionConfig):
     Args:
         kernel_size (`int`, *optional*, defaults to 3): Kernel size of the depthwise convolutions, odd or even.
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
-            `"trained"`, or one of the kinds of fixed filters, which have fixed biases. `"random"` filters are uniform
-            random values. `"impulse"` filters have a one at a random position, `"box"` filters are all ones, and
-            `"signed_impulse"` filters have a one of random sign (not in the paper). These three kinds are scaled to
-            the mean norm of random filters.
+            `"trained"`, or the kind of fixed filters. `"random"` filters are uniform random values, `"impulse"`
+            filters have a one at a random position, and `"box"` filters are all ones. `"signed_impulse"` filters have
+            a one of random sign and are not part of the paper. All kinds have the same mean norm, and fixed biases.
     """
 
     model_type = "convmixer"

@@ -9,15 +9,15 @@ from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
 def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    """Find the grid with `num_cells` cells whose cells are closest to squares. Return the absolute logarithm of the
-    cells' aspect ratio, and the grid as `(rows, columns)`."""
+    """Find the grid of `num_cells` cells that are closest to squares in an image of `image_size`. Return the absolute
+    logarithm of the cells' aspect ratio, and the grid, `(rows, columns)`."""
     height, width = image_size
     grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
     return min((abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids)
 
 
 def choose_grid(num_cells: int, image_size: tuple[int, int], argument: str = "num_latent_tokens") -> tuple[int, int]:
-    """Return the grid, as `(rows, columns)`, whose `num_cells` cells are closest to squares in images of `image_size`.
+    """Return the grid, `(rows, columns)`, of `num_cells` cells that are closest to squares in images of `image_size`.
 
     Raises:
         ValueError: if `num_cells` is below 1, or one side of the cells would be more than twice as long as the other
@@ -45,11 +45,10 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
     equals its teacher at a lower resolution. Other fields are documented in `SparseFormerBaseConfig`.
 
     Args:
-        patch_size (`int` or pair of `int`, *optional*, defaults to 16):
-            Height and width, in pixels, to which each cell is resized.
+        patch_size (`int` or pair of `int`, *optional*, defaults to 16): Size of each resized cell in pixels.
         extra_norms (sequence of `str`, *optional*, defaults to `()`):
-            Names that `SparseFormerBaseConfig` allows, `"patch"` for a norm of embedded cells before positions are
-            added, and `"embedding"` for a norm of all tokens before the encoder (CLIP).
+            `"patch"` for a norm of embedded cells before positions are added, `"embedding"` for a norm of all tokens
+            before the encoder (CLIP), and the names that `SparseFormerBaseConfig` documents.
         token_grid (`int` or pair of `int`, *optional*):
             Numbers of rows and columns of the grid of `num_latent_tokens` cells. By default, cells in images of
             `image_size` are as close to squares as possible.

@@ -101,7 +101,8 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     Args:
         generation (`str`, *optional*, defaults to `"bootstrapped"`):
-            `"bootstrapped"` for models of the bootstrapping paper, `"v1"` for models of the first paper:
+            `"v1"` for models of *SparseFormer: Sparse Visual Recognition via Limited Latent Tokens*, `"bootstrapped"`
+            for models of the bootstrapping paper:
 
             - Bootstrapped: the first focusing layer samples, encodes positions, attends and adjusts RoIs. The last
               focusing layer only samples and encodes positions. All latent tokens start from one embedding, and each
@@ -109,13 +110,12 @@ class SparseFormerConfig(SparseFormerBaseConfig):
             - v1: the first focusing layer attends, adjusts RoIs, then samples. The last focusing layer does the same
               and is the first of the `num_hidden_layers` encoder blocks. Each token starts from its own embedding.
               Adaptive mixing has biases, and a LayerNorm follows the projection to the encoder's width. RoI deltas
-              come from one linear layer, and drop path is applied to them. Sampling points outside the image read
-              zeros, and the gradients of sampling points are clamped.
+              come from one linear layer, and drop path is applied to them. Features outside the image are zero, and
+              the gradients of sampling points are clamped.
         num_sampling_points (`int`, *optional*, defaults to 16):
             Number of points that each token samples in its RoI, at least 2.
         num_mixed_points (`int`, *optional*):
-            Number of points after mixing. The default is `max(num_sampling_points, 32)`, as in the reference
-            implementation.
+            Number of points after mixing; `max(num_sampling_points, 32)` by default, as in the reference code.
         mixing_hidden_size (`int`, *optional*, defaults to 128):
             Width of the bottleneck layer in adaptive mixing; `None` for a quarter of the token width (v1).
         stem_channels (`int`, *optional*, defaults to 64): Number of channels of the stem's feature map.
@@ -125,8 +125,8 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         focusing_layer_norm_eps (`float`, *optional*):
             Epsilon of LayerNorms in the focusing stage; `layer_norm_eps` by default.
         roi_encoding (`str`, *optional*, defaults to `"reference"`):
-            Sinusoidal encoding of RoIs: `"reference"` for that of the authors' code, or `"paper"` for that of the
-            paper's supplement. `encode_rois` documents the differences.
+            Sinusoidal encoding of RoIs: `"reference"` (the authors' code) or `"paper"` (the paper's supplement).
+            `encode_rois` documents the differences.
         feature_stride (`int` or pair of `int`, *optional*, defaults to 16):
             Height and width of a feature map's cell in pixels. `from_teacher` sets the teacher's patch size.
     """
@@ -159,12 +159,11 @@ class SparseFormerConfig(SparseFormerBaseConfig):
 
     @property
     def focusing_num_attention_heads(self) -> int:
-        """Number of attention heads in the first focusing layer: `num_attention_heads` in v1, else one per 64
-        channels."""
+        """Number of heads of the first focusing layer: `num_attention_heads` in v1, else one per 64 channels."""
         return self.num_attention_heads if self.is_v1 else max(self.focusing_hidden_size // 64, 1)
 
     def validate_focusing(self):
-        """Check that widths have the required divisors, and that v1 has no prefix tokens and no rotary positions."""
+        """Check the divisors of widths, and check that v1 has no prefix tokens and no rotary positions."""
         if self.focusing_hidden_size % self.focusing_num_attention_heads:
             raise ValueError(
                 f"`focusing_hidden_size`={self.focusing_hidden_size} is not divisible by its "

@@ -114,7 +114,7 @@ class SparseFormerLlavaOnevisionConfig(HubMixin, LlavaOnevisionConfig):
 
     @property
     def image_seq_length(self) -> int:
-        """Number of tokens for each image tile in the prompt, without the newline tokens after its rows."""
+        """Number of tokens for each image tile in the prompt, without newline tokens."""
         return image_grid(self) ** 2
 
 

@@ -18,7 +18,7 @@ class AttentionStartConfig(VisionConfig):
 
     Args:
         initialization (`str`, *optional*, defaults to `"default"`):
-            Initialization of new weights. `"default"` is that of the model family. `"impulse"` and `"mimetic"`
+            Initialization of new weights. `"default"` is the model family's default. `"impulse"` and `"mimetic"`
             initialize attention. `"trunc_normal"` (as in timm) and `"kaiming_uniform"` (as in PyTorch) initialize all
             linear layers of the blocks.
         initialization_options (`dict`, *optional*):
@@ -40,7 +40,7 @@ class PlainViTConfig(AttentionStartConfig):
             Patch size in pixels. It must divide `image_size`.
         intermediate_size (`int`, *optional*): MLP width; 4 times `hidden_size` by default.
         drop_path_rate (`float`, *optional*, defaults to 0.0):
-            Stochastic depth rate of the last block. The rates of earlier blocks rise linearly.
+            Stochastic depth rate of the last block. The rate increases linearly from block to block.
     """
 
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}

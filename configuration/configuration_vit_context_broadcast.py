@@ -10,8 +10,7 @@ from .configuration_vit import PlainViTConfig
 ContextBroadcastKind = Literal["cb", "cb_s", "cb_gate", "cb_hybrid"]
 ContextBroadcastPosition = Literal["mlp_front", "mlp_mid", "mlp_end", "attention_end"]
 
-# Variant names have the model size, "distilled" for models with a distillation token, the kind of Context Broadcasting
-# ("plain" for none) and the image size.
+# Variant names have the model size, "distilled", the kind of Context Broadcasting or "plain", and the image size.
 VARIANTS = {
     f"vit-{size}{'-distilled' if distilled else ''}-{'plain' if kind is None else kind}-224": {
         "hidden_size": width,
@@ -36,8 +35,7 @@ class ViTContextBroadcastConfig(PlainViTConfig):
 
     Args:
         context_broadcast (`str`, *optional*, defaults to `"cb"`):
-            Argument `kind` of `ContextBroadcast`: `"cb"`, `"cb_s"`, `"cb_gate"` or `"cb_hybrid"`. `None` for a plain
-            ViT.
+            Kind of `ContextBroadcast`: `"cb"`, `"cb_s"`, `"cb_gate"`, `"cb_hybrid"`, or `None` for a plain ViT.
         context_broadcast_position (`str` or sequence of `str`, *optional*, defaults to `"mlp_end"`):
             One or several positions in each block: `"mlp_front"`, `"mlp_mid"`, `"mlp_end"`, `"attention_end"`.
         context_broadcast_scale_init (`float`, *optional*, defaults to 0.0): Initial value of the scale in `"cb_s"`.

@@ -8,8 +8,7 @@ from .configuration_base import Size, at_least
 from .configuration_vit import Initialization, PlainViTConfig
 
 
-# Variant names have the model size, the number of heads and the image size. The variants of tables 5 and 7 have the
-# depth, the width and the number of heads.
+# Variant names have size, heads and image size. For tables 5 and 7, they have depth, width and heads.
 VARIANTS = {
     f"vit-{size}-h{heads}-{image_size}": {
         "image_size": image_size,
@@ -48,16 +47,16 @@ class ViTImpulseInitConfig(PlainViTConfig):
         position_embedding (`str`, *optional*, defaults to `"sincos"`):
             `"sincos"` for a fixed sinusoidal encoding, `"learned"` (table 1) for learned positions, or `"random"` for
             learned positions with a normal initialization. `"learned"` positions are initialized with the sinusoidal
-            encoding or, without a structured `initialization`, with a truncated normal distribution.
+            encoding if `initialization` is `"impulse"` or `"mimetic"`, and truncated normal otherwise.
         position_std (`float`, *optional*, defaults to 0.36):
-            Standard deviation of `"random"` positions. The NeurIPS 2025 code has 0.02, and 18 x 0.02 in one setup.
+            Standard deviation of `"random"` positions. The NeurIPS 2025 code has 0.02, and 18 * 0.02 in one setup.
         pooling (`str`, *optional*, defaults to `"mean"`):
             Input of the classifier: `"mean"` for the mean of all tokens after the final LayerNorm, or `"cls"` for a
             learned [CLS] token (table 1).
         initialization (`str`, *optional*, defaults to `"impulse"`):
-            Initialization of new weights. `"impulse"` and `"mimetic"` initialize attention; other linear layers are
-            then truncated normal. `"trunc_normal"` (as in timm) and `"kaiming_uniform"` (as in PyTorch) initialize all
-            linear layers.
+            Initialization of new weights. `"impulse"` and `"mimetic"` initialize attention; other linear layers get
+            truncated normal weights. `"trunc_normal"` (as in timm) and `"kaiming_uniform"` (as in PyTorch) initialize
+            all linear layers.
     """
 
     model_type = "vit_impulse_init"

@@ -127,8 +127,8 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
         A `SparseFormerSiglipModel` if `clip` has a `logit_bias`, else a `SparseFormerCLIPModel`.
 
     Raises:
-        ValueError: if `clip.visual` is no `OpenClipVisual` or does not fit the type of `clip`, or if the text model
-            differs from the text models of CLIP and SigLIP in Transformers.
+        ValueError: if `clip.visual` is no fitting `OpenClipVisual`, or if the text model differs from the text models
+            of CLIP and SigLIP in Transformers.
     """
     visual = getattr(clip, "visual", None)
     is_siglip = getattr(clip, "logit_bias", None) is not None

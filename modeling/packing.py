@@ -34,11 +34,9 @@ class PackedLinear(nn.Linear):
         self.packed_state = self.weight_state()
 
     def weight_state(self) -> tuple[int, int, list[float]] | None:
-        """Return a value that changes if the weight changes, or None if the weight was made under
-        `torch.inference_mode()` and has no version counter.
-
-        Changes through `.data` or NumPy do not increase the version, so the value includes elements of every row.
-        """
+        """Return a value that changes if the weight changes. Return None if the weight has no version counter, because
+        it was made under `torch.inference_mode()`. Changes through `.data` or NumPy do not increase the version, so
+        the value includes elements of every row."""
         if self.weight.is_inference():
             return None
         sample = self.weight.detach().flatten()[:: max(min(self.weight.shape) - 1, 1)]
@@ -72,11 +70,10 @@ def multiply(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | Non
 
 @functools.cache
 def packing_pays(dtype: torch.dtype) -> bool:
-    """Return whether a packed weight makes a matrix product `MIN_SPEEDUP` times as fast on this CPU. The measurement
-    takes about 50 ms."""
+    """Measure, in about 50 ms, whether packed weights make matrix products `MIN_SPEEDUP` times as fast on this CPU."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
-    # Sizes of the tokens of one image and of a linear layer in a small model.
+    # Typical sizes: the tokens of one image, and a linear layer of a small model.
     input = torch.ones(64, 384, dtype=dtype)
     weight = torch.ones(1536, 384, dtype=dtype)
     try:

@@ -1,5 +1,5 @@
-"""Placement of a PatchSparseFormer's tokens: each token has a cell of the image. Placement by content starts from the
-cells of a grid. It merges blocks of four cells with little detail, and splits cells with much detail in four.
+"""Placement of a PatchSparseFormer's tokens on cells of the image. Placement by content starts from the cells of a
+grid. It merges blocks of four cells with little detail, and splits cells with much detail in four.
 
 One block is merged for every cell that is split, so that all images of a batch have the same number of tokens. An
 image with the same detail everywhere keeps the grid. Earlier methods with patches of mixed resolutions are Ronen et
@@ -15,10 +15,10 @@ from ..configuration.configuration_patch_sparseformer import PatchSparseFormerCo
 from .layers import in_float32
 
 
-# Relative decrease of scores per index of a cell. It breaks ties, so that all devices choose the same cells. It also
-# keeps the score of each part of a cell below the score of the cell.
+# The score of cell number n is multiplied by 1 - TIE * n. This breaks ties, so that all devices choose the same cells,
+# and keeps the score of each part of a cell below the score of the cell.
 TIE = 2.0**-20
-# Stands for any grid with even numbers of rows and columns. In such a grid, every cell belongs to a block of four.
+# Example of a grid with even numbers of rows and columns. Every cell of such a grid belongs to a block of four cells.
 EVEN = (2, 2)
 
 
@@ -30,8 +30,8 @@ def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
 
 
 def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RoIs, `(cells, 4)`, and areas, `(cells,)`, of all cells of a placement: the blocks of four cells in the
-    first grid, then the cells of each grid. A cell of the first grid has area 1."""
+    """Return RoIs, `(cells, 4)`, and areas, `(cells,)`, of all cells that can be chosen: the blocks of four cells in
+    the first grid, then the cells of each grid. A cell of the first grid has area 1."""
     rois = [grid_rois(grid) for grid in grids]
     blocks = without_middle(rois[0].mT.unflatten(1, grids[0]), grids[0])
     first = blocks[:2, ::2, ::2]
@@ -75,7 +75,7 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
 
 
 def middle(count: int) -> int:
-    """Return which of an odd number of rows or columns belongs to no block of four: the middle or the next one."""
+    """Return the index of the row or column that is in no block of four, if `count` is odd. It is near the middle."""
     return 2 * ((count + 1) // 4)
 
 
@@ -157,7 +157,7 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
     coarser = None
     first = 0
     for scores, size, shape in zip(split_scores, sizes, [grid, *grids], strict=False):
-        # Scores have to be positive, so that the factor `1 - TIE * numbers` makes them smaller.
+        # Scores are clamped to positive values, because the factor `1 - TIE * numbers` does not decrease zeros.
         scores = in_float32(scores).clamp(min=1e-20)
         if coarser is not None:
             scores = torch.minimum(scores, split_in_four(coarser, shape, float("inf")))
@@ -212,8 +212,8 @@ class ContentPlacement(nn.Module):
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
         self.patch_size = pair(config.patch_size)
-        # Only bootstrapping trains the forecast. In other trainings, it must be frozen, because distributed training
-        # expects gradients of all trainable parameters.
+        # The forecast is frozen, because distributed training expects gradients of all trainable parameters and only
+        # bootstrapping trains the forecast.
         self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

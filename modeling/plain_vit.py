@@ -32,7 +32,6 @@ from .inheritance import TOLERANCE, load_block, load_pooling, load_weights
 from .layers import check_num_tokens
 
 
-# Configuration fields that a host and a student have in common.
 SHARED_FIELDS = (
     "hidden_act",
     "hidden_size",
@@ -116,7 +115,7 @@ def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tu
     fields |= {"use_head": has_head, "vision_use_head": has_head, "is_native": False}
     # The configuration of SigLIP 2 NaFlex has a number of patches instead of an image size.
     fields["num_patches"] = math.prod(grid)
-    # C-RADIO normalizes pixels in the model. This is disabled, because the student's weights include normalization.
+    # The normalization of pixels in C-RADIO is disabled, because the student's weights include it.
     fields |= {"max_img_size": max(image_size)}
     fields |= {"norm_mean": [0.0] * config.num_channels, "norm_std": [1.0] * config.num_channels}
     # By default, ViTMAE would mask patches.
@@ -130,7 +129,7 @@ def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tu
 
 
 def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a new host. It has a classifier if the student has one, or a projection if the student has one."""
+    """Return a new host, with a classifier or a projection if the student has a classifier or a projection."""
     if hasattr(student, "visual_projection"):
         if config.model_type != "clip_vision_model":
             raise ValueError(f"Transformers has no {config.model_type} with a projection; expected clip_vision_model.")
@@ -174,7 +173,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
         positions = positions + projection.bias
     if isinstance(anatomy.patch_positions, GridPositions):
         table = anatomy.patch_positions.table.flatten(0, -2)
-        # Positions of class tokens and registers are zero, because the student's tokens already include them.
+        # The student's class tokens and registers include their positions, so positions of prefix tokens are zero.
         table.copy_(F.pad(positions, (0, 0, len(table) - len(positions), 0)))
     prefix = [tokens for tokens in (embeddings.cls_token, embeddings.register_tokens) if tokens is not None]
     first = 0

@@ -21,7 +21,7 @@ def reference_init_(vit: ViTForImageClassification):
     """Initialize the weights of a ViT in place. Norms and weights that `from_pretrained` has loaded do not change.
 
     - Patch projection: standard normal weights, zero biases.
-    - Attention: Xavier-uniform weights, with queries, keys and values as one matrix, and zero biases.
+    - Attention: Xavier-uniform weights, with one matrix for queries, keys and values; zero biases.
     - MLPs: Xavier-uniform weights, standard normal biases. The authors may have meant small biases: their code calls
       `normal_(bias, 1e-6)`, which sets the mean to 1e-6 and leaves the standard deviation at 1.
     - Positions and [CLS]: normal with a standard deviation of 0.02.
@@ -55,13 +55,11 @@ def reference_init_(vit: ViTForImageClassification):
 
 
 def init_patches_(projection: nn.Conv2d):
-    """Initialize a patch projection with standard normal weights and a zero bias."""
     init.normal_(projection.weight)
     init.zeros_(projection.bias)
 
 
 def init_xavier_(layer: nn.Module, bias_std: float = 0.0):
-    """Initialize a linear layer with Xavier-uniform weights and a zero bias, or a normal bias if `bias_std` is set."""
     init.xavier_uniform_(layer.weight)
     if layer.bias is not None:
         init.normal_(layer.bias, mean=1e-6, std=bias_std) if bias_std else init.zeros_(layer.bias)

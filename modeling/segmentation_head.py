@@ -32,7 +32,6 @@ def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     left, top, right, bottom = in_float32(rois).unsqueeze(-1).unbind(-2)
 
     def along(low: torch.Tensor, high: torch.Tensor, cells: int) -> torch.Tensor:
-        """Return the logarithm of a one-dimensional Gaussian, `(batch, tokens, cells)`."""
         centers = (torch.arange(cells, device=rois.device) + 0.5) / cells
         deviation = (0.5 * (high - low).abs()).clamp(min=1 / cells)
         distance = (centers - 0.5 * (low + high)) / deviation
@@ -59,14 +58,12 @@ class SegmentationLayer(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """Segmentation head that classifies tokens and distributes their class scores over the cells of a map by
-    single-head attention (equations 6 and 7).
+    """Distribution of tokens' class scores over the cells of a map by single-head attention (equations 6 and 7).
 
-    The paper specifies the width (256), two transformer blocks, a linear classifier, queries from a 3 x 3 convolution
-    of the stem's map, and a predictive bias, which is a score that is added to each token's attention. We chose the
-    other details. Blocks are pre-norm, with 64 channels per head and an MLP of four times the width. A LayerNorm
-    follows the blocks. Keys and predictive bias come from linear layers without biases, because the softmax cancels
-    such biases.
+    The paper specifies the width (256), two transformer blocks, a linear classifier and a predictive bias, which is a
+    score that is added to each token's attention. A 3 x 3 convolution of the stem's map gives the queries. We chose
+    the other details: blocks are pre-norm, with 64 channels per head and an MLP of four times the width, and a
+    LayerNorm follows. The linear layers for keys and predictive bias have no biases, which the softmax would cancel.
     """
 
     def __init__(self, config):

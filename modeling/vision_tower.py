@@ -43,8 +43,8 @@ def swap_vision_tower(
 ) -> PreTrainedModel:
     """Return a VLM whose vision tower is replaced by a SparseFormer.
 
-    `vision_feature_layer` is converted to a negative index, because the SparseFormer has fewer blocks, and its last
-    blocks correspond to the last blocks of the old tower. For example, layer 22 of a tower with 24 blocks becomes -3.
+    `vision_feature_layer` is converted to a negative index, because the last blocks of both vision towers correspond.
+    For example, layer 22 of a tower with 24 blocks becomes -3.
 
     Args:
         vlm (`PreTrainedModel`):
@@ -52,12 +52,11 @@ def swap_vision_tower(
             `Gemma3ForConditionalGeneration` or `LlavaOnevisionForConditionalGeneration`. It may have a `device_map`.
             The new model shares the weights of the language model and of the projector with `vlm`.
         vision_model (`SparseFormerVisionModel`, `SparseFormerVisionModelWithProjection` or `SparseFormerModel`):
-            A SparseFormer or PatchSparseFormer that was bootstrapped from the VLM's vision tower, or a CLIP or SigLIP
-            with such a SparseFormer. The new model has a copy on the device of the VLM's inputs, in the dtype of the
-            VLM's vision tower.
+            A SparseFormer or PatchSparseFormer that was bootstrapped from the old vision tower, or a CLIP or SigLIP
+            with such a SparseFormer. It is copied to the device of the VLM's inputs, in the dtype of the old tower.
         image_grid (`int`, *optional*):
-            Number of rows, and of columns, of the feature grid in a Gemma 3 or a LLaVA-OneVision. By default, the
-            feature grid does not change. With a smaller grid, an image has fewer tokens in the language model.
+            Number of rows and columns of the feature grid in a Gemma 3 or a LLaVA-OneVision. By default, the feature
+            grid does not change. With a smaller grid, the language model gets fewer tokens for each image.
         new_first_layer (`bool`, *optional*, defaults to `False`):
             Accept a vision model of another width for a LLaVA or a PaliGemma. The first layer of the projector then
             has new weights, which have to be trained.
@@ -164,7 +163,6 @@ def negative_index(layers: int | list[int], blocks: int) -> int | list[int]:
 
 
 def first_layer(projector: nn.Module) -> nn.Linear:
-    """Return the first linear layer of a LLaVA's or a PaliGemma's projector."""
     return projector.linear_1 if hasattr(projector, "linear_1") else projector.linear
 
 
@@ -179,8 +177,7 @@ def with_new_first_layer(projector: nn.Module, width: int) -> nn.Module:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Return the device on which a model expects inputs, also if Accelerate has dispatched the model to several
-    devices."""
+    """Return the device of a model's inputs, also for a model that Accelerate has dispatched to several devices."""
     hook = getattr(model, "_hf_hook", None)
     return next(model.parameters()).device if hook is None else torch.device(hook.execution_device)
 
@@ -201,7 +198,6 @@ def dispatch_to_devices(model: PreTrainedModel, vlm: PreTrainedModel, new_parts:
 
 
 def check_projector_on_device(vlm: nn.Module):
-    """Raise a ValueError if Accelerate has offloaded the projector's weights."""
     if any(parameter.is_meta for parameter in vlm.model.multi_modal_projector.parameters()):
         raise ValueError("The projector is offloaded, and cannot be changed; set a device for it in `device_map`.")
 
@@ -210,16 +206,15 @@ def check_projector_on_device(vlm: nn.Module):
 def match_channels_(
     model: PreTrainedModel, original: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Scale and shift the channels of a projector's input, in place. Each channel then has the same mean and standard
-    deviation as in the original model.
+    """Match the mean and standard deviation of each projector input channel to those of the original model, in place.
 
     A SparseFormer's tokens average patches, so their channels have smaller standard deviations than the patches that
-    the projector was trained on. Scales and shifts are merged into a copy of the projector's first layer, without
-    training or additional parameters. This method is not part of a paper.
+    the projector was trained on. A scale and a shift of each channel are merged into a copy of the projector's first
+    layer, without training or additional parameters. This method is not part of a paper.
 
     Args:
         model (`PreTrainedModel`): The result of `swap_vision_tower` for a LLaVA 1.5 or PaliGemma; changed in place.
-        original (`PreTrainedModel`): The VLM before the swap. It stays unchanged and may share its projector.
+        original (`PreTrainedModel`): The VLM before the swap, which does not change.
         batches (iterable of pairs of `torch.Tensor`): Pixel values, `(batch, 3, height, width)`, of the same images
             for `model` and for `original`.
 
@@ -273,7 +268,7 @@ def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> Pro
     """Return the processor for a VLM whose vision tower is a SparseFormer.
 
     The processor inserts the model's number of image tokens for each image. It pads prompts on the left, because
-    `generate` needs left padding. The processor of a LLaVA also has the argument `num_image_tokens`.
+    `generate` needs left padding. The processor of a LLaVA accepts other numbers of tokens as `num_image_tokens`.
 
     Args:
         processor (`ProcessorMixin`): The processor of the VLM before the swap. The new processor resizes, crops and

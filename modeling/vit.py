@@ -43,8 +43,7 @@ class ViTPatchEmbeddings(nn.Module):
 
 
 class ViTEmbeddings(nn.Module):
-    """Patch embeddings with learned or sinusoidal positions. A [CLS] token and a distillation token may precede the
-    patches."""
+    """Patch embeddings with learned or sinusoidal positions, and optional [CLS] and distillation tokens."""
 
     def __init__(
         self,
@@ -151,8 +150,7 @@ class ViTPreTrainedModel(HubModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            # With a standard deviation of 0.02, embeddings of small patches would be much smaller than position
-            # embeddings.
+            # With a standard deviation of 0.02, small patches would have much smaller embeddings than positions.
             uniform_init_(module)
         elif isinstance(module, ViTEmbeddings):
             self._init_positions(module)
