@@ -1,24 +1,24 @@
-"""Measure a ViT that learns beside an agent CNN on CIFAR-10, one table a command.
+"""Measure a ViT that is trained jointly with an agent CNN, on CIFAR-10. Each command writes one table.
 
-    python benchmarks/agent_tables.py joint   # ViT and agent alone, joint, shared, joint from impulses
-    python benchmarks/agent_tables.py hints   # joint, with the hint removed at a relative depth (figure 1)
-    python benchmarks/agent_tables.py agents  # a res-like agent, Agent-B, and SAM instead of an agent
-    python benchmarks/agent_tables.py longer  # ViT alone, the control, joint with and without hints, 40 epochs
-    python benchmarks/agent_tables.py directions  # weaker hints and weaker SAM, since both cost accuracy here
-    python benchmarks/agent_tables.py gradients   # lengths and a cosine of the loss terms' gradients, joint ViT
+    python benchmarks/agent_tables.py joint   # joint and shared training beside a ViT and an agent that train alone
+    python benchmarks/agent_tables.py hints   # joint training without the hint of one block (figure 1)
+    python benchmarks/agent_tables.py agents  # joint training with other agents, and a ViT that trains alone with SAM
+    python benchmarks/agent_tables.py longer  # four rows of the table "joint", trained for 40 epochs
+    python benchmarks/agent_tables.py directions  # smaller hint weights and smaller SAM radii
+    python benchmarks/agent_tables.py gradients   # norms and a cosine of the gradients of the loss terms
 
-All rows share these settings, unless their name gives another one:
+All rows have these settings, unless the name of a row gives another value:
 
-- architectures: 64 tokens and [CLS], width 72, 4 blocks, 9 heads (ViT) or 9 positions (agent);
-- budget: 4,000 images, 6 epochs, batches of 32;
-- optimizer, initialization and loss weights of the reference implementation; rows with impulses initialize all other
-  weights as in Transformers, because standard normal patch projections would hide the positions;
-- images padded by reflection, and accuracy measured after the last epoch.
+- Architecture: 64 patches, width 72, 4 blocks. The ViT has [CLS] and 9 heads, and the agent has 9 positions.
+- Budget: 4,000 images, 6 epochs, batches of 32.
+- Optimizer, initialization and loss weights of the reference implementation. Rows with impulse initialization
+  initialize all other weights as in Transformers, because standard normal patch projections would hide the positions.
+- Training images are padded by reflection. Accuracy is measured after the last epoch.
 
-"joint, no hint, no divergence" is the control: two models train side by side, with the dropouts of the joint rows, and
-neither learns from the other. A ViT alone has dropout where Transformers' ViT has it. Finished runs under --runs-dir
-are reused, so an interrupted command resumes, and seeds can run side by side. Writes agent_TABLE.json. `frugalvit
-joint --config joint-small` and similar recipes have the paper's sizes and budgets.
+The row "joint, no hint, no divergence" is the control. Its models train side by side with the dropout of other joint
+rows, but no loss term connects them. A ViT that trains alone has dropout at the same places as Transformers' ViT.
+Finished runs under --runs-dir are reused, so an interrupted command can be repeated, and seeds can run in parallel.
+The output is agent_TABLE.json. `frugalvit joint --config joint-small` and similar recipes have the paper's sizes.
 """
 
 import itertools
@@ -39,11 +39,11 @@ from shared import budget_settings, last_accuracies, parse_table, run_row, sprea
 BLOCKS = 4
 SIZES = f"patch_size=4,hidden_size=72,num_hidden_layers={BLOCKS},intermediate_size=288"
 VIT = f"image_size=32,{SIZES},num_attention_heads=9"
-# `branch_dropout=0`, because results were measured before shared agents supported the reference's branch dropout.
+# The committed results are older than the support for `branch_dropout`, so `branch_dropout` is 0 here.
 AGENT = f"{SIZES},num_positions=9,branch_dropout=0"
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
 TRANSFORMERS = {"initialization": "default"}
-# Models that train alone have the augmentation of joint rows: no mixing, no label smoothing.
+# Models that train alone have the same augmentation as joint rows: no mixup and no label smoothing.
 ALONE = {
     "weight_decay": 0.05,
     "randaugment_layers": 0,
@@ -58,13 +58,13 @@ VIT_ALONE = ALONE | {
     "config_overrides": f"{VIT},hidden_dropout_prob=0.1,attention_probs_dropout_prob=0.1,layer_norm_eps=1e-5",
 }
 AGENT_ALONE = ALONE | {"model_type": "agent_cnn", "config_overrides": f"image_size=32,{AGENT}"}
-# Gradients are not clipped: the reference's configuration sets 1, but its SAM code does not use this value.
+# SAM runs without gradient clipping. The reference implementation sets a clipping norm, but its SAM code ignores it.
 SAM = {"sam_rho": 0.1}
 PAIR = {"vit": VIT, "agent": AGENT, "padding_mode": "reflect"}
 JOINT, SHARED = (PAIR | {"variant": f"{name}-small"} for name in ("joint", "shared"))
 NO_HINT = {"config_overrides": "hint_weight=0"}
 CONTROL = {"config_overrides": "hint_weight=0,divergence_weight=0"}
-# Training module and its arguments for each row, by row name. Tables share the runs of rows with the same name.
+# Training module and arguments of each row, by table and row name. Rows with the same name share their runs.
 TABLES = {
     "joint": {
         "ViT alone": (train, VIT_ALONE),
@@ -91,13 +91,13 @@ TABLES = {
     },
     "agents": {
         "joint": (joint, JOINT),
-        # The stem outputs maps of 4 x 4 positions, the first block maps of 2 x 2.
+        # The output of the stem has 4 x 4 positions. The output of the first block has 2 x 2 positions.
         "joint, res-like agent": (joint, JOINT | {"agent": f"{AGENT},stem=res,downsample_after=[0]"}),
         "joint, Agent-B": (joint, JOINT | {"agent": f"{SIZES},num_positions=6,norm_position=after"}),
         "ViT alone": (train, VIT_ALONE),
         "ViT alone, SAM": (train, VIT_ALONE | SAM),
     },
-    # Hints and SAM lower the accuracy after few epochs; each of these rows weakens one of the two.
+    # Hints and SAM lower the accuracy after few epochs. This table tests whether weaker hints and weaker SAM do, too.
     "directions": {
         "joint, no hint": (joint, JOINT | NO_HINT),
         **{f"joint, hints of weight {w}": (joint, JOINT | {"config_overrides": f"hint_weight={w}"}) for w in (0.1, 1)},
@@ -110,8 +110,8 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
-# The table "gradients" has a row for each untrained model, here with its `--initialization`, and the row "trained" for
-# the model of the row "joint".
+# Rows of the table "gradients". "trained" is the model of the row "joint". The other rows are untrained models, and
+# `STARTS` has the `--initialization` of each.
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
 
@@ -140,7 +140,7 @@ def run(arguments, name: str, training, row: dict, seed: int) -> tuple[Path, dic
 
 
 def gradients(arguments, names: list[str]) -> list[dict]:
-    """Measure the weighted gradients of the loss terms on 512 training images, for the ViT of the row "joint"."""
+    """Measure the gradients of the weighted loss terms for a jointly trained ViT, on 512 training images."""
     images = load_images(arguments.dataset, "train[:512]")
     labels = torch.tensor(images["label"][:])
     decoded = [decode_image(record["image"], index) for index, record in enumerate(images)]
@@ -167,8 +167,8 @@ def gradients(arguments, names: list[str]) -> list[dict]:
 def gradient_lengths(
     model: BootstrappedViTForImageClassification, inputs: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Return the length of each loss term's gradient, the cosine between the hints' gradient and the sum of the other
-    gradients, and the root mean square of tokens before the first block."""
+    """Return the norms of the loss terms' gradients with respect to the ViT's parameters, and the cosine between the
+    hint gradient and the sum of the other gradients. Also return the root mean square of the embedded tokens."""
     outputs = model.eval()(**inputs, output_hidden_states=True)
     losses = outputs.losses
     parameters = list(model.vit.parameters())

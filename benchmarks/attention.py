@@ -1,4 +1,4 @@
-"""Draw the papers' pictures of attention and features.
+"""Draw attention maps, entropies of attention and feature maps, like the figures of the papers.
 
     python benchmarks/attention.py maps MODEL --initialization impulse mimetic trunc_normal
     python benchmarks/attention.py maps RUN --start --layers 1 4
@@ -7,11 +7,11 @@
     python benchmarks/attention.py features RUN OTHER --images image.png another.png
     python benchmarks/attention.py ranks cifar10-convmixer
 
-- `maps` draws attention averaged over images, and prints entropy, stable rank and the neighbor that heads attend to
-  most (figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.). --initialization adds copies of the first
-  model with untrained attention, --start adds each run's model before training.
+- `maps` draws attention maps, averaged over images (figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.).
+  It also prints entropy, stable rank, and the neighbor to which each head attends most. --initialization adds
+  untrained models with the first model's architecture. --start adds the initial model of each run.
 - `entropy` draws the entropy of each head's attention (section 3 of Hyeon-Woo et al.).
-- `features` draws lengths of feature vectors (tables 5 and 6 of Zhang et al.).
+- `features` draws the norms of feature vectors (tables 5 and 6 of Zhang et al.).
 - `ranks` measures the stable rank of each layer's input and of the last layer's output (remark 1 of Zheng et al.).
 """
 
@@ -41,7 +41,7 @@ from frugalvit.training.models import build_model
 from shared import add_results_argument, make_parser, print_rows, write_table
 
 
-# Number of queries and keys in the enlarged upper left corner, as in the paper's figures.
+# Number of queries and keys in the upper left corner of an attention map, which is also drawn enlarged.
 CORNER = 48
 STYLE = {"dpi": 200, "facecolor": "white", "layout": "constrained"}
 
@@ -91,14 +91,15 @@ def main(argv: list[str] | None = None):
 
 @torch.no_grad()
 def stable_ranks(model: PreTrainedModel, image_processor, images: Sequence[Image.Image]) -> list[float]:
-    """Compute the stable rank of states, `(positions, channels)`, at each layer, averaged over images."""
+    """Return the stable rank of the hidden states `(positions, channels)` at each layer, averaged over images."""
     pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
     states = model.eval()(pixel_values, output_hidden_states=True).hidden_states
     return [stable_rank(each.flatten(2) if each.ndim == 4 else each).mean().item() for each in states]
 
 
 def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, object]]:
-    """Yield names, models and image processors. A pair of ViT and agent yields the ViT; for `features`, both."""
+    """Yield the name, model and image processor of each model to draw. From a bootstrapped ViT, yield the ViT alone,
+    or, for `features`, the ViT and its agent."""
     loaded = [load_model(model, "image-classification", "cpu") for model in arguments.models]
     for initialization in arguments.initialization:
         torch.manual_seed(0)
@@ -118,7 +119,8 @@ def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedMod
 
 
 def own_start(run: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """Rebuild the initial model of a run of `frugalvit train` or `frugalvit joint` from the command in its card."""
+    """Rebuild the initial model of a run of `frugalvit train` or `frugalvit joint`. The command of the run is in the
+    run's model card."""
     [command] = re.findall(r"^frugalvit (?:train|joint) .*$", (run / "README.md").read_text("utf-8"), re.MULTILINE)
     _, name, *argv = shlex.split(command)
     options, _, args = {"train": train, "joint": joint}[name].make_parser().parse(argv)
@@ -147,9 +149,10 @@ def rows(measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int
 def draw_maps(
     measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int], head: int | None = None
 ) -> Figure:
-    """Draw a row of attention maps for each layer: for each model the map of a head, or the average of all heads, and
-    its upper left corner. Rows of a map are queries, columns are keys. The color scale ends at the 99.8th percentile,
-    at least at ten times uniform attention."""
+    """Draw attention maps: a row of panels for each layer, and two panels for each model. The first panel is the map
+    of one head or the average of all heads, and the second is its upper left corner. Rows of a map are queries, and
+    columns are keys. The color scale ends at the 99.8th percentile, or at ten times uniform attention if that is
+    larger."""
     figure = Figure(figsize=(3.3 * len(measured), 1.6 * len(layers) + 0.3), **STYLE)
     axes = figure.subplots(len(layers), 2 * len(measured), squeeze=False)
     for panels, layer in zip(axes, layers, strict=True):
@@ -170,8 +173,8 @@ def draw_maps(
 
 
 def draw_entropy(measured: Mapping[str, Sequence[LayerStatistics]]) -> Figure:
-    """Draw the entropy of attention by layer: a dot for each head, a line through the means, and uniform attention.
-    High entropy means dense attention."""
+    """Draw the entropy of attention by layer, with a dot for each head, a line for the mean over heads, and a dotted
+    line for uniform attention. High entropy means dense attention."""
     figure = Figure(figsize=(4.2, 2.8), **STYLE)
     axes = figure.subplots()
     for name, of_layers in measured.items():
@@ -187,7 +190,7 @@ def draw_entropy(measured: Mapping[str, Sequence[LayerStatistics]]) -> Figure:
 
 @torch.no_grad()
 def feature_maps(model: PreTrainedModel, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Compute the lengths of feature vectors after each layer, `(images, rows, columns)`."""
+    """Return the norms of the feature vectors after each layer, each `(images, rows, columns)`."""
     found = []
     for pixel_values in batches:
         states, grid = model(pixel_values, output_hidden_states=True).hidden_states[1:], patch_grid(model.config)
@@ -201,7 +204,7 @@ def feature_maps(model: PreTrainedModel, batches: Sequence[torch.Tensor]) -> lis
 def draw_features(
     images: Sequence[Image.Image], maps: Mapping[str, Sequence[torch.Tensor]], layers: Sequence[int]
 ) -> Figure:
-    """Draw images and their feature maps after each layer. Each panel has its own color scale."""
+    """Draw each image and its feature map after each layer. Each panel has its own color scale."""
     pairs = [(index, name) for index in range(len(images)) for name in maps]
     figure = Figure(figsize=(1.4 * (len(layers) + 1), 1.5 * len(pairs)), **STYLE)
     axes = figure.subplots(len(pairs), len(layers) + 1, squeeze=False)

@@ -1,11 +1,11 @@
-"""Measure the speed of `frugalvit bootstrap`, and of a plain loop over the reference implementation and timm.
+"""Compare the speed of `frugalvit bootstrap` with a plain training loop for the reference implementation.
 
     python benchmarks/bootstrap_speed.py --sparseformer CHECKOUT --dataset IMAGES
 
-CHECKOUT is a clone of github.com/showlab/sparseformer. A SparseFormer-B with 49 tokens learns from a ViT-B/16, both
-with random weights. The plain loop reads, crops, flips and normalizes with torchvision, runs timm's ViT without
-gradients, and trains the reference's student. Rows take turns for --rounds, each time in a new process, and the median
-of a row counts. Writes bootstrap_speed.json.
+CHECKOUT is a clone of github.com/showlab/sparseformer. The student is a SparseFormer-B with 49 tokens, and the teacher
+is a ViT-B/16. Both have random weights. The plain loop crops, flips and normalizes images with torchvision, and uses
+timm's ViT. In each round, each of the two trainings runs in a new process. The output, bootstrap_speed.json, has the
+medians of all rounds.
 """
 
 import json
@@ -31,7 +31,7 @@ from sparseformer_speed import load_reference
 
 
 TEACHER = ViTConfig(num_labels=1000)
-# Number of the eight inherited blocks that the plain loop freezes, as `frugalvit bootstrap` does.
+# Four of the eight inherited blocks are frozen in the plain loop, like in `frugalvit bootstrap`.
 FROZEN = 4
 
 
@@ -75,7 +75,7 @@ def save_teacher(folder: Path):
 
 
 def in_process(function, *arguments) -> tuple[float, float]:
-    """Run a function in a new process; return its images per second and the peak memory in MB."""
+    """Run a function in a new process. Return its result (images per second) and the peak memory in MB."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(with_peak, function, *arguments).result()
 
@@ -86,7 +86,7 @@ def with_peak(function, *arguments) -> tuple[float, float]:
 
 
 def bootstrap_command(arguments, folder: Path) -> float:
-    """Run `frugalvit bootstrap`; return the images per second of the second half of its steps."""
+    """Run `frugalvit bootstrap`. Return the images per second during the second half of the steps."""
     output = Path(tempfile.mkdtemp(dir=folder))
     bootstrap(
         str(folder / "teacher"),
@@ -107,7 +107,8 @@ def bootstrap_command(arguments, folder: Path) -> float:
 
 
 def plain_loop(arguments, folder: Path) -> float:
-    """Train the reference's student in a plain PyTorch loop; return the images per second of the second half."""
+    """Train the reference implementation's student in a plain PyTorch loop. Return the images per second during the
+    second half of the steps."""
     import timm
 
     device = choose_device()

@@ -1,16 +1,16 @@
-"""Measure the bootstrapping paper's tables at the scale of CIFAR-10, one table a command.
+"""Measure tables of *Bootstrapping SparseFormers* (Gao et al.) on CIFAR-10. Each command measures one table.
 
-    python benchmarks/bootstrap_tables.py tokens    # table 2: fewer and more tokens, continued, more pixels
-    python benchmarks/bootstrap_tables.py losses    # table 3: what to align, what to inherit
-    python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncate, tune, freeze
-    python benchmarks/bootstrap_tables.py choices   # where the paper, its code and frugalvit differ
+    python benchmarks/bootstrap_tables.py tokens    # table 2: numbers of tokens, continued training, larger images
+    python benchmarks/bootstrap_tables.py losses    # table 3: losses, and training without inherited weights
+    python benchmarks/bootstrap_tables.py blocks    # supplement, table 1: truncated, tuned and frozen blocks
+    python benchmarks/bootstrap_tables.py choices   # two choices in which frugalvit differs from the paper or its code
     python benchmarks/bootstrap_tables.py elastic --dataset TRAIN --eval-dataset TEST
     python benchmarks/bootstrap_tables.py compare --dataset TRAIN --eval-dataset TEST --tome CHECKOUT
 
-`elastic` trains the shipped student further on the same views: for each number of tokens alone, and for all numbers.
-`compare` also measures smaller images, fewer patches and ToMe without tuning. Finished runs under --runs-dir are
-reused, so an interrupted command resumes, and seeds can run side by side. Writes bootstrap_TABLE.json,
-elastic_cifar10.json, and compare_cifar10.json and .png.
+`elastic` continues the training of the shipped student. It trains one student for each number of tokens, and one
+student for all numbers. `compare` measures these students, the teacher with smaller images or fewer patches, and ToMe
+without tuning. Finished runs under --runs-dir are reused, so an interrupted command can be repeated, and seeds can run
+in parallel. The output is bootstrap_TABLE.json, elastic_cifar10.json, or compare_cifar10.json and .png.
 """
 
 import json
@@ -28,7 +28,7 @@ from frugalvit.training.data import load_images
 from token_merging import merging, with_random_patches
 
 
-# Arguments of each row besides the common ones, by row name. "{16 tokens}" is replaced by that row's folder.
+# Additional arguments of each row, by table and row name. The folder of the run "16 tokens" replaces "{16 tokens}".
 TABLES = {
     "tokens": {
         "8 tokens": ["--num_tokens", "7"],
@@ -42,7 +42,7 @@ TABLES = {
         "bootstrapping": [],
         "with classification loss": ["--label_loss_weight", "1"],
         "with classification loss, weight 10": ["--label_loss_weight", "10"],
-        "with tokens aligned": ["--token_loss_weight", "2"],  # not in the paper
+        "with tokens aligned": ["--token_loss_weight", "2"],  # The paper has no such row.
         "without reusing weights": ["--no_inherit_blocks"],
         "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
         "KL distillation, temperature 5": ["--loss", "kl", "--temperature", "5"],
@@ -65,7 +65,7 @@ TABLES = {
     },
 }
 
-# Numbers of tokens of each row of the table "elastic", by its name.
+# Rows of the table "elastic": the numbers of latent tokens for which a student is trained, by row name.
 COUNTS = [3, 7, 11, 15]
 ELASTIC = {**{f"{count} tokens": [count] for count in COUNTS}, "all numbers": COUNTS}
 
@@ -118,7 +118,7 @@ def main():
 
 
 def folder_of(arguments, name: str, seed: int) -> Path:
-    """Return the folder of a run. Equal runs in different tables share a folder."""
+    """Return the folder of a run. Rows with the default arguments share one folder in all tables."""
     if name in ("bootstrapping", "default: truncate 2, tune 2 of 4", "ours"):
         name = "16 tokens"
     return arguments.runs_dir / shared.folder_name(name, seed)
@@ -135,7 +135,7 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
     continued = "--student" in extra
     extra = [part.replace("{16 tokens}", str(folder_of(arguments, "16 tokens", seed))) for part in extra]
     epochs = arguments.continued_epochs if continued else arguments.epochs
-    # In the paper, continued trainings have a quarter of the first training's learning rate.
+    # As in the paper, continued training has a quarter of the first training's learning rate.
     rate = arguments.learning_rate / 4 if continued else arguments.learning_rate
     warmup = 0 if continued else 1 / epochs
     argv = [
@@ -147,7 +147,7 @@ def run(arguments, name: str, extra: list[str] | str, seed: int) -> dict:
 
 
 def scratch_arguments(arguments) -> list[str]:
-    """Return the arguments of a supervised training of the student's architecture from random weights."""
+    """Return the arguments for supervised training of the student's architecture from random weights."""
     teacher = AutoModelForImageClassification.from_pretrained(arguments.teacher)
     config = frugalvit.SparseFormerForImageClassification.from_teacher(teacher).config
     fields = ("image_size", "num_latent_tokens", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -187,7 +187,8 @@ def run_elastic(arguments, name: str, seed: int) -> dict:
 
 
 def compare_elastic(arguments):
-    """Compare the students of the first seed with their teacher, with smaller images and with fewer patches."""
+    """Compare the first seed's students with the teacher, which also runs on smaller images, on random patches and
+    with ToMe."""
     seed = arguments.seeds[0]
     baselines = load_teachers(arguments.teacher, "ViT", [16, 24])
     baselines += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]

@@ -1,4 +1,4 @@
-"""Measure students that are bootstrapped from a ViT-S/14, on Caltech-101 at 224 pixels.
+"""Measure students that are bootstrapped from a ViT-S/14, on Caltech-101 with 224 x 224 pixels.
 
     python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
@@ -8,20 +8,20 @@
     python benchmarks/caltech101.py tome --train TRAIN --test TEST --tome CHECKOUT --merged 40
     python benchmarks/caltech101.py diffrate --train TRAIN --test TEST --diffrate CHECKOUT
     python benchmarks/caltech101.py features --model FOLDER --train TRAIN --test TEST
-    python benchmarks/caltech101.py photographs --train TRAIN --test TEST       # the images of `frugalvit quickstart`
+    python benchmarks/caltech101.py photographs --train TRAIN --test TEST
 
-- `teacher` fine-tunes a pretrained ViT, first on small images.
+- `teacher` fine-tunes a pretrained ViT, first on small images and then on images of 224 x 224 pixels.
 - `students` bootstraps the VARIANTS from this teacher, without labels. The elastic variant is also measured with
-  adaptive numbers of tokens. The model of the last step is measured, so no choice depends on test images.
-- `table` writes the means of all runs to caltech101_students.json, caltech101_adaptive.json and
-  caltech101_elastic.png.
-- `compare` runs `frugalvit compare` with ToMe (github.com/facebookresearch/ToMe), not tuned, and the DiffRate that
-  `diffrate` tuned (compare_caltech101.json and .png; --title names other data).
-- `picture` draws the table of `compare` again, with the accuracies of the ToMe that `tome` tuned.
-- `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune both methods on the students' views with the students'
-  loss. Before that, `diffrate` searches rates with labels.
+  adaptive numbers of tokens. The model of the last step is measured, so test images have no influence on the model.
+- `table` averages all runs and writes caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png.
+- `compare` compares students, the teacher, ToMe (github.com/facebookresearch/ToMe) without tuning, and tuned DiffRate.
+  The output is compare_caltech101.json and .png. For other data, --title gives the name in these files.
+- `picture` draws the results of `compare` again. Accuracies of ToMe are then those after the tuning by `tome`.
+- `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune ToMe and DiffRate on the students' views with the
+  students' loss. Before this tuning, `diffrate` searches DiffRate's rates with labels.
 - `features` bootstraps from the pretrained ViT without the images of 20 classes, and tests embeddings on these classes
-  (caltech101_features.json). With other data, it bootstraps and tests on all classes.
+  (caltech101_features.json). If --title names other data, bootstrapping and test use all classes.
+- `photographs` samples the images of `frugalvit quickstart`.
 
 Finished runs under --runs-dir are reused.
 """
@@ -59,25 +59,26 @@ from linear_probe import fit_probe
 from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, tome, tune, with_random_patches
 
 
-# Arguments of `frugalvit bootstrap` by variant, besides the shared ones.
+# Additional arguments of `frugalvit bootstrap` for each variant.
 VARIANTS = {
     "fixed": [],
     "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
-    # With --tokens 256, one for each patch, its linear layers cost as much as twelve blocks with 64 tokens.
+    # With --tokens 256, each patch has a token. The linear layers then cost as much as in 12 blocks with 64 tokens.
     "3 blocks": ["--truncate", "9"],
     "paper": ["--focusing", "paper", "--preset", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
-# Confidences at which an image needs no further pass, and the numbers of tokens of successive passes.
+# `confidence` and `token_counts` of `classify_adaptively`: probabilities above which an image needs no further pass,
+# and numbers of tokens of the passes.
 CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 LOOKS = [(9, 36), (9, 64), (9, 16, 25, 36, 49, 64)]
-# Test images unchanged, as small objects on a plain canvas, and as small objects on other photographs. Canvas and
-# photograph are CANVAS times as wide and as high as the image.
+# Views of a test image: the image itself, the image on a plain canvas, and the image on another photograph. The canvas
+# and the other photograph are `CANVAS` times as wide and as high as the image.
 VIEWS = ("photographs", "small", "small, on photographs")
 CANVAS = 2.5
-# Views in the tables of students, by the prefix of their columns' names.
+# Views in the tables of students. Keys are the prefixes of column names.
 SEEN = {"test": VIEWS[0], "canvas": VIEWS[1]}
 BATCH_SIZE = 64
-# Names of variants in the picture, and sizes of the teacher's images.
+# Names of the variants in pictures, and sizes of the teacher's smaller images in pixels.
 METHODS = {
     "fixed": "SparseFormer, inherited start",
     "elastic": "one SparseFormer, any number of tokens",
@@ -85,7 +86,7 @@ METHODS = {
 }
 RESOLUTIONS = [56, 84, 112, 168]
 CALTECH = "Caltech-101"
-# Classes of Caltech-101 that `features` leaves out of bootstrapping.
+# Labels of the classes whose images `compare_features` excludes from bootstrapping.
 LEFT_OUT = range(0, 100, 5)
 
 
@@ -111,7 +112,7 @@ def main():
 
 
 def run_command(parser, commands: Mapping[str, tuple[Callable, tuple[str, ...]]]):
-    """Check that the options which the named command needs are given, and call its function."""
+    """Parse the command line, check that the options of the chosen command are given, and run the command."""
     arguments = parser.parse_args()
     function, needed = commands[arguments.what]
     if missing := [name for name in needed if getattr(arguments, name) is None]:
@@ -120,7 +121,7 @@ def run_command(parser, commands: Mapping[str, tuple[Callable, tuple[str, ...]]]
 
 
 def train_teacher(arguments):
-    """Fine-tune a teacher for five epochs at half the size, then for half an epoch at full size."""
+    """Fine-tune a teacher for five epochs on images of 112 x 112 pixels, and for 55 steps on 224 x 224 pixels."""
     common = [
         *("--dataset", arguments.train, "--eval_split", "none", "--crop", "resized"),
         *shared.precision_arguments(arguments),
@@ -150,7 +151,7 @@ def train_students(arguments):
 
 
 def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> list[dict]:
-    """Train and measure a student, or reuse its run; return a row for each number of tokens."""
+    """Train and measure a student, or reuse its run. Return a row for each number of tokens."""
     folder = arguments.runs_dir / f"{variant.replace(' ', '-')}-{tokens}tokens-{steps}steps-seed{seed}"
     argv = shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed)
     argv += ["--max_steps", str(steps), "--num_tokens", str(tokens), *VARIANTS[variant]]
@@ -168,8 +169,8 @@ def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: i
 
 @torch.no_grad()
 def measure_student(arguments, folder: Path) -> list[dict]:
-    """Measure accuracy and cosine with the teacher for each number of tokens, on test images and on the same images as
-    small objects. Students for several numbers are also measured as in `classify_adaptively`."""
+    """Measure a student's accuracy, and its cosine with the teacher, on the views in `SEEN`. Return a row for each
+    number of tokens, and for each setting of `classify_adaptively` that the student's numbers of tokens allow."""
     model, processor = load_model(folder, "image-classification", "cpu")
     teacher, _ = load_teacher(str(arguments.runs_dir / "teacher"), str(choose_device()))
     counts, image_format = model.config.trained_token_counts, ImageFormat.from_processor(processor)
@@ -202,8 +203,9 @@ def pooled(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
-    """Compute accuracy, mean tokens and mean cost of `classify_adaptively` from the logits and cost of each number of
-    tokens. An image's last pass is the first whose likeliest class has at least the probability `confidence`."""
+    """Compute accuracy, mean number of tokens and mean cost of `classify_adaptively`. `found` has the logits and the
+    multiply-accumulates of each pass, by number of tokens. An image needs no further pass after a pass in which its
+    likeliest class has at least the probability `confidence`."""
     scores, classes = torch.stack([logits.softmax(1) for logits, _ in found.values()]).max(-1)
     sure = scores >= confidence
     sure[-1] = True
@@ -220,7 +222,7 @@ def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.T
 def test_images(
     test: str, image_format: ImageFormat, view: str, backgrounds: str | None = None, limit: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return test images in one of `VIEWS`, `(images, 3, height, width)` uint8, and their labels."""
+    """Return one of `VIEWS` of the test images, `(images, 3, height, width)` uint8, and the labels of the images."""
     records, view_of = sample(load_images([test], "train"), limit, seed=0), EvalView(image_format)
     shown = tqdm(views_of(records, image_format, view, backgrounds), view, len(records), leave=False)
     pixels = [view_of(image)["pixel_values"] for image in shown]
@@ -245,7 +247,8 @@ def views_of(
 def outputs_for(
     arguments, call: Callable, image_format: ImageFormat, view: str = VIEWS[0]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call a function with batches of normalized test images; return its outputs, float32 on the CPU, and labels."""
+    """Call a function with batches of normalized test images. Return its outputs as float32 on the CPU, and the labels
+    of the images."""
     backgrounds = getattr(arguments, "backgrounds", None)
     limit = getattr(arguments, "test_images", None)
     pixels, labels = test_images(arguments.test, image_format, view, backgrounds, limit)
@@ -261,14 +264,14 @@ def accuracy_of(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def put_on_canvas(image: Image.Image, index: int, image_format: ImageFormat) -> Image.Image:
-    """Put a test image on a plain canvas, at a random place that `index` seeds."""
+    """Put a test image on a plain canvas at a random place. `index` seeds the random numbers."""
     with seeded(index):
         return v2.RandomZoomOut(image_format.fill, (CANVAS, CANVAS), p=1.0)(image)
 
 
 def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Image:
-    """Put a test image at a random place, which `index` seeds, on another photograph that is resized to `CANVAS` times
-    the image's sides."""
+    """Put a test image at a random place on another photograph, whose sides become `CANVAS` times those of the image.
+    `index` seeds the random numbers."""
     size = [round(CANVAS * side) for side in image.size]
     with seeded(index):
         left, top = (int(torch.randint(large - small + 1, ())) for large, small in zip(size, image.size, strict=True))
@@ -278,7 +281,7 @@ def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Ima
 
 
 def compare_all(arguments):
-    """Compare the finished students of the first seed with the teacher, ToMe and DiffRate."""
+    """Compare the first seed's students with the teacher, ToMe and DiffRate."""
     teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
     baselines = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS)
     original, image_processor = load_teacher(str(teacher))
@@ -307,8 +310,8 @@ def file_name(arguments) -> str:
 
 
 def measure_peers(arguments):
-    """Measure ToMe without training, or DiffRate with searched rates, and each again after an epoch of tuning with the
-    students' views, loss and learning rate of inherited weights."""
+    """Measure ToMe or DiffRate before and after tuning. Before tuning, DiffRate has searched rates. Tuning takes an
+    epoch with the students' views, loss and learning rate of inherited weights."""
     teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
     rows, settings = [], {"seeds": arguments.seeds}
     if arguments.what == "diffrate":
@@ -332,7 +335,7 @@ def measure_peers(arguments):
 
 
 def tuned_diffrate(arguments, teacher, processor, seed: int) -> MergedViT:
-    """Search DiffRate's rates and tune its weights, or reuse both runs; return the model."""
+    """Search DiffRate's rates and tune the weights, or reuse both runs. Return the model."""
     search = {"loss": "labels", "search_macs": arguments.search_macs, "learning_rate": SEARCH_RATE}
     model = diffrate(teacher, arguments.diffrate)
     tune_peer(arguments, "diffrate-rates", model, teacher, processor, seed, **search)
@@ -341,7 +344,7 @@ def tuned_diffrate(arguments, teacher, processor, seed: int) -> MergedViT:
 
 
 def tune_peer(arguments, name: str, model: MergedViT, teacher, processor, seed: int, **options) -> MergedViT:
-    """Tune ToMe or DiffRate for an epoch, or reuse the run; loss and learning rate are by default the students'."""
+    """Tune ToMe or DiffRate for an epoch, or reuse the run. Loss and learning rate default to those of students."""
     return tune(
         arguments.runs_dir / f"{name}-seed{seed}",
         model,
@@ -367,7 +370,8 @@ def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
 
 
 def compare_features(arguments):
-    """Measure embeddings, on Caltech-101 for classes left out of bootstrapping, on other data for all classes."""
+    """Measure the embeddings of a student and its teacher. On Caltech-101, only classes that were excluded from
+    bootstrapping are measured. On other data, all classes are measured."""
     runs, seed = arguments.runs_dir, arguments.seeds[0]
     train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
     kept, epochs, left_out, classes = arguments.train, 2, [], f"all {len(class_names(train))} classes"
@@ -390,7 +394,7 @@ def compare_features(arguments):
     labels = torch.from_numpy(label_numbers(test))[indices]
     known_labels = torch.from_numpy(label_numbers(train))[known_indices]
     for row, embeddings, known_embeddings in zip(rows, asked, known, strict=True):
-        # `compare` measures speeds, in more rounds.
+        # This speed is from one round. The command `compare` measures speeds in more rounds.
         del row["images_per_second"]
         right = classified_rightly(embeddings, labels, known_embeddings, known_labels)
         for name, values in right.items():
@@ -411,8 +415,8 @@ def of_classes(images: datasets.Dataset, classes: Container[int]) -> datasets.Da
 def classified_rightly(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Classify test images by a linear probe and by 20 nearest neighbors of known embeddings; return the hits of each,
-    `(images,)`, averaged over the draws of random patches."""
+    """Classify test images by a linear probe and by nearest neighbors, both with the training embeddings `known`.
+    Return whether each classification is right, `(images,)`, averaged over the draws of random patches."""
     classes, numbers = known_labels.unique(return_inverse=True)
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):
@@ -423,7 +427,8 @@ def classified_rightly(
 
 
 def draw_picture(arguments):
-    """Draw the table of `compare`, with the accuracies of tuned ToMe where `tome` measured them."""
+    """Draw the results of the command `compare`. Where the command `tome` has measured tuned ToMe, the accuracies are
+    those of tuned ToMe."""
     name = f"compare_{file_name(arguments)}"
     rows, tuned = (
         json.loads((arguments.results_dir / file).read_text(encoding="utf-8"))["rows"]
@@ -442,8 +447,8 @@ def draw_picture(arguments):
 
 
 def make_table(arguments):
-    """Write means over seeds of all finished runs, for each number of tokens and for `classify_adaptively`, and draw
-    the student for all numbers of tokens beside the students for one number."""
+    """Average all finished runs over seeds. Write a table for fixed numbers of tokens and one for
+    `classify_adaptively`. Draw the elastic student beside the students for one number of tokens."""
     groups = {}
     for file in sorted(arguments.runs_dir.glob("*/measured.json")):
         for run in json.loads(file.read_text(encoding="utf-8")):
@@ -473,7 +478,7 @@ def make_table(arguments):
 
 
 def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None]:
-    """Average the results of runs on test images and on the same images as small objects."""
+    """Average the results of runs for each view in `SEEN`."""
     row = {}
     for images in SEEN:
         accuracies = [run[images]["accuracy"] for run in runs]
@@ -488,8 +493,8 @@ def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None
 
 
 def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
-    """Draw accuracy over multiply-accumulates, for photographs and for small objects."""
-    # Only students with the same number of views are comparable.
+    """Draw accuracy over multiply-accumulates, with a panel for each view in `SEEN`."""
+    # Students are comparable only if they have been trained on the same number of views.
     views = adaptive[0]["views"]
     names = {"fixed": "one student for each count", "elastic": "one student for all counts"}
     lines = {name: [] for name in names.values()}
@@ -513,7 +518,7 @@ def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
 
 
 def draw_photographs(arguments):
-    """Sample the photographs of `frugalvit quickstart`, without the labels of the training images."""
+    """Sample the photographs of `frugalvit quickstart`. The training images have no labels."""
     parts = {
         "train": sample(load_images([arguments.train], "train"), 960, seed=0).select_columns("image"),
         "test": sample(load_images([arguments.test], "train"), 300, seed=0),

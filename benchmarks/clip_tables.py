@@ -1,13 +1,13 @@
 """Measure a small CLIP and a tiny LLaVA before and after a SparseFormer replaces their image encoder.
 
-    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, patches explained by tokens
-    python benchmarks/clip_tables.py llava    # answers before the swap, after it, with channels matched, aligned
-    python benchmarks/clip_tables.py llava_inherited   # the same for students with an inherited start, not aligned
+    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, and variance of patches in tokens
+    python benchmarks/clip_tables.py llava    # answers before and after the swap, and after `align-llava`
+    python benchmarks/clip_tables.py llava_inherited   # answers with students that inherit all weights
 
-Each command trains the CLIP first, on images of CIFAR-10 and sentences about their classes. SparseFormers are
-bootstrapped from its image encoder with images alone. The LLaVA is trained on questions about the images. After the
-swap, its projector learns from the LLaVA's own answers (`frugalvit align-llava`). Finished runs under --runs-dir are
-reused. Writes clip_TABLE.json.
+Each command first trains the CLIP on images of CIFAR-10 and sentences about the classes. SparseFormers are
+bootstrapped from the CLIP's image encoder without sentences. The LLaVA is trained on questions about the images. After
+the swap, `frugalvit align-llava` trains the projector on the original LLaVA's answers. Finished runs under --runs-dir
+are reused. The output is clip_TABLE.json.
 """
 
 import copy
@@ -64,23 +64,24 @@ from small_clip import SENTENCES, train_and_save, word_tokenizer
 
 
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-# Ridge penalty of `explained_variance`, relative to the mean sum of squares of a token channel.
+# Ridge penalty in `explained_variance`, relative to the mean over token channels of the sum of squares.
 RIDGE = 0.1
-# Number of images to match channels on, the default of `frugalvit swap --dataset`.
+# Number of images with which channels are matched. `frugalvit swap --dataset` has the same default.
 MATCHED_IMAGES = 1000
 VEHICLES = {"airplane", "automobile", "ship", "truck"}
-# Questions, and functions of the class name that answer them.
+# Questions, and functions from the class name to the right answer.
 QUESTIONS = {
     "what is this ?": lambda name: name,
     "is this an animal or a vehicle ?": lambda name: "vehicle" if name in VEHICLES else "animal",
 }
-# Latent tokens and additional arguments of each student, by row. The CLIP has 64 patches and [CLS].
+# Students by row name: number of latent tokens without [CLS], and additional arguments of `frugalvit bootstrap`.
+# `READABLE` trains the tokens to resemble the CLIP's patches, so that a LLaVA can use the tokens.
 READABLE = ["--token_loss_weight", "1", "--token_layers", "-2", "--token_distance", "raw"]
 STUDENTS = {
     "SparseFormer, 16 tokens": (15, []),
     "SparseFormer, 16 readable tokens": (15, READABLE),
     "SparseFormer, 32 readable tokens": (31, READABLE),
-    # Each of these rows changes one part of READABLE.
+    # Each of the following rows changes one part of `READABLE`.
     "SparseFormer, 16 tokens, normalized": (15, ["--token_loss_weight", "1", "--token_layers", "-2"]),
     "SparseFormer, 16 tokens, all layers": (15, ["--token_loss_weight", "1", "--token_distance", "raw"]),
 }
@@ -179,7 +180,7 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
     towers = load_two_towers(str(clip), student and str(student), "cpu")
     names = class_names(images)
     classifier = zero_shot_classifier(towers, names, SENTENCES)
-    # Images of a class share a caption, so each retrieval is among ten images, one a class, and their captions.
+    # All images of a class have the same caption, so each retrieval uses one image and one caption of each class.
     embeddings = embed_all_images(towers, images, 256, 0)
     captions = embed_all_texts(towers, [f"a photo of a {name} ." for name in names], 64)
     of_class = [[i for i, label in enumerate(images["label"]) if label == wanted] for wanted in range(len(names))]
@@ -202,8 +203,8 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
 
 @torch.no_grad()
 def explained_variance(arguments, clip: Path, student: Path | None) -> float:
-    """Regress the CLIP's 64 patch states on a student's tokens, in the layer that a LLaVA reads; return the share of
-    variance that the regression explains on test images."""
+    """Predict the CLIP's patch states from the student's tokens by ridge regression. Return the fraction of their
+    variance that the regression explains on test images. The states are from the layer whose output a LLaVA uses."""
     teacher = CLIPModel.from_pretrained(clip).vision_model.eval()
     if student is None:
         return 1.0
@@ -227,7 +228,7 @@ def explained_variance(arguments, clip: Path, student: Path | None) -> float:
 
 
 def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[str, float | int]]:
-    """Measure right answers of a LLaVA with CLIP's image encoder, and with each SparseFormer in its place."""
+    """Measure the answers of a LLaVA with the CLIP's image encoder, and with each SparseFormer as image encoder."""
     clip = train_clip(arguments, seed)
     folder = train_llava(arguments, clip, seed)
     llava = LlavaForConditionalGeneration.from_pretrained(folder)
@@ -248,7 +249,8 @@ def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[st
 
 
 def with_means(llava: LlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
-    """Return a LLaVA whose projector gets means of 2 x 2 patches, the targets of readable tokens of a grid."""
+    """Return a copy of a LLaVA that averages 2 x 2 patches before the projector. Readable tokens of a grid are trained
+    to these means."""
 
     def average(projector, arguments):
         (patches,) = arguments
@@ -262,7 +264,7 @@ def with_means(llava: LlavaForConditionalGeneration) -> LlavaForConditionalGener
 
 
 def train_llava(arguments, clip: Path, seed: int) -> Path:
-    """Train the language model and projector of a LLaVA on questions, or reuse the run; return its folder."""
+    """Train the language model and the projector of a LLaVA on `QUESTIONS`, or reuse the run. Return the folder."""
     folder = arguments.runs_dir / folder_name("llava", seed)
     if folder.exists():
         return folder
@@ -280,7 +282,7 @@ def train_llava(arguments, clip: Path, seed: int) -> Path:
 
 
 def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
-    """Return a LLaVA with a frozen vision tower and a new language model, and its processor."""
+    """Return a LLaVA with a frozen vision tower and a new language model, and a processor for the LLaVA."""
     vision = tower.config
     config = LlavaConfig(
         vision_config=vision,
@@ -289,7 +291,7 @@ def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
         image_seq_length=(vision.image_size // vision.patch_size) ** 2,
     )
     llava = LlavaForConditionalGeneration(config)
-    # A classifier's state dict has no pooler, and a LLaVA needs none.
+    # `strict=False`, because the tower of a classifier has no pooler. A LLaVA does not use the pooler.
     llava.model.vision_tower.load_state_dict(tower.state_dict(), strict=False)
     llava.model.vision_tower.requires_grad_(False)
     processor = LlavaProcessor(
@@ -305,7 +307,7 @@ def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
 def train_answers(
     llava: LlavaForConditionalGeneration, processor, images: datasets.Dataset, folder: Path, steps: int, seed: int
 ):
-    """Train a LLaVA's weights, except frozen ones, to answer `QUESTIONS` about images; save it with its processor."""
+    """Train the weights of a LLaVA that are not frozen on `QUESTIONS`. Save the LLaVA and its processor."""
     tokenizer, names = processor.tokenizer, class_names(images)
     pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(processor.image_processor, images, 256)])
     examples = [
@@ -356,7 +358,8 @@ def align(arguments, llava: Path, student: Path, name: str, seed: int) -> Path:
 def swapped_accuracy(
     llava_folder: Path, student: Path, images: datasets.Dataset, match_on: datasets.Dataset | None = None
 ) -> dict[str, float | int]:
-    """Measure answers after the swap. Match channels on `match_on`, if given, as `frugalvit swap --dataset` does."""
+    """Measure a LLaVA's answers after the swap to a student. If `match_on` is given, channels are matched on these
+    images as in `frugalvit swap --dataset`."""
     llava, old_processor = load_model(llava_folder, "image-text-to-text", "cpu")
     tower, _ = load_model(student, "image-feature-extraction", "cpu")
     model = swap_vision_tower(llava, tower)
@@ -368,7 +371,8 @@ def swapped_accuracy(
 
 @torch.inference_mode()
 def answer_accuracy(llava, processor, images: datasets.Dataset) -> dict[str, float | int]:
-    """Answer each question about each image; return the share of right answers to each, and the image tokens."""
+    """Ask each question about each image. Return the share of right answers to each question, and the number of image
+    tokens."""
     llava.eval()
     names, tokenizer = class_names(images), processor.tokenizer
     tokens = llava.config.image_seq_length

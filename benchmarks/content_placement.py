@@ -1,4 +1,4 @@
-"""Compare students whose cells are chosen for each image by content with students whose cells form a grid.
+"""Compare students whose grid cells are chosen by the content of each image with students whose cells are equal.
 
     python benchmarks/content_placement.py teacher --name clothing --model VIT --train TRAIN --test TEST
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
@@ -6,18 +6,20 @@
     python benchmarks/content_placement.py glances --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py larger --name caltech101 --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py rivals --student STUDENT --test TEST --backgrounds IMAGES --apt CHECKOUT
-    python benchmarks/content_placement.py speed --teacher TEACHER                      # the choice of cells included
+    python benchmarks/content_placement.py speed --teacher TEACHER
     python benchmarks/content_placement.py picture --student STUDENT --test TEST
 
-`teacher` fits a linear classifier to the embedding of a pretrained vision transformer. `students` bootstraps students
-for six counts of tokens on the same views, half of them zoomed out. It measures students and teacher on test
-photographs, and on these photographs as small objects: on a plain canvas with 2.5 times their sides, and on another
-photograph of this size. `table` averages all seeds under --runs-dir. `glances` measures placement by content with a
-margin (a cell is split instead of a block if its score is this many times the block's), and as a second pass for
-images whose first pass, on a grid, is not sure. `larger` measures images of twice the size. `rivals` copies the
-weights of a student trained on a grid into Adaptive Patch Transformer (CHECKOUT of github.com/rccchoudhury/apt, needs
-ipdb, einops and cv2), with the entropy threshold that gives the same mean number of tokens, and into timm's NaFlexViT,
-which keeps the aspect ratio. `speed` times both placements, and `picture` draws their tokens.
+- `teacher` fits a linear classifier to the embedding of a pretrained vision transformer.
+- `students` bootstraps students for six numbers of tokens. Half of the training views are zoomed out. Students and
+  teacher are measured on test photographs, on a plain canvas with the photograph at 1 / 2.5 of the canvas's sides, and
+  on another photograph in the place of the canvas. `table` averages the results of all seeds under --runs-dir.
+- `glances` measures placement by content with a margin: a cell is split instead of a block only if the cell's score is
+  the margin times as large. It also measures two passes. The second pass, by content, is for images whose first pass,
+  on a grid, is uncertain.
+- `larger` measures images of twice the size. `speed` times both placements, and `picture` draws their tokens.
+- `rivals` copies the weights of a student with a grid into Adaptive Patch Transformer (CHECKOUT of
+  github.com/rccchoudhury/apt, needs ipdb, einops and cv2) and into timm's NaFlexViT. The entropy threshold of Adaptive
+  Patch Transformer is set for the same mean number of tokens. NaFlexViT keeps the aspect ratio.
 """
 
 import argparse
@@ -70,13 +72,13 @@ PLACEMENTS = ("grid", "content")
 TOKENS = [9, 16, 25, 36, 49, 64]
 # Value of `frugalvit bootstrap --zoom_out` for all students.
 ZOOM_OUT = 3.0
-# `glances`: factors of blocks' scores in `choose_cells`; numbers of tokens of the first pass (grid) and of the second
-# (by content); probabilities of the likeliest class at which an image needs no second pass.
+# Settings of `glances`. Scores of blocks are multiplied by a margin. `GLANCES` has the numbers of tokens in the first
+# pass (grid) and the second pass (content). An image needs no second pass if its likeliest class reaches a confidence.
 MARGINS = (1.0, 1.5)
 GLANCES = ((9, 36), (16, 36), (16, 49), (16, 64))
 CONFIDENCES = (0.3, 0.4, 0.5, 0.6, 0.7)
 PICTURE_TOKENS, PICTURES = 25, 6
-# Number of patch sizes of Adaptive Patch Transformer, as in its authors' pictures; they train with two.
+# Number of patch sizes in Adaptive Patch Transformer. Its authors draw pictures with three sizes and train with two.
 SCALES = 3
 
 
@@ -116,7 +118,7 @@ def make_teacher(arguments):
     seen = argparse.Namespace(**vars(arguments) | {"test": arguments.train, "test_images": None})
     probe = fit_probe(*caltech101.outputs_for(seen, anatomy.embed, image_format))
     with torch.no_grad():
-        # The probe standardizes features first; the classifier gets the features themselves.
+        # The probe standardizes its inputs, and the classifier does not. Mean and std are merged into the weights.
         model.classifier.weight.copy_(probe.linear.weight / probe.std)
         model.classifier.bias.copy_(probe.linear.bias - model.classifier.weight.cpu() @ probe.mean)
     model.save_pretrained(folder)
@@ -125,7 +127,7 @@ def make_teacher(arguments):
 
 
 def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict[str, float]:
-    """Return the accuracy of a function from images to logits, on each of `VIEWS`."""
+    """Return the accuracy of `classify`, which maps normalized images to logits, on each of `caltech101.VIEWS`."""
     return {
         view: caltech101.accuracy_of(*caltech101.outputs_for(arguments, classify, image_format, view))
         for view in caltech101.VIEWS
@@ -133,7 +135,8 @@ def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict
 
 
 def measure(arguments, folder: Path, placement: str, scale: int = 1) -> list[dict]:
-    """Return a row for each count of tokens: accuracy on each of `VIEWS`, in images `scale` times as large."""
+    """Measure a student's accuracy on each of `caltech101.VIEWS`. Return a row for each number of tokens. Images are
+    `scale` times as wide and high as those of the image processor."""
     model, processor = load_model(folder, "image-classification", str(choose_device()))
     image_format = ImageFormat.from_processor(processor)
     size = tuple(scale * side for side in image_format.size)
@@ -157,7 +160,7 @@ def train_students(arguments):
 
 
 def train_student(arguments, placement: str, seed: int) -> list[dict]:
-    """Train and measure a student, or reuse its run; return a row for each count of tokens."""
+    """Train and measure a student, or reuse its run. Return a row for each number of tokens."""
     rate = arguments.learning_rate * arguments.inherited_learning_rate
     budget = f"{arguments.steps}x{arguments.batch_size}-{rate:g}"
     folder = arguments.runs_dir / f"{arguments.name}-{placement}-{budget}-seed{seed}"
@@ -202,7 +205,7 @@ def measure_glances(arguments):
 
 
 def outputs_by_margin(arguments, folder: Path, view: str, count: int, margin: float) -> tuple:
-    """Return a student's logits for test images, its multiply-accumulates, and the images' labels."""
+    """Return a student's logits for the test images, its multiply-accumulates for one image, and the labels."""
     model, processor = load_model(folder, "image-classification", str(choose_device()))
     student, image_format = WithTokens(model, count), ImageFormat.from_processor(processor)
     if view != caltech101.VIEWS[0]:
@@ -263,7 +266,7 @@ def compare_rivals(arguments):
 
 
 def classify_placed(placement, arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Return logits and the mean number of tokens of an image, like every function in `RIVALS`."""
+    """Return the logits and the mean number of tokens of an image. All functions in `RIVALS` have these arguments."""
     model.set_placement(placement)
     logits = torch.cat([model(batch, num_tokens=count).logits for batch in images.split(32)])
     model.set_placement("grid")
@@ -271,8 +274,9 @@ def classify_placed(placement, arguments, model, image_format, images, count, vi
 
 
 def classify_apt(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Return logits for the patches that Adaptive Patch Transformer chooses. A large patch is embedded from resized
-    pixels alone: the embedding of its parts, which the method adds, is zero before training."""
+    """Classify images with the patches that Adaptive Patch Transformer chooses. Large patches are resized, then
+    embedded.
+    The method also embeds the parts of large patches, but this embedding is zero before training."""
     with peer(arguments.apt, "src"):
         theirs = importlib.import_module("src.models.patch_tokenizer")
     base = model.base_model
@@ -300,7 +304,7 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
 
 
 def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> PatchSparseFormerEmbeddingsOutput:
-    """Embed the patches that the tokenizer has chosen; replaces `PatchSparseFormerModel.embed_each`."""
+    """Embed the patches in `chosen`, the output of the tokenizer. Replaces `PatchSparseFormerModel.embed_each`."""
     tokens, areas = [], []
     for level in range(SCALES):
         side = embeddings.patch_size[0] * 2**level
@@ -319,7 +323,7 @@ def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> Patc
 
 
 def classify_naflex(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Classify images by timm's NaFlexViT with the student's weights, one at a time and in their aspect ratio."""
+    """Classify images by timm's NaFlexViT with the student's weights. Images keep their aspect ratio."""
     vit, model = as_naflex(model)
     resize, logits, lengths = ResizeToSequence(vit.embeds.patch_size[0], count), [], []
     records = sample(load_images([arguments.test], "train"), arguments.test_images, seed=0)
@@ -333,7 +337,7 @@ def classify_naflex(arguments, model, image_format, images, count, view) -> tupl
 
 @functools.cache
 def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module, nn.Module]:
-    """Return a NaFlexViT with a student's weights, and a timm ViT whose head classifies the NaFlexViT's tokens."""
+    """Return a NaFlexViT with the student's weights, and a timm ViT whose head classifies the NaFlexViT's tokens."""
     vit = as_timm(model.to_plain_vit(model.config.num_latent_tokens))
     side, block = vit.patch_embed.grid_size[0], vit.blocks[0]
     config = NaFlexVitCfg(
@@ -346,7 +350,7 @@ def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module
         global_pool="token",
     )
     flexible = NaFlexVit(config, num_classes=0).eval()
-    # `vit` has the classifier, so the weights of its head are left over here.
+    # `strict=False`, because the NaFlexViT has no classifier for the head weights of `vit`.
     assert not flexible.load_state_dict(checkpoint_filter_fn(vit.state_dict(), flexible), strict=False).missing_keys
     return flexible, vit
 
@@ -374,7 +378,8 @@ def measure_speed(arguments):
 
 
 def draw_picture(arguments):
-    """Draw images, every second one as a small object, in the resolution of each placement, with predicted labels."""
+    """Draw test images, and the resolution and label that the student has for each image with each placement. Every
+    second image is on a plain canvas."""
     records = load_images([arguments.test], "train")
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
     models = {}
@@ -406,7 +411,7 @@ def draw_picture(arguments):
 
 
 def seen_by(image: torch.Tensor, rois: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
-    """Return an image, `(channels, height, width)` uint8, with each RoI at the resolution of a patch."""
+    """Return an image in which each RoI has the resolution of a patch, `(channels, height, width)` uint8."""
     _, height, width = image.shape
     seen = image.clone()
     for left, top, right, bottom in (rois * torch.tensor([width, height, width, height])).round().int().tolist():

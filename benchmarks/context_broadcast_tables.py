@@ -1,23 +1,23 @@
-"""Measure Context Broadcasting on CIFAR-10, one table a command.
+"""Measure Context Broadcasting (CB) on CIFAR-10. Each command writes one table.
 
     python benchmarks/context_broadcast_tables.py kinds          # CB, CB_S, gate and hybrid at the end of the MLP
-    python benchmarks/context_broadcast_tables.py positions      # elsewhere in the MLP and after attention
-    python benchmarks/context_broadcast_tables.py impulse        # on top of impulse initialization
-    python benchmarks/context_broadcast_tables.py hierarchical   # Swin, PVT and PVTv2
-    python benchmarks/context_broadcast_tables.py local_vit      # LocalViT: convolutions in the place of MLPs
-    python benchmarks/context_broadcast_tables.py distillation   # from the shipped ViT's classes (tables S1 and S2)
-    python benchmarks/context_broadcast_tables.py inserted       # into the shipped ViT, without training
-    python benchmarks/context_broadcast_tables.py insertion      # into the shipped ViT, trained further
-    python benchmarks/context_broadcast_tables.py sparseformer   # in the shipped SparseFormer, trained further
+    python benchmarks/context_broadcast_tables.py positions      # CB at other places in the MLP and after attention
+    python benchmarks/context_broadcast_tables.py impulse        # CB with impulse initialization
+    python benchmarks/context_broadcast_tables.py hierarchical   # CB in Swin, PVT and PVTv2
+    python benchmarks/context_broadcast_tables.py local_vit      # CB in LocalViT, with convolutions instead of MLPs
+    python benchmarks/context_broadcast_tables.py distillation   # CB with distillation (tables S1 and S2)
+    python benchmarks/context_broadcast_tables.py inserted       # CB inserted into the shipped ViT, without training
+    python benchmarks/context_broadcast_tables.py insertion      # CB inserted into the shipped ViT, with training
+    python benchmarks/context_broadcast_tables.py sparseformer   # CB inserted into the shipped SparseFormer
     python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's training, 40 epochs
-    python benchmarks/context_broadcast_tables.py speed          # cost of each kind in a ViT-S at 224 pixels
+    python benchmarks/context_broadcast_tables.py speed          # cost of each kind in a ViT-S, 224 x 224 pixels
 
-Rows have the architecture and budget of the initialization tables: 64 tokens and [CLS], width 96, 4 blocks, 4 heads,
-6,000 images, 6 epochs. "longer" has DeiT's training; "inserted" and "speed" train nothing. Accuracy is measured after
-the last epoch, also with a quarter of every image hidden and under an attack. Entropy of attention is averaged over
-layers, heads and images. Finished runs under --runs-dir are reused, so an interrupted command resumes, and seeds can
-run side by side. Writes context_broadcast_TABLE.json. `frugalvit train --config context-broadcast-small` and similar
-recipes have the paper's sizes and budgets.
+By default, a ViT has 64 patches, [CLS], width 96, 4 blocks and 4 heads, and is trained on 6,000 images for 6 epochs.
+The tables of impulse_tables.py have the same sizes. "inserted" and "speed" train nothing. After the last epoch,
+accuracy is measured on test images, on test images with a quarter of each image hidden, and under an FGSM attack.
+Entropy of attention is averaged over layers, heads and images. Finished runs under --runs-dir are reused, so an
+interrupted command can be repeated, and seeds can run in parallel. The output is context_broadcast_TABLE.json.
+`frugalvit train --config context-broadcast-small` and similar recipes have the paper's sizes and budgets.
 """
 
 import copy
@@ -60,7 +60,7 @@ PVT_V2 = (
 
 
 def vit(kind: str | None, *positions: str, **options) -> dict:
-    """Return arguments of `frugalvit train` for a ViT of the Context Broadcasting family."""
+    """Return arguments of `frugalvit train` for a ViT with Context Broadcasting, or without if `kind` is None."""
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
@@ -68,20 +68,20 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
-    """Return arguments of `frugalvit train` for a model of Transformers, with Context Broadcasting or without."""
+    """Return arguments of `frugalvit train` for a Transformers model. If `kind` is None, nothing is inserted."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
 
 def shipped(name: str, kind: str | None, **options) -> dict:
-    """Return arguments of `frugalvit train` that train a shipped model further."""
+    """Return arguments of `frugalvit train` that continue the training of a shipped model."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model": f"checkpoints/{name}", "learning_rate": 1e-4, **inserted, **options}
 
 
 def distilled(kind: str | None) -> dict:
-    """Return arguments of `frugalvit train` for a ViT with a distillation token that learns from
-    the classes that the shipped ViT predicts."""
+    """Return arguments of `frugalvit train` for a ViT with a distillation token. The targets of the token are the
+    classes that the shipped ViT predicts."""
     row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
     return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
 
@@ -91,11 +91,12 @@ def scaled(start: float) -> dict:
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
-# The recipe `context-broadcast-small` with two changes: the learning rate is 1e-3, eight times that of DeiT's rule for
-# batches of 128, and images are padded and cropped, as in DeiT's code at 32 pixels, which pads in black.
+# The recipe `context-broadcast-small` with two changes. The learning rate is 1e-3, eight times the value that DeiT's
+# rule gives for batches of 128. Images are padded and cropped, as in DeiT's code for images of 32 x 32 pixels. (DeiT's
+# code pads with black.)
 DEIT = {
     "randaugment_layers": 2,
-    # 27 of torchvision's 30 equals 9 of timm's 10.
+    # Magnitude 27 of 30 in torchvision corresponds to magnitude 9 of 10 in timm.
     "randaugment_magnitude": 27,
     "erasing": 0.25,
     "mixup": 0.8,
@@ -106,7 +107,7 @@ DEIT = {
     "max_grad_norm": 0,
     "per_device_train_batch_size": 128,
 }
-# Arguments of all rows, unless a row sets its own.
+# Default arguments of `frugalvit train`. The arguments of a row replace these values.
 REDUCED = {
     "learning_rate": 1e-3,
     "per_device_train_batch_size": 64,
@@ -116,12 +117,12 @@ REDUCED = {
     "mixup": 0,
 }
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
-# Arguments of each row by its name. Tables share the runs of rows with the same name.
+# Arguments of each row, by table and row name. Rows with the same name share their runs.
 TABLES = {
     "kinds": {
         "none": vit(None),
         "cb at mlp_end": vit("cb"),
-        # The paper does not state the initial scale.
+        # The paper does not state the initial scale of CB_S, so four values are compared.
         "cb_s at mlp_end": vit("cb_s"),
         "cb_s at mlp_end, scale from 0.1": scaled(0.1),
         "cb_s at mlp_end, scale from 0.5": scaled(0.5),
@@ -250,8 +251,8 @@ def measure_speed() -> list[dict]:
 def measure(
     model: PreTrainedModel, image_processor, test_images: datasets.Dataset, attends_to_all: bool = True
 ) -> dict[str, float]:
-    """Measure a model's accuracies and, with `attends_to_all`, the mean entropy of its attention. Entropies of
-    windowed or reduced attention are not comparable."""
+    """Measure a model's accuracies and, if `attends_to_all`, the mean entropy of attention. `attends_to_all` is False
+    for models with windowed or reduced attention, because their entropies are not comparable."""
     conditions = {"accuracy": {}, "occluded": {"occluded_share": 0.25}, "attacked": {"fgsm_eps": 1 / 255}}
     numbers = {
         column: classification_accuracy(model, image_processor, test_images, batch_size=250, **condition)["accuracy"]

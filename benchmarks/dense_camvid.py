@@ -1,22 +1,22 @@
-"""Measure feature maps of road scenes: a frozen SparseFormer backbone beside its teacher at several resolutions.
+"""Compare feature maps of frozen SparseFormer backbones with feature maps of their teacher, on road scenes.
 
     python benchmarks/dense_camvid.py --teacher VIT --train CAMVID_TRAIN --test CAMVID_TEST --bootstrap content grid \\
         --tome CHECKOUT
 
-A linear layer learns the shares of classes in each cell of a frozen map, from all training images. Its scores for a
-test image are interpolated to the mask's size.
+A linear layer predicts the shares of classes in each grid cell of a feature map. All training images are used. The
+scores of the linear layer for a test image are interpolated to the mask's size.
 
-- The teacher sees images of 336 x 448 pixels, and smaller ones. It also sees 336 x 448 pixels with fewer tokens: some
-  patches, chosen at random, or patches merged by ToMe (github.com/facebookresearch/ToMe, not tuned). A cell whose
-  patch was left out takes the nearest kept patch; merged patches' cells take the merged token.
-- Students see 336 x 448 pixels with fewer tokens. All are measured before training; students named by --bootstrap are
-  also measured after learning the teacher's embeddings and maps on training images without masks. "alone" trains an
-  upsampler and freezes everything else.
-- Cosines compare maps with the teacher's on the test images. Milliseconds are for one image on the CPU in float32, all
-  backbones in turns.
+- The teacher runs on images of 336 x 448 pixels and on smaller images. At 336 x 448 pixels, it also runs on random
+  patches, and with ToMe (github.com/facebookresearch/ToMe, not tuned). A grid cell without a patch gets the features
+  of the nearest kept patch. Grid cells of merged patches get the features of the merged token.
+- Students run on images of 336 x 448 pixels with fewer tokens. They are measured before training. Students named by
+  --bootstrap are also trained to the teacher's embeddings and feature maps, without masks, and measured again. In the
+  student with "alone" in its name, only the upsampler is trained.
+- Cosines compare feature maps with those of the teacher on test images. Milliseconds are the time for one image on the
+  CPU in float32. Backbones are timed in turns.
 
-The grid with an upsampler is trained with every seed of --seeds, other students with the first. Finished runs under
---runs-dir are reused. Writes dense_camvid.json and dense_camvid.webp. CamVid (Brostow et al.) is for research.
+`grid-upsampler` is trained with each seed of --seeds, and other students with the first seed. Finished runs under
+--runs-dir are reused. The output is dense_camvid.json and .webp. CamVid (Brostow et al.) is for research.
 """
 
 import dataclasses
@@ -55,12 +55,12 @@ from token_merging import PooledViT, RandomPatches, tome
 
 
 SIZE = (336, 448)
-# The teacher's images: 768, 432, 336, 285 and 192 patches of 14 pixels.
+# Sizes of the teacher's images in pixels. The images have 768, 432, 336, 285 and 192 patches of 14 x 14 pixels.
 SIZES = [SIZE, (252, 336), (224, 294), (210, 266), (168, 224)]
 TOKENS = [432, 285, 192]
-# Tokens that ToMe merges in each block.
+# Numbers of tokens that ToMe merges in each block.
 MERGED = [40, 56, 80]
-# Classes of thin things, which low resolution loses first.
+# Classes of thin objects. Their scores are the first to fall at low resolution.
 THIN = ("pole", "sign", "pedestrian", "cyclist")
 STUDENTS = {"content": {"placement": "content"}, "grid": {}}
 UPSAMPLER = {"upsampler_hidden_size": 128}
@@ -68,21 +68,21 @@ STUDENTS |= {f"{name}-upsampler": fields | UPSAMPLER for name, fields in STUDENT
 # In this student, only the upsampler is trained.
 ALONE = "grid-upsampler-alone"
 STUDENTS[ALONE] = UPSAMPLER
-# This student is bootstrapped with every seed, other students with the first.
+# This student is bootstrapped with each seed. Other students are bootstrapped with the first seed.
 HEADLINE = "grid-upsampler"
 
 
 @dataclass
 class Backbone:
-    """A model that computes feature maps, one row of the table.
+    """A model that computes feature maps. Each backbone has one row in the table.
 
     Args:
-        name (`str`): Name of its row.
-        tokens (`int`): Patches or latent tokens.
-        size (pair of `int`): Height and width of its images.
-        model (`nn.Module`): Model whose operations are counted.
-        maps (`Callable`): Function of normalized images that returns maps, `(batch, channels, rows, columns)`.
-        others (`list[Callable]`): The same functions for models of other seeds.
+        name (`str`): Name of the row.
+        tokens (`int`): Number of patches or latent tokens.
+        size (pair of `int`): Height and width of the images in pixels.
+        model (`nn.Module`): Model whose multiply-accumulates are counted.
+        maps (`Callable`): Maps normalized images to feature maps `(batch, channels, rows, columns)`.
+        others (`list[Callable]`): Functions like `maps`, for models that were trained with other seeds.
     """
 
     name: str
@@ -115,7 +115,7 @@ def main():
     settings |= {"bootstrap_epochs": arguments.bootstrap_epochs} if arguments.bootstrap else {}
     data = f"CamVid, {len(train)} training and {len(test)} test images, 11 classes, scored at 360 x 480 pixels"
     masks = [read_masks(images).to(choose_device()) for images in (train, test)]
-    # Backbones are timed on the CPU, and evaluated on a GPU if there is one.
+    # Speed is measured on the CPU. Feature maps are computed on a GPU if there is one.
     found = dict(enumerate(backbones(arguments, model, image_format, torch.device("cpu"))))
     speeds = images_per_second(
         {index: backbone.maps for index, backbone in found.items()},
@@ -170,14 +170,14 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         yield Backbone("teacher with random patches", count, SIZE, model, maps)
     for merged in MERGED if arguments.tome else []:
         vit = tome(whole, arguments.tome, merged, trace_source=True).vit
-        # Without a head, the model returns its tokens.
+        # With this identity in the place of its head, the model returns tokens.
         vit.forward_head = lambda tokens: tokens
         maps = functools.partial(map_of_merged, vit, whole.grid)
         tokens = whole.num_patches
         for _ in whole.blocks:
             tokens -= min(merged, tokens // 2)
         yield Backbone(f"ToMe, {merged} a block, unmerged", tokens, SIZE, vit, maps)
-    # Before training, upsamplers add zero, so a kind is measured once, without its upsampler.
+    # Before training, an upsampler adds zero. Untrained students are therefore measured only without an upsampler.
     for kind in dict.fromkeys(kind.partition("-")[0] for kind in arguments.bootstrap or ["content"]):
         student = new_student(whole, kind, image_format).to(device).eval()
         yield from students(f"{kind}, before training", [student], TOKENS)
@@ -227,7 +227,7 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
 
 
 def students(name: str, found: Sequence[SparseFormerBackbone], counts: Sequence[int]) -> Iterator[Backbone]:
-    """Yield a row's backbone for each number of tokens; `found` has one model for each seed."""
+    """Yield a backbone for each number of tokens. `found` has the student that was trained with each seed."""
     for count in counts:
         maps, *others = (functools.partial(map_of_student, each, count) for each in found)
         yield Backbone(name, count, SIZE, found[0], maps, others)
@@ -251,7 +251,7 @@ def map_of_student(student: SparseFormerBackbone, num_tokens: int, pixel_values:
 
 
 def map_of_random_patches(some: RandomPatches, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return a map whose cells have the state of the nearest kept patch."""
+    """Return a feature map in which each grid cell has the features of the nearest kept patch."""
     tokens, kept = some.states(pixel_values)
     anatomy = some.anatomy
     tokens = normalize(anatomy, tokens)[:, anatomy.num_prefix_tokens :]
@@ -262,9 +262,9 @@ def map_of_random_patches(some: RandomPatches, pixel_values: torch.Tensor) -> to
 
 
 def map_of_merged(vit: PooledViT, grid: tuple[int, int], pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return a map whose cells have the state of the token that their patch was merged into."""
+    """Return a feature map in which each grid cell has the features of the token that contains the cell's patch."""
     tokens = vit(pixel_values)
-    # `source`, `(batch, tokens, [CLS] + patches)`, is 1 where a token contains a patch; [CLS] is never merged.
+    # `source`, `(batch, tokens, [CLS] + patches)`, is 1 where a token contains a patch. The [CLS] column is dropped.
     source = vit._tome_info["source"][..., 1:].to(tokens.dtype)
     return spread_over_cells(tokens, source.unflatten(-1, grid))
 
@@ -279,7 +279,7 @@ def mean_cosine(maps: torch.Tensor, target: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def embed(arguments, image_format: ImageFormat, backbone: Backbone, images) -> torch.Tensor:
-    """Compute a backbone's maps of all images, `(images, channels, rows, columns)` bfloat16."""
+    """Return a backbone's feature maps of all images, `(images, channels, rows, columns)` bfloat16."""
     device, found = choose_device(), []
     for start in tqdm(range(0, len(images), 8), desc=f"{backbone.name}, {backbone.tokens}", leave=False):
         chosen = range(start, min(start + 8, len(images)))
@@ -289,7 +289,7 @@ def embed(arguments, image_format: ImageFormat, backbone: Backbone, images) -> t
     return torch.cat(found)
 
 
-# Images are kept, because all rows read the same images.
+# The cache keeps all images, because all rows use the same images.
 @functools.lru_cache(None)
 def read_image(images, index: int, size: tuple[int, int]) -> torch.Tensor:
     """Read and resize an image, `(3, height, width)` uint8."""
@@ -298,17 +298,17 @@ def read_image(images, index: int, size: tuple[int, int]) -> torch.Tensor:
 
 
 def read_pixels(image_format: ImageFormat, images, chosen, size: tuple[int, int]) -> torch.Tensor:
-    """Read, resize and normalize chosen images, `(batch, 3, height, width)`."""
+    """Return the images with the indices `chosen`, resized and normalized, `(batch, 3, height, width)`."""
     return image_format.normalize(torch.stack([read_image(images, index, size) for index in chosen]))
 
 
 def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, test_masks: torch.Tensor):
-    """Fit a linear layer on frozen maps to the shares of classes in cells by L-BFGS; return the pixels of intersection
-    and of union for each test image and class, `(images, 2, classes)`."""
+    """Fit a linear layer from training feature maps to the shares of classes in grid cells. Return the numbers of
+    pixels in the intersection and in the union for each test image and class, `(images, 2, classes)`."""
     grid, device = train.shape[-2:], train.device
     shares = torch.cat([shares_of_classes(part, grid) for part in train_masks.split(20)]).flatten(0, 2)
     cells = train.permute(0, 2, 3, 1).flatten(0, 2).float()
-    # Void pixels belong to no class; a cell with void pixels has shares whose sum is below 1, and weighs less.
+    # Void pixels belong to no class. Grid cells with void pixels have less weight, as their shares sum to less than 1.
     probe = LinearProbe(cells, shares, len(CLASSES), penalty=0.0, max_iter=100)
     counts, numbers = [], torch.arange(len(CLASSES), device=device).view(-1, 1, 1, 1)
     with torch.inference_mode():
@@ -321,14 +321,14 @@ def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, te
 
 
 def mean_iou(counts: torch.Tensor, classes: Sequence[str] = CLASSES) -> torch.Tensor:
-    """Compute the mean intersection over union of classes from pixels `(…, 2, classes)`."""
+    """Compute the mean intersection over union of `classes` from numbers of pixels `(…, 2, classes)`."""
     right, union = counts[..., [CLASSES.index(name) for name in classes]].unbind(-2)
     return (right / union).nanmean(-1)
 
 
 def behind(scores: list[torch.Tensor], teacher: torch.Tensor) -> dict[str, float]:
-    """Return how far the students' mean IoU is below the teacher's, averaged over seeds, and its standard error from
-    resampled test images."""
+    """Return the teacher's mean IoU minus the students' mean IoU, averaged over seeds. The standard error of this
+    difference is computed by resampling test images."""
     chosen = torch.randint(len(teacher), (2_000, len(teacher)), generator=torch.Generator().manual_seed(0))
     weights = F.one_hot(chosen, len(teacher)).sum(1).double()
 
@@ -341,7 +341,7 @@ def behind(scores: list[torch.Tensor], teacher: torch.Tensor) -> dict[str, float
 
 
 def shares_of_classes(masks: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """Return the share of each cell that each class covers, `(images, rows, columns, classes)`."""
+    """Return the share of each class in the pixels of each grid cell, `(images, rows, columns, classes)`."""
     layers = torch.stack([(masks == number).float() for number in range(len(CLASSES))], dim=1)
     return F.adaptive_avg_pool2d(layers, grid).permute(0, 2, 3, 1)
 

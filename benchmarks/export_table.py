@@ -1,11 +1,11 @@
-"""Measure SparseFormers and the ViT that they replace in every runtime and precision.
+"""Measure SparseFormers and ViTs in each runtime and precision.
 
     python benchmarks/export_table.py --caltech TRAIN TEST
 
-`frugalvit export` writes each model for each runtime. All programs of a group take turns. Models of the papers have
-random weights, so only their speed and size are reported. Programs of shipped models are compared with the original on
-300 test images that calibration has not seen. Exported folders under --runs-dir are reused. Writes export.json. TRAIN
-and TEST are parquet files of Caltech-101.
+TRAIN and TEST are parquet files of Caltech-101. `frugalvit export` writes each model for each runtime and precision.
+All programs of a group are timed in turns. Models of the papers have random weights, so only their speed and size are
+reported. Programs of shipped models are compared with the original model on 300 test images, which are not used for
+calibration. Exported folders under --runs-dir are reused. The output is export.json.
 """
 
 from pathlib import Path
@@ -29,14 +29,14 @@ RUNTIMES = [
     ("onnx", "float32"),
     ("onnx", "int8"),
 ]
-# Groups of models whose programs fit into 24 GB together, and the size of their images.
+# Groups of models, with their image sizes. All programs of a group are loaded together and fit into 24 GB.
 GROUPS = {
     "base": (["vit-base", "augreg-base-49-224"], 224),
     "large": (["augreg-large-49-224"], 224),
     "caltech101": (["caltech101-sparseformer"], 224),
     "cifar10": (["cifar10-vit", "cifar10-sparseformer"], 32),
 }
-# Columns of the report that do not depend on the machine.
+# Columns with values that do not depend on the machine.
 COLUMNS = ("compared", "min_cosine", "mean_cosine", "agreement", "original_accuracy", "accuracy")
 
 
@@ -63,7 +63,7 @@ def main():
         dtypes = [torch.float32, torch.bfloat16]
         for row in measure_speeds(models, size, arguments.batch_size, dtypes, arguments.rounds, programs):
             program, measured = programs.get(row["row"]), {}
-            # With random weights, agreement and accuracy mean nothing.
+            # Agreement and accuracy are meaningful only for shipped models. Other models have random weights.
             if program and row["row"].partition(",")[0] in shipped_checkpoints():
                 measured = program.report["parts"]["model"]
                 measured |= accuracies(row["row"].partition(",")[0], program, arguments)
@@ -74,7 +74,7 @@ def main():
 
 
 def accuracies(name: str, program: ExportedModule, arguments) -> dict[str, float]:
-    """Measure the accuracy of a shipped model and of its program on the images on which `exported` compares them."""
+    """Measure the accuracy of a shipped model and of its exported program on 300 test images."""
     dataset = SUBSET if name.startswith("cifar10") else arguments.caltech[1]
     images = sample(load_images(dataset, "test" if dataset == SUBSET else "train"), 300, seed=0)
     model, image_processor = load_classifier(checkpoint_path(name), "cpu")
@@ -99,7 +99,7 @@ def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:
     elif name.startswith("caltech101"):
         train, test = arguments.caltech
         data = ["--calibration-data", train, "--dataset", test, "--limit", "300"]
-    # --force also writes programs whose agreement is below the limits, so the table has them.
+    # With --force, a program is also written if its agreement is below the limits. The table has all programs.
     program = ["--format", runtime, "--precision", precision, "--output", str(folder)]
     export.main(["--model", str(source), *program, "--force", *data])
     return folder

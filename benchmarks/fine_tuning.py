@@ -1,12 +1,13 @@
-"""Fine-tune a student with 64, 36 and 16 tokens and its teacher, by Transformers' `Trainer` with its defaults.
+"""Fine-tune a student with 64, 36 or 16 tokens, and its teacher, by Transformers' `Trainer` with default arguments.
 
     python benchmarks/fine_tuning.py --clothing clothing-train.parquet clothing-test.parquet \\
         --caltech caltech101-train.parquet caltech101-test.parquet --results-dir results
 
-One student is bootstrapped from photographs of Caltech-101 without its last `NEW_CLASSES` classes. Both models then
-get a new classifier, for the ten classes of clothing and for the classes that bootstrapping never saw. `METHODS` train
-all weights, all weights with a larger rate for the classifier, LoRA matrices of rank 8 (`peft`) on queries and values,
-or the classifier alone. Each row is written when it is measured; rows in the file are not measured again.
+The student is bootstrapped on Caltech-101 without the last `NEW_CLASSES` classes. Student and teacher are then
+fine-tuned with a new classifier, on ten classes of clothing or on the last `NEW_CLASSES` classes of Caltech-101.
+`METHODS` train all weights, all weights with a larger learning rate for the classifier, LoRA matrices of rank 8
+(`peft`) for queries and values, or the classifier alone. The file of results is written after each row. Rows in the
+file are not measured again.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None):
 
 
 def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str, tokens: int | None) -> dict:
-    """Fine-tune the teacher, or the student with a number of tokens, and return its accuracy."""
+    """Fine-tune the student with `tokens` tokens, or the teacher if `tokens` is None. Return the test accuracy."""
     train, test = (read(arguments, data, part) for part in range(2))
     classes = sorted(train.unique("label"))
     train, test = sample(train, count, seed=0), sample(test, arguments.test_images, seed=0)
@@ -101,7 +102,7 @@ def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str,
 
 
 def choose_weights(model: PreTrainedModel, method: str) -> torch.nn.Module:
-    """Freeze the weights that a method does not train, and add LoRA matrices."""
+    """Add LoRA matrices, or freeze all weights except the classifier, if the method requires it."""
     if method == "LoRA":
         return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
     if method == "head":
@@ -111,7 +112,7 @@ def choose_weights(model: PreTrainedModel, method: str) -> torch.nn.Module:
 
 
 def student_folder(arguments: argparse.Namespace) -> str:
-    """Bootstrap the student, or reuse its run; return its folder."""
+    """Bootstrap the student, or reuse the finished run. Return the folder of the student."""
     folder = f"{arguments.runs_dir}/student"
     images = load_images(arguments.caltech[0])
     seen = of_classes(images, range(len(class_names(images)))[:-NEW_CLASSES])
@@ -121,7 +122,7 @@ def student_folder(arguments: argparse.Namespace) -> str:
 
 
 def read(arguments: argparse.Namespace, data: str, part: int) -> datasets.Dataset:
-    """Load photographs to train on (part 0) or test on (1), from Caltech-101 only the last `NEW_CLASSES` classes."""
+    """Load training images (part 0) or test images (part 1). Of Caltech-101, load the last `NEW_CLASSES` classes."""
     if data == "clothing":
         return load_images(arguments.clothing[part])
     images = load_images(arguments.caltech[part])
@@ -129,7 +130,7 @@ def read(arguments: argparse.Namespace, data: str, part: int) -> datasets.Datase
 
 
 def prepare(processor, classes: list[int], batch: dict) -> dict:
-    """Prepare a batch for a model; labels become indices into `classes`."""
+    """Convert a batch of images and labels to model inputs. Labels become indices into `classes`."""
     labels = [classes.index(label) for label in batch["label"]]
     images = [datasets.Image().decode_example(record).convert("RGB") for record in batch["image"]]
     return {"pixel_values": processor(images, return_tensors="pt")["pixel_values"], "labels": labels}

@@ -1,10 +1,10 @@
-"""Measure time and memory of generalized convolution, as a convolution and in matrix form (eq. 5).
+"""Measure time and memory of generalized convolution (Zhang et al.) as a convolution and in matrix form (eq. 5).
 
     python benchmarks/generalized_convolution_speed.py
 
-Layers have 9 positions and 64 channels. The constant matrices of the matrix form are made beforehand. Their memory
-counts, since a model would keep them; the time to make them does not. Memory is the peak that a forward pass adds to a
-new process (Linux). Writes generalized_convolution_speed.json.
+Layers have 9 positions and 64 channels. In matrix form, the time to compute the constant matrices does not count, but
+their memory does, because a model would store them. Memory is the peak memory of a forward pass in a new process
+(Linux). The output is generalized_convolution_speed.json.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ POSITIONS = 9
 
 
 def shift_matrices(height: int, width: int, num_positions: int) -> torch.Tensor:
-    """Return the constant matrices Φ of eqs. 4 and 6, `(positions, height * width, height * width)`. Row q of Φ_i is 1
-    at the i-th position of the window around q; it is 0 if that position lies outside the map."""
+    """Return the constant matrices Φ of eqs. 4 and 6, `(positions, height * width, height * width)`. Row q of Φ_i is
+    1 at the i-th position of the window around q, and 0 elsewhere. If this position is outside the map, the row is 0."""
     side = window_size(num_positions)
     matrices = torch.zeros(num_positions, height, width, height, width)
     for index in range(num_positions):
@@ -42,8 +42,8 @@ def generalized_convolution_in_matrix_form(
     bias: torch.Tensor | None = None,
     matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `generalized_conv2d` by eq. 5, Y = Σ Φ_i X W_i, whose time and memory grow with the square of the number
-    of positions. `matrices` are the `shift_matrices`; by default they are computed."""
+    """Compute `generalized_conv2d` in matrix form, Y = Σ Φ_i X W_i (eq. 5). Time and memory grow with the square of
+    the map's size. `matrices` is the result of `shift_matrices`, which is called by default."""
     height, width = feature_map.shape[-2:]
     if matrices is None:
         matrices = shift_matrices(height, width, weight.shape[-1]).to(feature_map)
@@ -54,7 +54,7 @@ def generalized_convolution_in_matrix_form(
 
 
 class MatrixForm(nn.Module):
-    """A generalized convolution in matrix form, with the constant matrices of one size of maps."""
+    """A generalized convolution in matrix form, for square maps of one size."""
 
     def __init__(self, layer: GeneralizedConv2d, side: int):
         super().__init__()
@@ -97,9 +97,9 @@ def main():
 
 
 def make_pass(name: str, side: int, batch_size: int) -> Callable[[], torch.Tensor]:
-    """Return a function that builds the layer, with its constants in matrix form, and runs it."""
+    """Return a function that builds a layer and runs it. In matrix form, a layer includes the constant matrices."""
     feature_map = torch.randn(batch_size, CHANNELS, side, side)
-    # First calls make libraries allocate memory of their own, which would count as the layer's.
+    # In the first call of an operation, libraries allocate memory for themselves. This memory must not be counted.
     with torch.inference_mode():
         nn.Conv2d(CHANNELS, CHANNELS, 3)(torch.randn(1, CHANNELS, 8, 8))
         torch.randn(64, 64) @ torch.randn(64, 64)

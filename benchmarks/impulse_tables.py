@@ -1,20 +1,20 @@
-"""Measure initializations of attention on CIFAR-10, one table a command.
+"""Measure initializations of attention on CIFAR-10. Each command writes one table.
 
-    python benchmarks/impulse_tables.py initializations   # table 2: one initialization a row
-    python benchmarks/impulse_tables.py solvers           # solver, sharpness and values, one by one
-    python benchmarks/impulse_tables.py longer            # selected rows of both after 40 epochs
-    python benchmarks/impulse_tables.py settings          # table 1: positions and pooling
+    python benchmarks/impulse_tables.py initializations   # table 2: initializations
+    python benchmarks/impulse_tables.py solvers           # impulse initialization with each solver and sharpness
+    python benchmarks/impulse_tables.py longer            # rows of "initializations" after 40 epochs
+    python benchmarks/impulse_tables.py settings          # table 1: position embeddings and pooling
     python benchmarks/impulse_tables.py sizes             # table 3: widths of ViT-T and ViT-S with few and many heads
-    python benchmarks/impulse_tables.py directions        # why the order of rows differs from the paper's
-    python benchmarks/impulse_tables.py convmixer         # table 4: trained and frozen filters
+    python benchmarks/impulse_tables.py directions        # reasons why results differ from the paper
+    python benchmarks/impulse_tables.py convmixer         # table 4: ConvMixers with trained and frozen filters
     python benchmarks/impulse_tables.py heads             # tables 5 and 7: widths and numbers of heads, 8 blocks
-    python benchmarks/impulse_tables.py pseudo_inputs     # table 6, all nine pairs
+    python benchmarks/impulse_tables.py pseudo_inputs     # table 6: all nine pairs of pseudo inputs
     python benchmarks/impulse_tables.py speed             # time of the closed form and of Algorithm 1, no training
 
-All rows of a table have the same architecture and budget, except in "settings", "sizes" and "heads", where rows differ
-in architecture: 64 tokens, width 96, 4 blocks, 4 heads; 6,000 images, batches of 64, one epoch of warm-up. Recipes of
-`frugalvit train --config` have the paper's sizes and budgets. Finished runs under --runs-dir are reused, so an
-interrupted command resumes, and seeds can run side by side. Writes impulse_TABLE.json.
+Unless the name of a table or row gives another size, ViTs have 64 patches, width 96, 4 blocks and 4 heads. The budget
+is 6,000 images in batches of 64, with one epoch of warm-up. Recipes of `frugalvit train --config` have the paper's
+sizes and budgets. Finished runs under --runs-dir are reused, so an interrupted command can be repeated, and seeds can
+run in parallel. The output is impulse_TABLE.json.
 """
 
 import json
@@ -40,15 +40,15 @@ def impulse(**options) -> dict:
     return {"initialization": "impulse", "initialization_options": text}
 
 
-# Arguments of each row by its name.
+# Arguments of `frugalvit train` for each row, by row name.
 BASELINES = {
     "kaiming uniform": {"initialization": "kaiming_uniform"},
     "truncated normal": {"initialization": "trunc_normal"},
     "mimetic": {"initialization": "mimetic"},
 }
-# Kaiming uniform has this standard deviation at width 96.
+# At width 96, Kaiming uniform initialization has the standard deviation 0.059.
 LARGER = "truncated normal, weights of std 0.059"
-# Controls: queries and keys have one initialization, values another.
+# In these controls, the initialization of values differs from the initialization of queries and keys.
 CONTROLS = {
     "truncated normal, mimetic values": {
         "initialization": "trunc_normal",
@@ -73,16 +73,17 @@ IMPULSES = {
     for method, options in METHODS.items()
     for values in VALUE_INITS
 }
-# The paper's method, as printed, and bounded as in its authors' code. Values have their default initialization.
+# Algorithm 1 as printed in the paper, and Algorithm 1 with bounded weights, as in the authors' code. Values keep the
+# default initialization.
 IMPULSES_OF_PAPER = {
     name: row for name, row in IMPULSES.items() if "Algorithm 1 " in name and name.endswith("default values")
 }
-# Rows for the paper's tables 2, 3, 5 and 7.
+# Initializations that are compared for tables 2, 3, 5 and 7 of the paper.
 ROWS = BASELINES | IMPULSES_OF_PAPER | {name: row for name, row in IMPULSES.items() if "3x3" in name and "0.2" in name}
 VIT_TABLES = {
     "initializations": ROWS | CONTROLS,
     "solvers": {name: row for name, row in IMPULSES.items() if "3x3" in name}
-    # The code of the NeurIPS 2025 paper solves for queries and keys with random position embeddings.
+    # In the code of the NeurIPS 2025 paper, queries and keys are computed from random position embeddings.
     | {
         f"random positions, {name}": RANDOM | row
         for name, row in (BASELINES | IMPULSES).items()
@@ -118,8 +119,8 @@ VIT_TABLES = {
         for heads in (3, 8)
         for side in (3, 5)
     },
-    # Algorithm 1 gains nothing here, and Kaiming uniform leads. Each row tests one possible
-    # reason: small weights (0.02 suits a width of 768; Kaiming uniform has 0.059 at width 96), or too many steps.
+    # Here, unlike in the paper, Algorithm 1 does not help and Kaiming uniform is best. One possible reason is a small
+    # standard deviation of weights (0.02, but 0.059 in Kaiming uniform). The other possible reason is too many steps.
     "directions": {
         name: row
         for base in ("truncated normal", "impulse 3x3, Algorithm 1 bounded, default values")
@@ -170,16 +171,16 @@ CONVMIXER = {
     for filters in ("trained", "random", "impulse", "signed_impulse", "box")
 }
 
-# Variant for each row of the table "speed". All have 12 layers; patches are 2 pixels wide for images of 32 pixels and
-# 16 for images of 224.
+# Model variants of the table "speed", by row name. All variants have 12 layers. Images of 32 x 32 pixels have patches
+# of 2 x 2 pixels, and images of 224 x 224 pixels have patches of 16 x 16 pixels.
 SPEEDS = {
     f"{variant}, {grid} x {grid}": f"{variant}-{pixels}"
     for variant in ("vit-tiny-h3", "vit-tiny-h8", "vit-small-h6", "vit-small-h16")
     for grid, pixels in ((16, 32), (14, 224))
 }
-# Steps of Algorithm 1, as in the paper.
+# Number of steps of Algorithm 1, as in the paper.
 STEPS = 10_000
-# Repetitions of the closed form, whose median counts.
+# The closed form is timed this many times, and the table has the median.
 REPEATS = 5
 
 
@@ -202,7 +203,7 @@ def main():
 
 
 def run(arguments, name: str, row: dict, seed: int) -> dict:
-    """Train a row with a seed, or reuse the run; return its results. Tables share runs of equal names and budgets."""
+    """Train a row's model with one seed, or reuse the finished run. Return the results of the run."""
     options = {"per_device_train_batch_size": 64, "weight_decay": 0.01, "warmup_epochs": 1, "mixup": 0}
     options |= {"randaugment_layers": 0}
     if arguments.table == "convmixer":
@@ -215,8 +216,8 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
 
 
 def measure_speed(name: str) -> dict:
-    """Measure the time of the closed form, with its default mass and with the maps of Algorithm 1, and of Algorithm 1,
-    twelve times the time for one layer."""
+    """Measure the time of the closed form, with the default `mass` and with maps as sharp as those of Algorithm 1. The
+    time of Algorithm 1 is measured for one layer and multiplied by 12."""
     config = ViTImpulseInitConfig.from_variant(SPEEDS[name], initialization="trunc_normal")
     measured = {"same_maps": timed(config, REPEATS, mass=None), "default": timed(config, REPEATS)}
     config.num_hidden_layers = 1
@@ -230,7 +231,7 @@ def measure_speed(name: str) -> dict:
 
 
 def timed(config: ViTImpulseInitConfig, repeats: int, **options):
-    """Initialize the whole model several times; return the median seconds and the last report."""
+    """Initialize a model several times. Return the median time in seconds and the last report."""
     seconds = []
     for repeat in range(repeats):
         model = ViTImpulseInitModel(config)

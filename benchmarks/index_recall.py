@@ -1,27 +1,28 @@
-"""Measure how well a student finds images in its teacher's index, and its teacher in the student's index.
+"""Measure image search in which a student replaces its teacher for the queries, for the index, or for both.
 
     python benchmarks/index_recall.py --data Caltech-101 caltech101-train.parquet caltech101-test.parquet
 
-`--data` gives a title, the photographs of the index and the photographs of the queries, and can be repeated. Without
-photographs for queries, each photograph of the index is a query, and is left out of its own results.
+`--data` gives a title, the photographs of the index and the photographs of the queries, and can be repeated. If there
+are no photographs of queries, each photograph of the index is a query, and is excluded from its own results.
 
-The truth is the teacher's own search: its queries in its index, by cosine. A row is a model in one of `ROLES`:
+In the reference search, the teacher embeds queries and index, and the cosine is the similarity. Each row of the table
+has a model and one of these roles of the model:
 
 - "queries": the model embeds the queries, and the teacher embeds the index.
 - "index": the teacher embeds the queries, and the model embeds the index.
-- "grown": the model embeds the queries and every other photograph of the index, and the teacher embeds the rest.
-- "both": the model embeds queries and index, as for a new index.
+- "grown": the model embeds the queries and half of the index, and the teacher embeds the other half of the index.
+- "both": the model embeds the queries and the index.
 
 Scores are means over queries:
 
-- `neighbors@1`: share of queries whose nearest photograph is the teacher's nearest.
-- `neighbors@10`: of the teacher's ten nearest photographs, the share that is among the ten found.
-- `neighbors_in_50`: of the teacher's ten nearest photographs, the share that is among the fifty found.
-- `labels@1`, `labels@10`: share of the first or the first ten photographs found that have the query's label.
+- `neighbors@1`: share of queries with the same first result as in the reference search.
+- `neighbors@10`: share of the reference search's first ten results that are also in the row's first ten results.
+- `neighbors_in_50`: share of the reference search's first ten results that are in the row's first fifty results.
+- `labels@1`, `labels@10`: share of the row's first result, or first ten results, with the label of the query.
 
 `…_error` is the standard error over queries. `…_difference` is a student's score minus the score of the teacher on
-smaller images with as many patches, and `labels…_to_teacher` a model's minus the teacher's at full size. Both are
-taken query by query.
+smaller images with the same number of patches. `labels…_to_teacher` is a model's score minus the score of the teacher
+on full-size images. Both differences are computed for each query and averaged.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def main():
 def measure(
     arguments: argparse.Namespace, baselines: list[Baseline], index_file: str, query_file: str | None = None
 ) -> list[dict]:
-    """Return a row for each model and role on photographs of one data set."""
+    """Return a row for each model and role, measured on the photographs of one data set."""
     index, index_embeddings = embed(arguments, baselines, index_file, arguments.index_images)
     queries, query_embeddings = index, index_embeddings
     if query_file:
@@ -127,10 +128,10 @@ def measure(
 def embed(
     arguments: argparse.Namespace, baselines: list[Baseline], file: str, limit: int | None
 ) -> tuple[datasets.Dataset, list[torch.Tensor]]:
-    """Load images and embed them by each model, or load the embeddings of an earlier run."""
+    """Load images, and embed the images by each model. Embeddings are saved and reused by later runs."""
     images = sample(load_images([file], "train"), limit, seed=0)
     embeddings = []
-    # Models with the same image processor run together, so that images are decoded once for all of them.
+    # Models with the same image processor form a group, so that each image is decoded once for the group.
     groups = itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor))
     for number, (_, group) in enumerate(groups):
         kept = arguments.runs_dir / f"{Path(file).stem}-{limit or 'all'}-{number}.pt"
@@ -143,7 +144,7 @@ def embed(
 
 
 def labels(images: datasets.Dataset) -> torch.Tensor | None:
-    """Return labels, or None if no two images share a label."""
+    """Return the labels of images, or None if there are no labels or no two images have the same label."""
     if "label" not in images.features:
         return None
     numbers = torch.from_numpy(label_numbers(images))
@@ -151,8 +152,8 @@ def labels(images: datasets.Dataset) -> torch.Tensor | None:
 
 
 def nearest(queries: torch.Tensor, index: torch.Tensor, leave_out: bool) -> torch.Tensor:
-    """Return the most similar images of an index by cosine, nearest first, `(queries, 50)`. `leave_out` keeps an image
-    from finding itself if the queries are the images of the index."""
+    """Return the indices of the most similar images by cosine, nearest first, `(queries, 50)`. With `leave_out`, the
+    queries are the images of the index, and no image is a result of itself."""
     similarity = F.normalize(queries, dim=-1) @ F.normalize(index, dim=-1).T
     if leave_out:
         similarity.fill_diagonal_(-torch.inf)
@@ -162,7 +163,7 @@ def nearest(queries: torch.Tensor, index: torch.Tensor, leave_out: bool) -> torc
 def scores(
     found: torch.Tensor, truth: torch.Tensor, of_queries: torch.Tensor | None, of_index: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Return the scores of each query, `(queries,)`, by name."""
+    """Return tensors of scores by name. Each tensor has a score for each query, `(queries,)`."""
     by_name = {}
     for count in COUNTS:
         same = found[:, :count, None] == truth[:, None, :count]

@@ -1,4 +1,4 @@
-"""Linear probes: logistic regression on a frozen model's features."""
+"""Linear probes: logistic regression on the features of a frozen model."""
 
 import torch
 import torch.nn.functional as F
@@ -6,17 +6,17 @@ from torch import nn
 from tqdm import tqdm
 
 
-# Candidate weights of the penalty, the strongest first.
+# Candidates for the weight of the L2 penalty, in descending order.
 PENALTIES = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
-# One in this many images of each class is held back to choose the penalty.
+# To choose the penalty, one of every `HELD_BACK` images of each class is used for validation.
 HELD_BACK = 5
 
 
 class LinearProbe(nn.Module):
     """Multinomial logistic regression on standardized features, fitted by L-BFGS.
 
-    It minimizes the mean cross-entropy with labels `(images,)`, or with shares of classes `(images, classes)`, plus
-    `penalty / 2` times the squared norm of the weights. The weights of `start`, if given, are the starting point.
+    The loss is the mean cross-entropy plus `penalty / 2` times the squared norm of the weights. `labels` are class
+    indices `(images,)` or shares of classes `(images, classes)`. `start` is a probe with initial weights.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class LinearProbe(nn.Module):
 
 
 def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> LinearProbe:
-    """Fit a linear probe to all images. The penalty is chosen from `PENALTIES` by accuracy on held-back images, which
-    `seed` draws; among equally accurate penalties, the strongest is chosen."""
+    """Fit a linear probe to all images. The penalty is the strongest of those with the highest accuracy on held-back
+    images. `seed` determines which images are held back."""
     if len(labels.unique()) < 2:
         raise ValueError(f"All {len(labels)} labeled images are of one class; expected at least two.")
     classes, held_back = int(labels.max()) + 1, choose_held_back(labels, seed)
@@ -74,8 +74,8 @@ def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> Li
 
 
 def choose_held_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
-    """Choose one in `HELD_BACK` images of each class at random, at least one, but none if the class has one image;
-    return `(images,)` bool."""
+    """Choose one of every `HELD_BACK` images of each class at random, and at least one image of each class with two or
+    more images. Return a mask of the chosen images, `(images,)` bool."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     held_back = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():

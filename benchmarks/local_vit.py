@@ -1,9 +1,9 @@
 """LocalViT as in its authors' code (Li et al. 2021, arXiv 2104.05707; ofsoundof/LocalViT, "hs+se").
 
-It is the ViT of the Context Broadcasting family with convolutions among the patches instead of MLPs. The convolutions
-have batch normalization and no LayerNorm before them, and [CLS] bypasses them. Squeeze-and-excitation has four
-channels, because the authors divide the MLP's width by the model's. No library can replace this module: the only one
-with a LocalViT, vit-pytorch 1.26.11, fails in its forward pass.
+The model is the ViT of the Context Broadcasting family with convolutions over the patches instead of MLPs. Batch
+normalization follows each convolution. There is no LayerNorm before the convolutions, and [CLS] bypasses them.
+Squeeze-and-excitation has four channels, because the authors divide the MLP's width by the model's width. The only
+library with a LocalViT, vit-pytorch 1.26.11, cannot be used, because the forward pass of its LocalViT fails.
 """
 
 import torch
@@ -17,13 +17,13 @@ from frugalvit.modeling.modeling_vit_context_broadcast import ViTContextBroadcas
 
 
 class LocalViTConfig(ViTContextBroadcastConfig):
-    """Configuration of a LocalViT. `context_broadcast` is None or "cb", which follows the convolutions."""
+    """Configuration of a LocalViT. `context_broadcast` is None, or "cb" to add `ContextBroadcast` to each block."""
 
     model_type = "local_vit"
 
 
 class LocalFeedForward(nn.Module):
-    """Convolutional branch instead of an MLP, for tokens `(batch, [CLS] + patches, hidden_size)`."""
+    """Convolutional branch that replaces an MLP, for tokens `(batch, [CLS] + patches, hidden_size)`."""
 
     def __init__(self, config: LocalViTConfig):
         super().__init__()
@@ -32,7 +32,7 @@ class LocalFeedForward(nn.Module):
         self.grid = config.grid
         excitation = SqueezeExcitation(inner, inner // width, scale_activation=nn.Hardsigmoid)
         for layer in (excitation.fc1, excitation.fc2):
-            # The authors have linear layers here, initialized as in timm; convolutions keep PyTorch's initialization.
+            # In the authors' code, these layers are linear layers with timm's initialization.
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
         self.convolutions = nn.Sequential(

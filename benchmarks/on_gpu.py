@@ -1,10 +1,10 @@
-"""Measure speed and agreement on a GPU, within seven minutes of one H100.
+"""Measure the speed of models on a GPU, and the agreement of their outputs with a CPU, in seven minutes of an H100.
 
     python benchmarks/on_gpu.py --reference CHECKOUT --tome CHECKOUT --results-dir results
 
-CHECKOUTs are clones of github.com/showlab/sparseformer and github.com/facebookresearch/ToMe; without a clone, its rows
-are left out. Each row is written to on_gpu.json when it is measured. A section starts no row after its SECONDS. The
-same command resumes, and repeats rows that failed. Models are in bfloat16.
+The first CHECKOUT is a clone of github.com/showlab/sparseformer, and the second of github.com/facebookresearch/ToMe.
+Without a clone, rows that need the clone are left out. Models are in bfloat16. on_gpu.json is written after each row.
+Each section of rows has a time limit (`SECONDS`). To continue, and to repeat rows that failed, run the same command.
 """
 
 import copy
@@ -36,7 +36,7 @@ from sparseformer_speed import SIZES, check_same_logits, load_reference
 from token_merging import tome
 
 
-# Seconds after which a section starts no row.
+# Time limit of each section in seconds. After this time, no further row of the section is measured.
 SECONDS = {"papers": 160, "student": 150, "bootstrap": 70, "agreement": 30}
 MODES = ("eager", "compiled")
 BATCH_SIZES = (1, 64, 256)
@@ -44,14 +44,14 @@ IMAGE_SIZE = 224
 TEACHER = "checkpoints/caltech101-vit"
 STUDENT = "checkpoints/caltech101-sparseformer"
 COUNTS = [16, 36, 64]
-# Timed steps of bootstrapping, and images in each.
+# Number of timed bootstrapping steps, and number of images in a step.
 STEPS = 5
 STEP_SIZE = 64
 DEVICE = choose_device()
 
 
 class Rows:
-    """Rows of a JSON file. Each row is measured once, and written when it is measured."""
+    """Rows of a JSON file. The file is written after each row, and rows of the file are not measured again."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -59,14 +59,14 @@ class Rows:
         self.rows = [row for row in shared.read_rows(file) if "error" not in row]
 
     def measure(self, section: str, name: str, function: Callable[..., dict], *arguments, **key):
-        """Measure the row with this section, name and key, unless the file has it or the section's time is over."""
+        """Measure a row, unless the file contains the row or the time of its section is over."""
         key = {"section": section, "row": name, **key}
         end = self.end.setdefault(section, time.monotonic() + SECONDS[section])
         if time.monotonic() > end or any(key.items() <= row.items() for row in self.rows):
             return
         try:
             values = function(*arguments)
-        # One row may fail for lack of memory or of a package; the other rows are still measured.
+        # Too little memory or a missing package may make a row fail. Other rows must still be measured.
         except (Exception, SystemExit) as error:
             values = {"error": first_line(error)}
         self.rows.append(key | values)
@@ -74,7 +74,7 @@ class Rows:
         print(self.rows[-1], flush=True)
 
     def measure_speeds(self, section: str, name: str, make: Callable[..., nn.Module], *arguments):
-        """Measure a model in each mode and batch size. It is built when the first row needs it."""
+        """Measure the speed of a model in each mode and batch size. The model is built for the first of these rows."""
         model = functools.cache(lambda: make(*arguments).to(DEVICE, torch.bfloat16).eval())
         for mode, batch_size in itertools.product(MODES, BATCH_SIZES):
             self.measure(section, name, speed, model, mode, batch_size, mode=mode, batch_size=batch_size)
@@ -102,7 +102,7 @@ def speed(make: Callable[[], nn.Module], mode: str, batch_size: int) -> dict:
 
 
 def with_memory(function: Callable[..., float], *arguments) -> dict:
-    """Return the images per second that a function measures, and the peak memory of the GPU."""
+    """Return the images per second that a function measures, and the peak GPU memory in MB."""
     if DEVICE.type != "cuda":
         return {"images_per_second": function(*arguments)}
     torch.cuda.reset_peak_memory_stats()
@@ -111,7 +111,7 @@ def with_memory(function: Callable[..., float], *arguments) -> dict:
 
 
 def measure_papers(rows: Rows, arguments):
-    """Measure SparseFormers, the reference with the same weights, and ViTs with each attention implementation."""
+    """Measure SparseFormers, their reference implementation, and ViTs with two attention implementations."""
     for variant, theirs, vit in SIZES.values():
         rows.measure_speeds("papers", variant, shared.build_model, variant)
         if arguments.reference:
@@ -133,7 +133,7 @@ def vit_with(name: str, attention: str) -> nn.Module:
 
 
 def measure_student(rows: Rows, arguments):
-    """Measure a teacher, the teacher with ToMe, and its untrained students."""
+    """Measure a teacher, the teacher with ToMe, and untrained students of the teacher."""
     teacher, _ = load_model(TEACHER, "image-classification", "cpu")
     rows.measure_speeds("student", "teacher", copy.deepcopy, teacher)
     for merged in (8, 16) if arguments.tome else ():

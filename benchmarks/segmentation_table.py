@@ -1,17 +1,17 @@
-"""Measure semantic segmentation of road scenes by a SparseFormer, a plain ViT and a SegFormer.
+"""Measure semantic segmentation of road scenes (CamVid) by a SparseFormer, a plain ViT and a SegFormer.
 
     python benchmarks/segmentation_table.py --dataset camvid-train.parquet --eval-dataset camvid-val.parquet
 
-Three models get the same images, crops, steps and schedule:
+Three models are trained with the same images, crops, number of steps and schedule:
 
-- a SparseFormer from the shipped bootstrapped classifier, with more tokens;
-- the ViT that it was bootstrapped from, with a linear head on its patches;
-- Transformers' SegFormer with about the SparseFormer's multiply-accumulates, from random weights, because none
-  is pretrained on the same images.
+- SparseFormer: the shipped bootstrapped classifier, with a segmentation head and more tokens;
+- ViT: the teacher of this SparseFormer, with a linear head on the patches;
+- SegFormer: Transformers' model with about the same multiply-accumulates as the SparseFormer. Its weights are random,
+  because no SegFormer is pretrained on the same images as the two other models.
 
-Scores are measured at the resolution of the masks, after the last epoch. Speed and memory of inference are measured in
-the same run. Finished runs under --runs-dir are reused, so an interrupted command resumes, and seeds can run side by
-side. Writes segmentation.json.
+Scores are measured at the resolution of the masks, after the last epoch. Speed and memory of inference are also
+measured. Finished runs under --runs-dir are reused, so an interrupted command can be repeated, and seeds can run in
+parallel. The output is segmentation.json.
 """
 
 import functools
@@ -34,7 +34,7 @@ from frugalvit.training.loading import load_model
 from frugalvit.training.masks import MaskReader, load_masked_images
 
 
-# CamVid's classes as merged by SegNet. Label 11 is void.
+# Classes of CamVid, merged as in SegNet. Label 11 is void.
 CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "cyclist"]
 VOID = 11
 SIZE = [72, 96]
@@ -46,7 +46,7 @@ SEGFORMER = (
 
 
 class ViTLinearForSemanticSegmentation(ViTPreTrainedModel):
-    """A ViT with a linear classifier on every patch; positions are interpolated to the image's size."""
+    """A ViT with a linear classifier on each patch. Position embeddings are interpolated to the image size."""
 
     def __init__(self, config: ViTConfig):
         super().__init__(config)
@@ -62,7 +62,7 @@ class ViTLinearForSemanticSegmentation(ViTPreTrainedModel):
 
 AutoModelForSemanticSegmentation.register(ViTConfig, ViTLinearForSemanticSegmentation, exist_ok=True)
 
-# Arguments of each row by its name.
+# Arguments of `frugalvit segment` for each row, by row name.
 ROWS = {
     f"SparseFormer, {TOKENS} tokens": [
         *("--model", "checkpoints/cifar10-sparseformer", "--num_latent_tokens", str(TOKENS)),
@@ -109,7 +109,7 @@ def train(arguments, name: str, options: list[str], seed: int) -> Path:
 
 
 def measure(arguments, folders: list[Path]) -> dict[str, object]:
-    """Measure scores of all seeds, and multiply-accumulates, speed and memory of the first seed."""
+    """Measure the scores of all seeds. Also measure multiply-accumulates, speed and memory for one seed."""
     images, read_mask = load_masked_images(arguments.eval_dataset, "train"), MaskReader(len(CLASSES), [VOID])
     scores = []
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Functions that benchmarks share: runs that are trained once, means over seeds, results with their origin."""
+"""Functions that the benchmarks share: options, training runs, measurements and files of results."""
 
 import argparse
 import hashlib
@@ -35,19 +35,19 @@ from frugalvit.versions import origin
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# A SparseFormer's focusing stage for images of 32 pixels, small enough for many runs.
+# Configuration overrides for a SparseFormer with a small focusing stage, for images of 32 x 32 pixels.
 STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusing_iterations=2"
-# Configurations of the ViTs that SparseFormers are compared with.
+# Configuration fields of the ViTs with which SparseFormers are compared.
 VITS = {
     "vit-base": {},
     "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# A batch n times smaller than the largest batch is timed in n times as many passes; n is at most this number.
+# Small batches are timed in more passes than the largest batch. This is the largest factor.
 MOST_ROUNDS = 10
 
 
 class BenchmarkParser(argparse.ArgumentParser):
-    """A parser whose options have hyphens. Underscores, as in the names of Python, are accepted, too."""
+    """An argument parser that also accepts underscores in options: `--runs_dir` means `--runs-dir`."""
 
     def parse_known_args(self, args=None, namespace=None):
         words = []
@@ -69,7 +69,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):
 
 
 def add_results_argument(parser: argparse.ArgumentParser):
-    """Add the option for the folder of results. By default, the repository's `results/` stays unchanged."""
+    """Add the option `--results-dir`. Its default is not `results/`, which holds the committed results."""
     parser.add_argument(
         "--results-dir",
         type=new_folder,
@@ -90,19 +90,19 @@ def add_data_arguments(parser: argparse.ArgumentParser):
 
 
 def add_precision_argument(parser: argparse.ArgumentParser, default: str):
-    """Add the option for the precision of trainings. Its default does not depend on the machine."""
+    """Add the option `--mixed-precision`. Its default is the same on every machine."""
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default=default, help="default: %(default)s")
 
 
 def precision_arguments(arguments, precision: str | None = None) -> list[str]:
-    """Return a training's options for `precision`, by default `arguments.mixed_precision`. With bf16 on a CPU,
+    """Return the training options for `precision` (default: `arguments.mixed_precision`). For bf16 on a CPU,
     Transformers needs `--use_cpu`."""
     on_cpu = choose_device().type == "cpu"
     return ["--bf16", "--use_cpu", str(on_cpu)] if (precision or arguments.mixed_precision) == "bf16" else []
 
 
 def parse_table(description: str, tables: Iterable[str], images: int, runs_dir: str) -> argparse.Namespace:
-    """Parse the options of a command that writes tables with a training in each row."""
+    """Parse the command line of a benchmark that trains a model for each row of a table."""
     parser = make_parser(description)
     parser.add_argument("table", choices=[*tables])
     parser.add_argument("--rows", nargs="+", help="names of rows to run (default: all)")
@@ -129,7 +129,7 @@ def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
 
 
 def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]]) -> dict | list[dict]:
-    """Measure the run in a folder, or read the results of an earlier measurement from the folder."""
+    """Return `measure(folder)`. The result is saved in the folder, and later calls read it from there."""
     file = folder / "measured.json"
     if not file.is_file():
         write_json(file, measure(folder))
@@ -137,12 +137,12 @@ def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]]) ->
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Read the rows of a table, an empty list if the file does not exist."""
+    """Read the rows of a file of results. Return an empty list if the file does not exist."""
     return json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []
 
 
 def print_rows(rows: list[dict]):
-    """Print rows without the values of single seeds."""
+    """Print rows as a table, without columns of lists, which hold the values of single seeds."""
     print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
 
 
@@ -160,7 +160,7 @@ def evaluation_images(arguments) -> datasets.Dataset:
 
 
 def row_arguments(row: dict, epochs: int) -> list[str]:
-    """Convert a row to the options of its training. `warmup_epochs` becomes a share of all steps."""
+    """Convert a row to command-line options. `warmup_epochs` becomes `warmup_steps`, a fraction of all steps."""
     row = {"warmup_epochs": 0, **row, "num_train_epochs": epochs}
     row["warmup_steps"] = row.pop("warmup_epochs") / epochs
     values = {field: value if isinstance(value, list) else [value] for field, value in row.items()}
@@ -168,14 +168,14 @@ def row_arguments(row: dict, epochs: int) -> list[str]:
 
 
 def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
-    """Return the folder of a row's run with a seed. A digest of `argv` separates runs with different budgets, data
-    or architectures."""
+    """Return the name of the folder for a row's run with one seed. If `argv` is given, the name ends with a hash of
+    `argv`, so that runs with different options have different folders."""
     name = f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
     return f"{name}-{hashlib.sha256(shlex.join(argv).encode()).hexdigest()[:8]}" if argv else name
 
 
 def run_row(arguments, training, name: str, seed: int, options: dict) -> tuple[Path, dict]:
-    """Train a row with a seed, or reuse its run; return folder and results. `arguments` come from `parse_table`."""
+    """Train a row's model with one seed, or reuse the finished run. Return the folder of the run and its results."""
     argv = ["--seed", str(seed), *data_arguments(arguments)]
     argv += ["--train_split", f"train[:{arguments.images}]", *row_arguments(options, arguments.epochs)]
     argv += precision_arguments(arguments)
@@ -184,14 +184,14 @@ def run_row(arguments, training, name: str, seed: int, options: dict) -> tuple[P
 
 
 def run_training(training, folder: Path, argv: list[str]) -> dict:
-    """Run a training module in a folder, or reuse the run of the same command; return the last value of each name in
-    its log. The model of the last epoch is kept, because the best epoch would be chosen on test images."""
+    """Run a training module, or reuse a finished run of the same command. Return the last value of each log entry.
+    The model of the last epoch is kept, because a choice of the best epoch would use the test images."""
     argv = ["--output_dir", str(folder), *argv, "--load_best_model_at_end", "False", "--logging_strategy", "epoch"]
     command = shlex.join([*training.PROG.split(), *argv])
     note = folder.with_name(f"{folder.name}.txt")
     if folder.is_dir() and note.is_file() and (before := note.read_text("utf-8")) != command:
         raise SystemExit(f"{folder} is the run of another command; remove it and {note.name}: {before}")
-    # The card is written last, so a folder without one is unfinished.
+    # The model card is the last file that a training writes. A run without a card is not finished.
     if not (folder / "README.md").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         note.write_text(command, "utf-8")
@@ -242,7 +242,7 @@ class Views(torch.utils.data.Dataset):
 
 
 def build_model(name: str) -> nn.Module:
-    """Load a shipped classifier, or build a variant of SparseFormer or one of `VITS` with random weights."""
+    """Load a shipped classifier, or build a model with random weights: one of `VITS` or a SparseFormer variant."""
     if name in shipped_checkpoints():
         return load_model(checkpoint_path(name), "image-classification", "cpu")[0]
     if name in VITS:
@@ -258,8 +258,8 @@ def measure_speeds(
     rounds: int,
     programs: Mapping[str, Callable] | None = None,
 ) -> list[dict]:
-    """Measure images per second on the CPU: models in each dtype, and programs in their own precision, in turns for
-    each batch size."""
+    """Measure images per second on the CPU for each dtype and batch size. Models and programs are timed in turns.
+    Programs have a precision of their own, so they are timed only beside the models of the first dtype."""
     rows = []
     programs = programs or {}
     macs = {name: count_macs(model, size).macs_with_attention for name, model in models.items()}
@@ -284,8 +284,8 @@ def measure_speeds(
 
 
 def peak_memory(make: Callable[..., Callable[[], object]], *arguments) -> float:
-    """Measure the megabytes that a call adds to a new process at its peak, on Linux. `make(*arguments)`, run
-    in that process, returns the function to call; memory that `make` allocates does not count."""
+    """Return the peak memory of a call in megabytes, measured in a new process on Linux. In that process,
+    `make(*arguments)` returns the function to call. Memory that `make` allocates does not count."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_peak_memory, make, *arguments).result()
 
@@ -293,7 +293,7 @@ def peak_memory(make: Callable[..., Callable[[], object]], *arguments) -> float:
 def _peak_memory(make: Callable, *arguments) -> float:
     call = make(*arguments)
     before = _kilobytes("VmRSS")
-    # This resets the peak.
+    # Writing 5 to `clear_refs` resets `VmHWM`, the peak memory of the process.
     Path("/proc/self/clear_refs").write_text("5")
     with torch.inference_mode():
         call()
@@ -305,14 +305,14 @@ def _kilobytes(name: str) -> int:
 
 
 def write_comparison(arguments, name: str, images: int, rows: list[dict], data: str):
-    """Print the rows of `frugalvit.compare.compare`, and write them as table and picture."""
+    """Print the rows of `frugalvit.compare.compare`, save them as JSON, and draw them as a picture."""
     print(format_table(table_rows(rows)))
     save_table(arguments.results_dir / f"{name}.json", {"images": images, "rounds": arguments.rounds}, rows, data=data)
     save_figure(draw_comparison(rows), arguments.results_dir / f"{name}.png")
 
 
 def write_table(path: Path, settings: dict, rows: list[dict], **more):
-    """Print rows, and write them with command and machine."""
+    """Print rows, and save them as JSON with the command, the settings, the versions and the machine."""
     print_rows(rows)
     save_table(path, settings, rows, **more)
 

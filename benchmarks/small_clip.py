@@ -1,7 +1,7 @@
-"""Train a small CLIP on labeled images, with sentences about the class of an image as its captions.
+"""Train a small CLIP on labeled images. Captions are sentences about the class of an image.
 
-All images and sentences of one class in a batch are positives (Yang et al. 2022, UniCL). The tokenizer's
-vocabulary is the words of the sentences.
+In a batch, all images and sentences of one class are positive pairs (Yang et al. 2022, UniCL). The vocabulary of the
+tokenizer consists of the words in the sentences.
 """
 
 import functools
@@ -62,8 +62,8 @@ def with_crops(processor: CLIPImageProcessor) -> v2.Compose:
 
 
 class ContrastiveTrainer(Trainer):
-    """Transformers' `Trainer` with the loss of UniCL. Each image gets one random sentence of its class from `tokens`,
-    `(classes, sentences, length)`."""
+    """Transformers' `Trainer` with the loss of UniCL. `tokens`, `(classes, sentences, length)`, has the tokenized
+    sentences of each class. The caption of an image is a random sentence of its class."""
 
     def __init__(self, tokens: torch.Tensor, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -82,13 +82,13 @@ class ContrastiveTrainer(Trainer):
 
 
 def train_clip(images: datasets.Dataset, folder: Path, epochs: int, seed: int, vision=VISION, text=TEXT):
-    """Train a CLIP on labeled images; save it with its processor in a new folder."""
+    """Train a CLIP on labeled images, and save the model and its processor in a new folder."""
     set_seed(seed)
     names = class_names(images)
     texts = [sentence.format(name) for name in names for sentence in SENTENCES]
     tokenizer = word_tokenizer(texts)
     tokens = tokenizer(texts, padding=True, return_tensors="pt")["input_ids"].unflatten(0, (len(names), -1))
-    # Later sentences may be twice as long as the longest one here.
+    # Other programs may use sentences up to twice as long as the longest training sentence.
     tokenizer.model_max_length = 2 * tokens.shape[-1]
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = text | special | {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
@@ -102,7 +102,7 @@ def train_clip(images: datasets.Dataset, folder: Path, epochs: int, seed: int, v
 
 
 def train_and_save(trainer: Callable[..., Trainer], model, processor, data, folder: Path, **options):
-    """Train a model with a cosine schedule; save it with its processor in a new folder."""
+    """Train a model with a cosine schedule, and save the model and its processor in a new folder."""
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainingArguments(
             scratch,
@@ -121,7 +121,7 @@ def train_and_save(trainer: Callable[..., Trainer], model, processor, data, fold
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the words in the texts. Like CLIP's tokenizer, it adds start and end tokens."""
+    """Return a tokenizer whose vocabulary is the words of the texts. It adds start and end tokens, like CLIP's."""
     words = sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text.lower())})
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", "<start>", "<end>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

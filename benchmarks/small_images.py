@@ -1,19 +1,20 @@
-"""Compare a student that starts from its teacher's weights with a teacher that is fine-tuned on smaller images.
+"""Compare a student that inherits its teacher's weights with the teacher fine-tuned on smaller images.
 
     python benchmarks/small_images.py train --teacher checkpoints/caltech101-vit --train TRAIN --test TEST
     python benchmarks/small_images.py processing --test TEST
 
 `train` compares four METHODS for one teacher on the same views:
 
-- the teacher without training, on images of --sizes pixels;
-- the teacher, fine-tuned at each size with labels;
-- the teacher, fine-tuned at each size, without labels, to reproduce the untouched teacher's embedding at full size;
-- one SparseFormer for all sizes, trained to the teacher's embedding at full size, without labels.
+- the teacher without fine-tuning, on images of --sizes pixels;
+- the teacher, fine-tuned with labels on images of each size;
+- the teacher, fine-tuned without labels on images of each size. The target is the original teacher's embedding of
+  the full-size image;
+- one SparseFormer for all sizes, trained to the same target without labels.
 
-Trainings with labels run once with each learning rate of --label-rates; trainings without labels use the learning
-rate that bootstrapping has for inherited weights. Rows are written one by one to small_images_DATA.json; an
-interrupted command resumes. `processing` compares the shipped student with its exports as plain ViTs, whose
-processors resize photographs directly to a small size (plain_vit.json).
+Training with labels is repeated for each learning rate of --label-rates. Training without labels uses the learning
+rate of inherited weights in bootstrapping. small_images_DATA.json is written after each row, so an interrupted command
+can be repeated. `processing` compares the shipped student with its exports as plain ViTs. The image processors of
+these exports resize photographs directly to a small size. The output is plain_vit.json.
 """
 
 import copy
@@ -63,7 +64,7 @@ def main():
 
 
 def train_all(arguments):
-    """Train and measure each row that is not in the table yet."""
+    """Train and measure the models whose rows are not yet in the file of results."""
     file = arguments.results_dir / f"small_images_{file_name(arguments)}.json"
     rows = read_rows(file)
     settings = {name: getattr(arguments, name) for name in ("epochs", "seeds", "mixed_precision")}
@@ -79,7 +80,7 @@ def train_all(arguments):
 
 
 def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) -> list[dict]:
-    """Train a model by one of `METHODS`; return its accuracy for images of each size."""
+    """Train a model by one of `METHODS`. Return its accuracy for images of each size."""
     anatomy, processor = load_teacher(arguments.teacher, str(choose_device()))
     image_format, model = ImageFormat.from_processor(processor), copy.deepcopy(anatomy.source)
     counts = {size: math.prod(size // side for side in anatomy.patch_size) for size in sizes}
@@ -89,7 +90,6 @@ def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) 
         ).to(choose_device())
 
     def embedder(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that embeds images at `size`, or with as many of the student's tokens."""
         if method == STUDENT:
             return functools.partial(pooled, model.base_model, counts[size])
         small = read_anatomy(model, (size, size))
@@ -121,7 +121,7 @@ def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) 
 
 @torch.no_grad()
 def measure_processing(arguments):
-    """Compare the shipped student with its plain ViTs and the image processors that `frugalvit export` writes."""
+    """Compare the shipped student with its exports as plain ViTs, whose images are resized as after export."""
     model, processor = load_model(checkpoint_path("caltech101-sparseformer"), "image-classification", "cpu")
     image_format, rows = ImageFormat.from_processor(processor), []
     for size in arguments.sizes:

@@ -1,9 +1,10 @@
-"""Measure the speed of SparseFormers, of the reference implementation, and of the ViTs that they replace.
+"""Measure the speed of SparseFormers, of their reference implementation, and of ViTs.
 
     python benchmarks/sparseformer_speed.py --sparseformer CHECKOUT
 
-CHECKOUT is an unchanged clone of github.com/showlab/sparseformer. Models take turns on random images. Our model gets
-the reference's weights, and both must give the same logits. Writes sparseformer_speed.json.
+CHECKOUT is a clone of github.com/showlab/sparseformer without changes. Models are timed in turns on random images. Our
+model gets the weights of the reference implementation, and both must return the same logits. The output is
+sparseformer_speed.json.
 """
 
 import importlib
@@ -19,7 +20,7 @@ from frugalvit.training.choices import DTYPES
 from shared import add_results_argument, build_model, make_parser, measure_speeds, write_table
 
 
-# Our variant, the reference's name of it, and the ViT that it replaces, by size.
+# By size: our variant, its name in the reference implementation, and a ViT of the same size.
 SIZES = {
     "base": ("augreg-base-49-224", "sparseformer_btsp_augreg_base", "vit-base"),
     "large": ("augreg-large-49-224", "sparseformer_btsp_augreg_large", "vit-large"),
@@ -57,7 +58,7 @@ def load_reference(checkout: Path, name: str) -> nn.Module:
         raise SystemExit(f"--sparseformer {checkout}: no clone of github.com/showlab/sparseformer.")
     sys.path.insert(0, str(package))
     with warnings.catch_warnings():
-        # The reference uses a deprecated name of autocast.
+        # The reference implementation uses a deprecated name of `autocast`, which causes a warning.
         warnings.simplefilter("ignore", FutureWarning)
         config = importlib.import_module("sparseformer.config").route_name_to_config(name)
         model_class = importlib.import_module("sparseformer.modeling").SparseFormer
@@ -67,8 +68,8 @@ def load_reference(checkout: Path, name: str) -> nn.Module:
 
 @torch.no_grad()
 def check_same_logits(ours: nn.Module, reference: nn.Module) -> float:
-    """Add noise to the reference's weights, so that no zeros or ones hide an error, copy them into our model, and
-    return the largest difference of logits."""
+    """Copy the weights of the reference implementation into our model, and return the largest difference of logits.
+    Noise is added to the weights first, because errors could be hidden where weights are zero or one."""
     for parameter in reference.parameters():
         parameter.add_(0.02 * torch.randn_like(parameter))
     ours.load_state_dict(convert_showlab(reference.state_dict(), ours.config))

@@ -1,7 +1,7 @@
-"""Make a tiny LLaVA of shipped models, to try `frugalvit swap` and `align-llava` on.
+"""Make a tiny LLaVA from shipped models, to try `frugalvit swap` and `frugalvit align-llava`.
 
-Its vision tower is `cifar10-vit`, its language model comes from `cifar10-sparseformer-llava`. Projector and
-language model learn to read the tower's 64 patches from questions about the images that come with frugalvit.
+The vision tower is `cifar10-vit`, and the language model is taken from `cifar10-sparseformer-llava`. Projector and
+language model are trained on questions about the images that come with frugalvit. An image has 64 image tokens.
 
     python benchmarks/tiny_llava.py --output LLAVA
 """
@@ -19,7 +19,7 @@ from frugalvit.training.loading import load_processor
 from shared import make_parser
 
 
-# Number of test images for the printed accuracy.
+# Largest number of test images for the accuracy that is printed.
 TEST_IMAGES = 500
 
 

@@ -1,12 +1,12 @@
-"""Compare students with ToMe and DiffRate: table 4 of the bootstrapping paper at the scale of CIFAR-10.
+"""Compare students with ToMe and DiffRate on CIFAR-10 (table 4 of *Bootstrapping SparseFormers*, Gao et al.).
 
     python benchmarks/token_merging.py --tome CHECKOUT --diffrate CHECKOUT
 
-The peers (github.com/facebookresearch/ToMe, github.com/OpenGVLab/DiffRate) run from their own checkouts, which patch a
-timm copy of the teacher. They are measured without training, and after distillation from the teacher without labels on
-the images of the student. Before distillation, DiffRate searches the number of tokens that each block keeps, with
-frozen weights and with labels, as its authors do, on the same number of images. Finished runs under --runs-dir are
-reused, so a second command measures speed only. Writes token_merging.json.
+ToMe (github.com/facebookresearch/ToMe) and DiffRate (github.com/OpenGVLab/DiffRate) are imported from their checkouts.
+Both patch a timm copy of the teacher, and are measured before and after distillation. Distillation has the teacher's
+outputs as targets and uses the student's training images. Before distillation, DiffRate searches the number of tokens
+that each block keeps. As in its authors' code, the search uses labels and frozen weights. Finished runs under
+--runs-dir are reused, so a repeated command only measures. The output is token_merging.json.
 """
 
 import functools
@@ -52,7 +52,7 @@ from frugalvit.training.files import atomic_file
 from frugalvit.training.loading import choose_device, load_model
 
 
-# Names of a block's parts here, and in timm.
+# Names of the layers of an encoder block in frugalvit, and their names in timm.
 PARTS = {
     "layernorm_before": "norm1",
     "layernorm_after": "norm2",
@@ -60,11 +60,11 @@ PARTS = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-# DiffRate's loss adds 5 times the squared distance from the target in G multiply-accumulates. Distances are scaled as
-# if the teacher had the 4.6 G of DeiT-S.
+# In a search, DiffRate's loss has a term for the target: 5 times the squared difference in G multiply-accumulates. The
+# difference is scaled as if the teacher had the size of DeiT-S, 4.6 G.
 DIFFRATE_WEIGHT = 5
 DIFFRATE_SCALE = 4.6
-# Learning rate of DiffRate's search, which trains few parameters.
+# Learning rate of DiffRate's search. The search trains only few parameters.
 SEARCH_RATE = 0.03
 BATCH_SIZE = 64
 
@@ -100,7 +100,7 @@ def main():
     )
 
     def add(name: str, model: nn.Module, training: str | None, results: list[dict] | None = None):
-        """Add a row. Models that differ only in weights share one measurement of speed."""
+        """Add a row. Speed is measured for one model of each name, because models of one name differ only in weights."""
         models.setdefault(name, model)
         macs = count_macs(model, image_format.size).macs_with_attention
         accuracies = shared.last_accuracies(results or [evaluate(model, test, image_format)])
@@ -161,15 +161,15 @@ def main():
 
 
 class Embedded(NamedTuple):
-    """Embedding before the teacher's classifier, and the classifier's logits, None without a classifier."""
+    """Embeddings of images, and logits of the teacher's classifier. `logits` is None if there is no classifier."""
 
     embedding: torch.Tensor
     logits: torch.Tensor | None
 
 
 class PooledViT(VisionTransformer):
-    """timm's VisionTransformer with its teacher's pooling. A mean over tokens weights each token by its number of
-    patches, as ToMe and DiffRate do for MAE."""
+    """timm's `VisionTransformer` with the pooling of the teacher. In a mean over tokens, the weight of a token is its
+    number of patches, as in the MAE models of ToMe and DiffRate."""
 
     pooling = "cls"
 
@@ -185,17 +185,17 @@ class PooledViT(VisionTransformer):
         return Embedded(embedding, None if self.head is None else self.head(embedding))
 
     def token_weights(self) -> torch.Tensor | None:
-        """Return the number of patches in each token, `(batch, tokens, 1)`, as recorded by ToMe or DiffRate."""
+        """Return the number of patches in each token, `(batch, tokens, 1)`, which ToMe or DiffRate has recorded."""
         noted = getattr(self, "_tome_info", None) or getattr(self, "_diffrate_info", {})
-        # During the search, DiffRate keeps all tokens and masks them.
+        # During a search, DiffRate masks tokens instead of removing them.
         return noted["size"] * noted["mask"][..., None] if self.training else noted.get("size")
 
 
 class MergedViT(nn.Module):
-    """A `PooledViT` whose blocks merge tokens, called like Transformers' classifiers.
+    """A `PooledViT` whose blocks merge tokens, with the inputs and outputs of a Transformers classifier.
 
-    In training mode, DiffRate masks tokens instead of removing them, so that its rates get gradients, and also returns
-    multiply-accumulates. Therefore a model enters training mode only if it `searches`; it has no dropout.
+    In training mode, DiffRate masks tokens instead of removing them, because its rates need gradients. It also returns
+    multiply-accumulates. Training mode is therefore on only if `searches` is True. The model has no dropout.
     """
 
     def __init__(self, vit: PooledViT, searches: bool = False):
@@ -208,36 +208,36 @@ class MergedViT(nn.Module):
         return super().train(mode and self.searches)
 
     def forward(self, pixel_values: torch.Tensor) -> Embedded | tuple[Embedded, torch.Tensor]:
-        # DiffRate returns multiply-accumulates unless the option forbids it.
+        # By default, DiffRate also returns multiply-accumulates.
         options = {"return_flop": False} if hasattr(self.vit, "_diffrate_info") and not self.training else {}
         if not options or (dtype := next(self.vit.parameters()).dtype) == torch.float32:
             return self.vit(pixel_values, **options)
-        # DiffRate's attention weights are in float32 even if its values have another dtype.
+        # DiffRate's attention weights are always in float32. Autocast is needed if the values have another dtype.
         with torch.autocast(pixel_values.device.type, dtype):
             return self.vit(pixel_values, **options)
 
 
 def tome(teacher: Anatomy, checkout: str | Path, merged: int, trace_source: bool = False) -> MergedViT:
-    """Copy a teacher and let ToMe (Bolya et al. 2023) merge `merged` tokens in each block. Attention is proportional
-    to the sizes of tokens, also in training. With `trace_source`, ToMe records the patches in each token."""
+    """Return a copy of the teacher in which ToMe (Bolya et al. 2023) merges `merged` tokens in each block. ToMe's
+    proportional attention is used, also in training. With `trace_source`, ToMe records the patches in each token."""
     vit = as_timm(teacher)
     with peer(checkout, "tome"):
-        # ToMe was written for timm 0.4.12, and ignores parts that timm's blocks have since; `vit` uses none of them.
+        # ToMe was written for timm 0.4.12, and ignores newer features of timm's blocks. `vit` does not use them.
         importlib.import_module("tome").patch.timm(vit, trace_source=trace_source)
     vit.r = merged
     return MergedViT(vit)
 
 
 def diffrate(teacher: Anatomy, checkout: str | Path, rates: Path | None = None) -> MergedViT:
-    """Copy a teacher and let DiffRate (Chen et al. 2023) prune and merge tokens, at the rates that `tune` found by a
-    search and saved in the folder `rates`, or at initial rates for a new search."""
+    """Return a copy of the teacher in which DiffRate (Chen et al. 2023) prunes and merges tokens. `rates` is a folder
+    in which `tune` has saved the result of a search. Without `rates`, the model is prepared for a search."""
     vit = as_timm(teacher)
     with peer(checkout, "DiffRate"):
-        # DiffRate was written for timm 0.4.5. Its CAFormer imports a module that has moved since.
+        # DiffRate was written for timm 0.4.5. It imports a module that has another name in newer versions.
         sys.modules.setdefault("timm.models.layers.helpers", timm.layers.helpers)
         importlib.import_module("DiffRate").patch.deit(vit)
     for block in vit.blocks:
-        # DiffRate's blocks need a `drop_path`, which timm has split in two; `vit` drops no paths.
+        # DiffRate uses `drop_path`, which blocks of newer timm versions do not have. `vit` has no stochastic depth.
         block.drop_path = nn.Identity()
         block.register_forward_pre_hook(keep_sizes_positive)
     if rates:
@@ -258,10 +258,11 @@ def tune(
     search_macs: float | None = None,
     **options,
 ) -> MergedViT:
-    """Fine-tune a model or search DiffRate's rates with the `options` of `fit`, or reuse the weights in the folder.
+    """Fine-tune a model or search DiffRate's rates, or load the weights of a finished run from `folder`.
 
-    The loss is `"teacher"`, the divergence from the teacher's distribution; `"cosine"`, the distance from its
-    embedding; or `"labels"`, cross-entropy. A search adds the distance of its multiply-accumulates from `search_macs`.
+    `loss` is `"teacher"` (divergence from the teacher's class probabilities), `"cosine"` (cosine distance from the
+    teacher's embedding) or `"labels"` (cross-entropy). In a search, the squared difference between multiply-accumulates
+    and `search_macs` is added. `options` are arguments of `fit`.
     """
     file, device = folder / "model.safetensors", choose_device()
     model.to(device).train()
@@ -300,7 +301,8 @@ def fit(
     seed: int,
     bf16: bool = False,
 ):
-    """Minimize a loss of images and labels on random crops of area `scale`, by AdamW with a cosine schedule."""
+    """Minimize `loss(pixel_values, labels)` by AdamW with a cosine schedule. Images are random crops, and `scale` is
+    the range of their areas, relative to the area of the image."""
     torch.manual_seed(seed)
     loader = DataLoader(
         shared.Views(images, shared.cropped(image_format, scale)), BATCH_SIZE, shuffle=True, drop_last=True
@@ -331,7 +333,7 @@ def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageFormat) -> dict:
-    """Measure the accuracy of a model; return it by the name that it has in the results of a run."""
+    """Measure the accuracy of a model. Like the results of a run, the returned dict has the key `eval_accuracy`."""
     view, right, device = EvalView(image_format), [], choose_device()
     model.to(device).eval()
     for batch in DataLoader(shared.Views(images, lambda image: view(image)["pixel_values"]), 256):
@@ -346,11 +348,11 @@ def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Ba
 
 
 def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_processor) -> Baseline:
-    """Return a peer's model as a baseline for `frugalvit.compare.compare`."""
+    """Return a model with ToMe or DiffRate as a `Baseline` for `frugalvit.compare.compare`."""
     return Baseline(
         name=name,
         method=method,
-        # The classifier is cast with the model, so the embedding is cast to the dtype of the images.
+        # Embeddings are cast to the dtype of the images, because a cast of this module also casts the classifier.
         model=Vision(
             nn.ModuleList([model, teacher.classifier]),
             lambda images: model(images).embedding.to(images.dtype),
@@ -365,8 +367,8 @@ def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_p
 
 
 def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Baseline:
-    """Return the teacher with `patches` random patches of each image as a baseline. `load_teacher` returns the first
-    two arguments; `draws` is an argument of `Baseline`."""
+    """Return a `Baseline` that is the teacher with `patches` random patches of each image. `load_teacher` returns the
+    first two arguments, and `draws` is an argument of `Baseline`."""
     embed = RandomPatches(anatomy, patches, seed)
     return as_teacher(
         anatomy,
@@ -381,8 +383,8 @@ def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: i
 
 
 class RandomPatches:
-    """Embeddings of random patches of each image by a vision transformer without rotary positions. All calls draw
-    from one generator, so each call chooses other patches."""
+    """A vision transformer that embeds only random patches of each image. Each call chooses new patches. Vision
+    transformers with rotary position embeddings are not supported."""
 
     def __init__(self, anatomy: Anatomy, patches: int, seed: int):
         self.anatomy = anatomy
@@ -395,18 +397,18 @@ class RandomPatches:
 
     def states(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens after the last block, `(batch, prefix + patches, hidden_size)`, and the indices of the
-        patches kept, `(batch, patches)` int64."""
+        kept patches, `(batch, patches)` int64."""
         with self.choosing():
             return compute_hidden_states(self.anatomy, pixel_values)[-1], self.kept
 
     @contextmanager
     def choosing(self):
-        """Within this context, keep only random patches of each image before the model's first block."""
+        """Within this context, remove all but `self.patches` random patches of each image before the first block."""
 
         def leave_out(module, arguments, keywords):
             tokens = arguments[0] if arguments else keywords["hidden_states"]
             prefix = self.anatomy.num_prefix_tokens
-            # Patches with the largest random numbers are kept, so none is drawn twice. Their order does not matter.
+            # The patches with the largest random numbers are kept. No patch can then be kept twice.
             noise = torch.rand(len(tokens), self.anatomy.num_patches, generator=self.generator)
             self.kept = noise.topk(self.patches).indices.to(tokens.device)
             patches = tokens[:, prefix:].gather(1, self.kept[..., None].expand(-1, -1, tokens.shape[-1]))
@@ -422,8 +424,8 @@ class RandomPatches:
 
 @torch.no_grad()
 def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
-    """Copy a vision transformer into timm's class, with layer scale folded into the linear layers. Raise a ValueError
-    if the copy's embeddings differ, for example because the teacher has registers or rotary positions."""
+    """Copy a vision transformer into a `PooledViT`. Layer scale is folded into the linear layers. A `ValueError` is
+    raised if the embeddings of the copy differ, for example because the teacher has register tokens."""
     anatomy = read_anatomy(teacher)
     projection = next(module for module in anatomy.model.modules() if isinstance(module, nn.Conv2d))
     blocks = [layer.state_dict() for layer in PatchSparseFormerModel.from_teacher(anatomy).layers]
@@ -444,7 +446,7 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     ).eval()
     vit.pooling, classifier = anatomy.pooling.mode, anatomy.classifier
     vit.head = None if classifier is None else nn.Linear(classifier.in_features, classifier.out_features)
-    # For pixels of zero, tokens before the first block are the interpolated positions plus the projection's bias.
+    # For an image of zeros, the tokens before the first block are the position embeddings plus the projection's bias.
     with evaluation_mode(anatomy.model):
         tokens = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))[0]
     bias = 0 if projection.bias is None else projection.bias
@@ -474,7 +476,7 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
 
 
 def fold_layer_scale(block: dict[str, torch.Tensor]):
-    """Fold layer scale into the linear layers before it, in the state dict of an `EncoderLayer`."""
+    """Multiply the layer scale of an `EncoderLayer` into the linear layers before it. `block` is the state dict."""
     for scale, linear in (("attention_scale", "attention.o_proj"), ("mlp_scale", "mlp.fc2")):
         if scale in block:
             block[f"{linear}.weight"] = block[scale][:, None] * block[f"{linear}.weight"]
@@ -482,13 +484,13 @@ def fold_layer_scale(block: dict[str, torch.Tensor]):
 
 
 def keep_sizes_positive(block: nn.Module, args):
-    """Clamp sizes of tokens above 0, because attention takes their logarithm. DiffRate multiplies the size of a merged
-    token by a similarity that may be negative, and clamps sizes only during its search."""
+    """Clamp token sizes to at least 1e-6, because attention takes their logarithm. DiffRate multiplies the size of a
+    merged token by a similarity, which may be negative, and clamps sizes only during a search."""
     block._diffrate_info["size"] = block._diffrate_info["size"].clamp(min=1e-6)
 
 
 def update_rates(vit: PooledViT):
-    """Update DiffRate's numbers of kept tokens from its weights; its modules do this only in training steps."""
+    """Compute DiffRate's numbers of kept tokens from its weights. DiffRate's code does this only in training steps."""
     for module in vit.modules():
         if hasattr(module, "update_kept_token_number"):
             module.update_kept_token_number()
@@ -496,7 +498,8 @@ def update_rates(vit: PooledViT):
 
 @contextmanager
 def peer(checkout: str | Path, package: str):
-    """Import from a checkout within this context only: modules in it, such as `datasets`, hide installed ones."""
+    """Import modules from a checkout within this context. Outside, its modules would hide installed packages, for
+    example `datasets`."""
     if not (Path(checkout) / package).is_dir():
         raise ValueError(f"{str(checkout)!r} is no checkout with a package {package!r}.")
     sys.path.insert(0, str(checkout))
