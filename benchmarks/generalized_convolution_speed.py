@@ -23,8 +23,8 @@ POSITIONS = 9
 
 
 def shift_matrices(height: int, width: int, num_positions: int) -> torch.Tensor:
-    """Return the constant matrices Φ of eqs. 4 and 6, `(positions, height * width, height * width)`. Row q of Φ_i is
-    1 at the i-th position of the window around q, and 0 elsewhere. If this position is outside the map, the row is 0."""
+    """Return the constant matrices Φ of eqs. 4 and 6, `(positions, height * width, height * width)`. Row q of Φ_i is 1
+    at the i-th position of the window around q, and 0 elsewhere. If this position is outside the map, the row is 0."""
     side = window_size(num_positions)
     matrices = torch.zeros(num_positions, height, width, height, width)
     for index in range(num_positions):

@@ -100,7 +100,7 @@ def main():
     )
 
     def add(name: str, model: nn.Module, training: str | None, results: list[dict] | None = None):
-        """Add a row. Speed is measured for one model of each name, because models of one name differ only in weights."""
+        """Add a row. The speed of only one model of each name is measured: its other models differ only in weights."""
         models.setdefault(name, model)
         macs = count_macs(model, image_format.size).macs_with_attention
         accuracies = shared.last_accuracies(results or [evaluate(model, test, image_format)])
@@ -261,8 +261,8 @@ def tune(
     """Fine-tune a model or search DiffRate's rates, or load the weights of a finished run from `folder`.
 
     `loss` is `"teacher"` (divergence from the teacher's class probabilities), `"cosine"` (cosine distance from the
-    teacher's embedding) or `"labels"` (cross-entropy). In a search, the squared difference between multiply-accumulates
-    and `search_macs` is added. `options` are arguments of `fit`.
+    teacher's embedding) or `"labels"` (cross-entropy). A search adds the squared difference between multiply-accumulates
+    and `search_macs` to this loss. `options` are arguments of `fit`.
     """
     file, device = folder / "model.safetensors", choose_device()
     model.to(device).train()
