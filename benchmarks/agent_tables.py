@@ -1,6 +1,6 @@
 """Measure a ViT that is trained jointly with an agent CNN, on CIFAR-10. Each command writes one table.
 
-    python benchmarks/agent_tables.py joint   # joint and shared training beside a ViT and an agent that train alone
+    python benchmarks/agent_tables.py joint   # ViT alone, agent alone, joint training, training with shared weights
     python benchmarks/agent_tables.py hints   # joint training without the hint of one block (figure 1)
     python benchmarks/agent_tables.py agents  # joint training with other agents, and a ViT that trains alone with SAM
     python benchmarks/agent_tables.py longer  # four rows of the table "joint", trained for 40 epochs
@@ -12,13 +12,13 @@ All rows have these settings, unless the name of a row gives another value:
 - Architecture: 64 patches, width 72, 4 blocks. The ViT has [CLS] and 9 heads, and the agent has 9 positions.
 - Budget: 4,000 images, 6 epochs, batches of 32.
 - Optimizer, initialization and loss weights of the reference implementation. Rows with impulse initialization
-  initialize all other weights as in Transformers, because standard normal patch projections would hide the positions.
+  initialize all other weights as in Transformers: a standard normal patch projection would outweigh the positions.
 - Training images are padded by reflection. Accuracy is measured after the last epoch.
 
 The row "joint, no hint, no divergence" is the control. Its models train side by side with the dropout of other joint
 rows, but no loss term connects them. A ViT that trains alone has dropout at the same places as Transformers' ViT.
-Finished runs under --runs-dir are reused, so an interrupted command can be repeated, and seeds can run in parallel.
-The output is agent_TABLE.json. `frugalvit joint --config joint-small` and similar recipes have the paper's sizes.
+Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds can run in parallel. The
+output is agent_TABLE.json. `frugalvit joint --config joint-small` and similar recipes have the paper's sizes.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from shared import budget_settings, last_accuracies, parse_table, run_row, sprea
 BLOCKS = 4
 SIZES = f"patch_size=4,hidden_size=72,num_hidden_layers={BLOCKS},intermediate_size=288"
 VIT = f"image_size=32,{SIZES},num_attention_heads=9"
-# The committed results are older than the support for `branch_dropout`, so `branch_dropout` is 0 here.
+# `branch_dropout` is 0, because the committed results were measured before this option existed.
 AGENT = f"{SIZES},num_positions=9,branch_dropout=0"
 IMPULSE = {"initialization": "impulse", "initialization_options": "value_init=mimetic"}
 TRANSFORMERS = {"initialization": "default"}
@@ -97,7 +97,7 @@ TABLES = {
         "ViT alone": (train, VIT_ALONE),
         "ViT alone, SAM": (train, VIT_ALONE | SAM),
     },
-    # Hints and SAM lower the accuracy after few epochs. This table tests whether weaker hints and weaker SAM do, too.
+    # Hints and SAM lower the accuracy after few epochs. This table therefore tests weaker hints and weaker SAM.
     "directions": {
         "joint, no hint": (joint, JOINT | NO_HINT),
         **{f"joint, hints of weight {w}": (joint, JOINT | {"config_overrides": f"hint_weight={w}"}) for w in (0.1, 1)},
@@ -110,8 +110,7 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
-# Rows of the table "gradients". "trained" is the model of the row "joint". The other rows are untrained models, and
-# `STARTS` has the `--initialization` of each.
+# Rows of the table "gradients": untrained models by their `--initialization`, and the trained model of "joint".
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
 
@@ -167,8 +166,8 @@ def gradients(arguments, names: list[str]) -> list[dict]:
 def gradient_lengths(
     model: BootstrappedViTForImageClassification, inputs: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Return the norms of the loss terms' gradients with respect to the ViT's parameters, and the cosine between the
-    hint gradient and the sum of the other gradients. Also return the root mean square of the embedded tokens."""
+    """Return the norm of each loss term's gradient for the ViT's parameters. Also return the cosine between the hint
+    gradient and the sum of the other gradients, and the root mean square of the embedded tokens."""
     outputs = model.eval()(**inputs, output_hidden_states=True)
     losses = outputs.losses
     parameters = list(model.vit.parameters())

@@ -1,4 +1,4 @@
-"""Draw attention maps, entropies of attention and feature maps, like the figures of the papers.
+"""Draw attention maps, the entropy of attention, and feature maps, and measure stable ranks.
 
     python benchmarks/attention.py maps MODEL --initialization impulse mimetic trunc_normal
     python benchmarks/attention.py maps RUN --start --layers 1 4
@@ -41,7 +41,7 @@ from frugalvit.training.models import build_model
 from shared import add_results_argument, make_parser, print_rows, write_table
 
 
-# Number of queries and keys in the upper left corner of an attention map, which is also drawn enlarged.
+# Beside each attention map, the corner with the first `CORNER` queries and keys is drawn enlarged.
 CORNER = 48
 STYLE = {"dpi": 200, "facecolor": "white", "layout": "constrained"}
 
@@ -119,8 +119,7 @@ def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedMod
 
 
 def own_start(run: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """Rebuild the initial model of a run of `frugalvit train` or `frugalvit joint`. The command of the run is in the
-    run's model card."""
+    """Rebuild the initial model of a run from the training command in the run's model card."""
     [command] = re.findall(r"^frugalvit (?:train|joint) .*$", (run / "README.md").read_text("utf-8"), re.MULTILINE)
     _, name, *argv = shlex.split(command)
     options, _, args = {"train": train, "joint": joint}[name].make_parser().parse(argv)
@@ -150,9 +149,8 @@ def draw_maps(
     measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int], head: int | None = None
 ) -> Figure:
     """Draw attention maps: a row of panels for each layer, and two panels for each model. The first panel is the map
-    of one head or the average of all heads, and the second is its upper left corner. Rows of a map are queries, and
-    columns are keys. The color scale ends at the 99.8th percentile, or at ten times uniform attention if that is
-    larger."""
+    of one head or the mean over heads, and the second is the map's upper left corner. Rows of a map are queries, and
+    columns are keys. The color scale ends at the larger of the 99.8th percentile and ten times uniform attention."""
     figure = Figure(figsize=(3.3 * len(measured), 1.6 * len(layers) + 0.3), **STYLE)
     axes = figure.subplots(len(layers), 2 * len(measured), squeeze=False)
     for panels, layer in zip(axes, layers, strict=True):
@@ -190,7 +188,7 @@ def draw_entropy(measured: Mapping[str, Sequence[LayerStatistics]]) -> Figure:
 
 @torch.no_grad()
 def feature_maps(model: PreTrainedModel, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norms of the feature vectors after each layer, each `(images, rows, columns)`."""
+    """Return a list of the norms of feature vectors after each layer, `(images, rows, columns)`."""
     found = []
     for pixel_values in batches:
         states, grid = model(pixel_values, output_hidden_states=True).hidden_states[1:], patch_grid(model.config)

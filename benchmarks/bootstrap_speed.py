@@ -3,9 +3,9 @@
     python benchmarks/bootstrap_speed.py --sparseformer CHECKOUT --dataset IMAGES
 
 CHECKOUT is a clone of github.com/showlab/sparseformer. The student is a SparseFormer-B with 49 tokens, and the teacher
-is a ViT-B/16. Both have random weights. The plain loop crops, flips and normalizes images with torchvision, and uses
-timm's ViT. In each round, each of the two trainings runs in a new process. The output, bootstrap_speed.json, has the
-medians of all rounds.
+is a ViT-B/16. Both have random weights. The plain loop crops, flips and normalizes images with torchvision, and its
+teacher is timm's ViT. In each round, each of the two trainings runs in a new process. The medians of all rounds are
+written to bootstrap_speed.json.
 """
 
 import json
@@ -31,7 +31,7 @@ from sparseformer_speed import load_reference
 
 
 TEACHER = ViTConfig(num_labels=1000)
-# Four of the eight inherited blocks are frozen in the plain loop, like in `frugalvit bootstrap`.
+# The plain loop freezes as many inherited blocks as `frugalvit bootstrap`: four of eight.
 FROZEN = 4
 
 
@@ -107,8 +107,7 @@ def bootstrap_command(arguments, folder: Path) -> float:
 
 
 def plain_loop(arguments, folder: Path) -> float:
-    """Train the reference implementation's student in a plain PyTorch loop. Return the images per second during the
-    second half of the steps."""
+    """Run the plain training loop. Return the images per second during the second half of the steps."""
     import timm
 
     device = choose_device()

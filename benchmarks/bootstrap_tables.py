@@ -9,8 +9,8 @@
 
 `elastic` continues the training of the shipped student. It trains one student for each number of tokens, and one
 student for all numbers. `compare` measures these students, the teacher with smaller images or fewer patches, and ToMe
-without tuning. Finished runs under --runs-dir are reused, so an interrupted command can be repeated, and seeds can run
-in parallel. The output is bootstrap_TABLE.json, elastic_cifar10.json, or compare_cifar10.json and .png.
+without tuning. Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds can run in
+parallel. The output is bootstrap_TABLE.json, elastic_cifar10.json, or compare_cifar10.json and .png.
 """
 
 import json
@@ -28,7 +28,7 @@ from frugalvit.training.data import load_images
 from token_merging import merging, with_random_patches
 
 
-# Additional arguments of each row, by table and row name. The folder of the run "16 tokens" replaces "{16 tokens}".
+# Additional arguments of each row, by table and row name. `run` replaces "{16 tokens}" by the folder of "16 tokens".
 TABLES = {
     "tokens": {
         "8 tokens": ["--num_tokens", "7"],
@@ -187,8 +187,7 @@ def run_elastic(arguments, name: str, seed: int) -> dict:
 
 
 def compare_elastic(arguments):
-    """Compare the first seed's students with the teacher, which also runs on smaller images, on random patches and
-    with ToMe."""
+    """Compare the first seed's students with the teacher on full images, smaller images and random patches."""
     seed = arguments.seeds[0]
     baselines = load_teachers(arguments.teacher, "ViT", [16, 24])
     baselines += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]

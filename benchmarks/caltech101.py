@@ -1,4 +1,4 @@
-"""Measure students that are bootstrapped from a ViT-S/14, on Caltech-101 with 224 x 224 pixels.
+"""Measure students that are bootstrapped from a ViT-S/14, on images of Caltech-101 with 224 x 224 pixels.
 
     python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
@@ -12,11 +12,11 @@
 
 - `teacher` fine-tunes a pretrained ViT, first on small images and then on images of 224 x 224 pixels.
 - `students` bootstraps the VARIANTS from this teacher, without labels. The elastic variant is also measured with
-  adaptive numbers of tokens. The model of the last step is measured, so test images have no influence on the model.
+  adaptive numbers of tokens. The model of the last step is measured, so test images do not select a model.
 - `table` averages all runs and writes caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png.
 - `compare` compares students, the teacher, ToMe (github.com/facebookresearch/ToMe) without tuning, and tuned DiffRate.
-  The output is compare_caltech101.json and .png. For other data, --title gives the name in these files.
-- `picture` draws the results of `compare` again. Accuracies of ToMe are then those after the tuning by `tome`.
+  The output is compare_caltech101.json and .png. For other data, --title changes the names of these files.
+- `picture` draws the results of `compare` again, with the accuracies of ToMe after the tuning by `tome`.
 - `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune ToMe and DiffRate on the students' views with the
   students' loss. Before this tuning, `diffrate` searches DiffRate's rates with labels.
 - `features` bootstraps from the pretrained ViT without the images of 20 classes, and tests embeddings on these classes
@@ -63,12 +63,11 @@ from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, t
 VARIANTS = {
     "fixed": [],
     "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
-    # With --tokens 256, each patch has a token. The linear layers then cost as much as in 12 blocks with 64 tokens.
+    # With --tokens 256, each patch has a token. Linear layers then cost as much as those of 12 blocks with 64 tokens.
     "3 blocks": ["--truncate", "9"],
     "paper": ["--focusing", "paper", "--preset", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
-# `confidence` and `token_counts` of `classify_adaptively`: probabilities above which an image needs no further pass,
-# and numbers of tokens of the passes.
+# Settings of `classify_adaptively`: values of `confidence`, and values of `token_counts`.
 CONFIDENCES = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 LOOKS = [(9, 36), (9, 64), (9, 16, 25, 36, 49, 64)]
 # Views of a test image: the image itself, the image on a plain canvas, and the image on another photograph. The canvas
@@ -204,8 +203,7 @@ def pooled(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
 
 def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
     """Compute accuracy, mean number of tokens and mean cost of `classify_adaptively`. `found` has the logits and the
-    multiply-accumulates of each pass, by number of tokens. An image needs no further pass after a pass in which its
-    likeliest class has at least the probability `confidence`."""
+    multiply-accumulates of each pass, by number of tokens."""
     scores, classes = torch.stack([logits.softmax(1) for logits, _ in found.values()]).max(-1)
     sure = scores >= confidence
     sure[-1] = True
@@ -222,7 +220,7 @@ def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.T
 def test_images(
     test: str, image_format: ImageFormat, view: str, backgrounds: str | None = None, limit: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one of `VIEWS` of the test images, `(images, 3, height, width)` uint8, and the labels of the images."""
+    """Return the test images in one of `VIEWS`, `(images, 3, height, width)` uint8, and their labels."""
     records, view_of = sample(load_images([test], "train"), limit, seed=0), EvalView(image_format)
     shown = tqdm(views_of(records, image_format, view, backgrounds), view, len(records), leave=False)
     pixels = [view_of(image)["pixel_values"] for image in shown]
@@ -247,8 +245,7 @@ def views_of(
 def outputs_for(
     arguments, call: Callable, image_format: ImageFormat, view: str = VIEWS[0]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call a function with batches of normalized test images. Return its outputs as float32 on the CPU, and the labels
-    of the images."""
+    """Return the outputs of a function for all normalized test images, float32 on the CPU, and the images' labels."""
     backgrounds = getattr(arguments, "backgrounds", None)
     limit = getattr(arguments, "test_images", None)
     pixels, labels = test_images(arguments.test, image_format, view, backgrounds, limit)
@@ -270,8 +267,8 @@ def put_on_canvas(image: Image.Image, index: int, image_format: ImageFormat) -> 
 
 
 def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Image:
-    """Put a test image at a random place on another photograph, whose sides become `CANVAS` times those of the image.
-    `index` seeds the random numbers."""
+    """Resize `background` to `CANVAS` times the width and height of a test image. Put the test image on the background
+    at a random place. `index` seeds the random numbers."""
     size = [round(CANVAS * side) for side in image.size]
     with seeded(index):
         left, top = (int(torch.randint(large - small + 1, ())) for large, small in zip(size, image.size, strict=True))
@@ -310,8 +307,8 @@ def file_name(arguments) -> str:
 
 
 def measure_peers(arguments):
-    """Measure ToMe or DiffRate before and after tuning. Before tuning, DiffRate has searched rates. Tuning takes an
-    epoch with the students' views, loss and learning rate of inherited weights."""
+    """Measure ToMe or DiffRate before and after tuning. DiffRate's rates are searched before both measurements. Tuning
+    takes one epoch, with the views, the loss and the learning rate of the students' inherited weights."""
     teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
     rows, settings = [], {"seeds": arguments.seeds}
     if arguments.what == "diffrate":
@@ -370,8 +367,7 @@ def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
 
 
 def compare_features(arguments):
-    """Measure the embeddings of a student and its teacher. On Caltech-101, only classes that were excluded from
-    bootstrapping are measured. On other data, all classes are measured."""
+    """Measure embeddings of classes that bootstrapping excludes. On other data than Caltech-101, use all classes."""
     runs, seed = arguments.runs_dir, arguments.seeds[0]
     train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
     kept, epochs, left_out, classes = arguments.train, 2, [], f"all {len(class_names(train))} classes"
@@ -394,7 +390,7 @@ def compare_features(arguments):
     labels = torch.from_numpy(label_numbers(test))[indices]
     known_labels = torch.from_numpy(label_numbers(train))[known_indices]
     for row, embeddings, known_embeddings in zip(rows, asked, known, strict=True):
-        # This speed is from one round. The command `compare` measures speeds in more rounds.
+        # Speeds of one round are not reported. The command `compare` measures speeds in more rounds.
         del row["images_per_second"]
         right = classified_rightly(embeddings, labels, known_embeddings, known_labels)
         for name, values in right.items():
@@ -416,7 +412,7 @@ def classified_rightly(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Classify test images by a linear probe and by nearest neighbors, both with the training embeddings `known`.
-    Return whether each classification is right, `(images,)`, averaged over the draws of random patches."""
+    Return 1 for each right and 0 for each wrong classification, `(images,)`, averaged over draws of random patches."""
     classes, numbers = known_labels.unique(return_inverse=True)
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):
@@ -427,8 +423,7 @@ def classified_rightly(
 
 
 def draw_picture(arguments):
-    """Draw the results of the command `compare`. Where the command `tome` has measured tuned ToMe, the accuracies are
-    those of tuned ToMe."""
+    """Draw the results of the command `compare`, with accuracies of tuned ToMe from the command `tome`."""
     name = f"compare_{file_name(arguments)}"
     rows, tuned = (
         json.loads((arguments.results_dir / file).read_text(encoding="utf-8"))["rows"]
@@ -478,7 +473,6 @@ def make_table(arguments):
 
 
 def averages(runs: list[dict], names: tuple[str, ...]) -> dict[str, float | None]:
-    """Average the results of runs for each view in `SEEN`."""
     row = {}
     for images in SEEN:
         accuracies = [run[images]["accuracy"] for run in runs]

@@ -1,8 +1,8 @@
 """Measure a small CLIP and a tiny LLaVA before and after a SparseFormer replaces their image encoder.
 
-    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, and variance of patches in tokens
+    python benchmarks/clip_tables.py clip     # zero-shot accuracy, retrieval, explained variance of patches
     python benchmarks/clip_tables.py llava    # answers before and after the swap, and after `align-llava`
-    python benchmarks/clip_tables.py llava_inherited   # answers with students that inherit all weights
+    python benchmarks/clip_tables.py llava_inherited   # answers with students of `--focusing inherited`
 
 Each command first trains the CLIP on images of CIFAR-10 and sentences about the classes. SparseFormers are
 bootstrapped from the CLIP's image encoder without sentences. The LLaVA is trained on questions about the images. After
@@ -64,7 +64,7 @@ from small_clip import SENTENCES, train_and_save, word_tokenizer
 
 
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-# Ridge penalty in `explained_variance`, relative to the mean over token channels of the sum of squares.
+# Ridge penalty in `explained_variance`, relative to the mean squared norm of the regression's input columns.
 RIDGE = 0.1
 # Number of images with which channels are matched. `frugalvit swap --dataset` has the same default.
 MATCHED_IMAGES = 1000
@@ -89,7 +89,7 @@ STUDENTS_INHERITED = {
     "SparseFormer, 16 readable tokens of a grid": (16, READABLE),
     "SparseFormer, 16 readable tokens placed by content": (16, [*READABLE, "--placement", "content"]),
 }
-# Students that `align-llava` also trains inside the LLaVA.
+# Students for which `frugalvit align-llava` runs after the swap.
 ALIGNED = list(STUDENTS)[:3]
 
 
@@ -203,8 +203,8 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
 
 @torch.no_grad()
 def explained_variance(arguments, clip: Path, student: Path | None) -> float:
-    """Predict the CLIP's patch states from the student's tokens by ridge regression. Return the fraction of their
-    variance that the regression explains on test images. The states are from the layer whose output a LLaVA uses."""
+    """Predict the CLIP's patch states from the student's tokens by ridge regression. Return the fraction of variance
+    that is explained on test images. Patch states and tokens are from the layer whose output a LLaVA uses."""
     teacher = CLIPModel.from_pretrained(clip).vision_model.eval()
     if student is None:
         return 1.0
@@ -249,8 +249,7 @@ def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[st
 
 
 def with_means(llava: LlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
-    """Return a copy of a LLaVA that averages 2 x 2 patches before the projector. Readable tokens of a grid are trained
-    to these means."""
+    """Return a copy of a LLaVA that averages 2 x 2 patches before the projector, to compare with readable tokens."""
 
     def average(projector, arguments):
         (patches,) = arguments
@@ -307,7 +306,7 @@ def make_llava(tower, language: LlamaConfig, image_processor, tokenizer):
 def train_answers(
     llava: LlavaForConditionalGeneration, processor, images: datasets.Dataset, folder: Path, steps: int, seed: int
 ):
-    """Train the weights of a LLaVA that are not frozen on `QUESTIONS`. Save the LLaVA and its processor."""
+    """Train a LLaVA to answer `QUESTIONS`, and save the LLaVA and its processor. Frozen weights are not trained."""
     tokenizer, names = processor.tokenizer, class_names(images)
     pixels = torch.cat([pixel_values for pixel_values, _ in image_batches(processor.image_processor, images, 256)])
     examples = [
@@ -358,8 +357,7 @@ def align(arguments, llava: Path, student: Path, name: str, seed: int) -> Path:
 def swapped_accuracy(
     llava_folder: Path, student: Path, images: datasets.Dataset, match_on: datasets.Dataset | None = None
 ) -> dict[str, float | int]:
-    """Measure a LLaVA's answers after the swap to a student. If `match_on` is given, channels are matched on these
-    images as in `frugalvit swap --dataset`."""
+    """Measure a LLaVA's answers after the swap. If `match_on` is given, channels are matched on these images."""
     llava, old_processor = load_model(llava_folder, "image-text-to-text", "cpu")
     tower, _ = load_model(student, "image-feature-extraction", "cpu")
     model = swap_vision_tower(llava, tower)
@@ -371,8 +369,7 @@ def swapped_accuracy(
 
 @torch.inference_mode()
 def answer_accuracy(llava, processor, images: datasets.Dataset) -> dict[str, float | int]:
-    """Ask each question about each image. Return the share of right answers to each question, and the number of image
-    tokens."""
+    """Return the share of right answers to each of `QUESTIONS`, and the number of image tokens."""
     llava.eval()
     names, tokenizer = class_names(images), processor.tokenizer
     tokens = llava.config.image_seq_length

@@ -1,4 +1,4 @@
-"""Compare students whose grid cells are chosen by the content of each image with students whose cells are equal.
+"""Compare two placements of a student's tokens: on a grid, and by the content of each image.
 
     python benchmarks/content_placement.py teacher --name clothing --model VIT --train TRAIN --test TEST
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
@@ -11,11 +11,12 @@
 
 - `teacher` fits a linear classifier to the embedding of a pretrained vision transformer.
 - `students` bootstraps students for six numbers of tokens. Half of the training views are zoomed out. Students and
-  teacher are measured on test photographs, on a plain canvas with the photograph at 1 / 2.5 of the canvas's sides, and
-  on another photograph in the place of the canvas. `table` averages the results of all seeds under --runs-dir.
-- `glances` measures placement by content with a margin: a cell is split instead of a block only if the cell's score is
-  the margin times as large. It also measures two passes. The second pass, by content, is for images whose first pass,
-  on a grid, is uncertain.
+  teacher are measured on three views of each test photograph: the photograph, the photograph on a plain canvas with
+  2.5 times its width and height, and the photograph on another photograph with the size of the canvas.
+- `table` averages the results of all seeds under --runs-dir.
+- `glances` measures placement by content with a margin. Scores of blocks of four grid cells are multiplied by the
+  margin, so that more blocks are split into grid cells. `glances` also measures two passes: a first pass on a grid,
+  and a second pass by content for images with an uncertain class.
 - `larger` measures images of twice the size. `speed` times both placements, and `picture` draws their tokens.
 - `rivals` copies the weights of a student with a grid into Adaptive Patch Transformer (CHECKOUT of
   github.com/rccchoudhury/apt, needs ipdb, einops and cv2) and into timm's NaFlexViT. The entropy threshold of Adaptive
@@ -72,8 +73,8 @@ PLACEMENTS = ("grid", "content")
 TOKENS = [9, 16, 25, 36, 49, 64]
 # Value of `frugalvit bootstrap --zoom_out` for all students.
 ZOOM_OUT = 3.0
-# Settings of `glances`. Scores of blocks are multiplied by a margin. `GLANCES` has the numbers of tokens in the first
-# pass (grid) and the second pass (content). An image needs no second pass if its likeliest class reaches a confidence.
+# Settings of `glances`: factors of block scores; numbers of tokens in the first pass (grid) and the second pass
+# (content); smallest probability of the likeliest class for which an image needs no second pass.
 MARGINS = (1.0, 1.5)
 GLANCES = ((9, 36), (16, 36), (16, 49), (16, 64))
 CONFIDENCES = (0.3, 0.4, 0.5, 0.6, 0.7)
@@ -118,7 +119,7 @@ def make_teacher(arguments):
     seen = argparse.Namespace(**vars(arguments) | {"test": arguments.train, "test_images": None})
     probe = fit_probe(*caltech101.outputs_for(seen, anatomy.embed, image_format))
     with torch.no_grad():
-        # The probe standardizes its inputs, and the classifier does not. Mean and std are merged into the weights.
+        # The classifier does not standardize its inputs, so the probe's mean and std are merged into the weights.
         model.classifier.weight.copy_(probe.linear.weight / probe.std)
         model.classifier.bias.copy_(probe.linear.bias - model.classifier.weight.cpu() @ probe.mean)
     model.save_pretrained(folder)
@@ -135,8 +136,7 @@ def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict
 
 
 def measure(arguments, folder: Path, placement: str, scale: int = 1) -> list[dict]:
-    """Measure a student's accuracy on each of `caltech101.VIEWS`. Return a row for each number of tokens. Images are
-    `scale` times as wide and high as those of the image processor."""
+    """Return a student's accuracies for each number of tokens. Images are enlarged by the factor `scale`."""
     model, processor = load_model(folder, "image-classification", str(choose_device()))
     image_format = ImageFormat.from_processor(processor)
     size = tuple(scale * side for side in image_format.size)
@@ -274,9 +274,8 @@ def classify_placed(placement, arguments, model, image_format, images, count, vi
 
 
 def classify_apt(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Classify images with the patches that Adaptive Patch Transformer chooses. Large patches are resized, then
-    embedded.
-    The method also embeds the parts of large patches, but this embedding is zero before training."""
+    """Classify images with the patches that Adaptive Patch Transformer chooses. Large patches are resized and then
+    embedded. The method also embeds the parts of large patches, but this embedding is zero before training."""
     with peer(arguments.apt, "src"):
         theirs = importlib.import_module("src.models.patch_tokenizer")
     base = model.base_model
@@ -304,7 +303,7 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
 
 
 def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> PatchSparseFormerEmbeddingsOutput:
-    """Embed the patches in `chosen`, the output of the tokenizer. Replaces `PatchSparseFormerModel.embed_each`."""
+    """Embed the patches in `chosen`, the tokenizer's output. Used instead of `PatchSparseFormerModel.embed_each`."""
     tokens, areas = [], []
     for level in range(SCALES):
         side = embeddings.patch_size[0] * 2**level
@@ -378,8 +377,7 @@ def measure_speed(arguments):
 
 
 def draw_picture(arguments):
-    """Draw test images, and the resolution and label that the student has for each image with each placement. Every
-    second image is on a plain canvas."""
+    """Draw test images, and below them the same images at the resolution of the tokens of each placement."""
     records = load_images([arguments.test], "train")
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
     models = {}

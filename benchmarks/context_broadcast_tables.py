@@ -8,7 +8,7 @@
     python benchmarks/context_broadcast_tables.py distillation   # CB with distillation (tables S1 and S2)
     python benchmarks/context_broadcast_tables.py inserted       # CB inserted into the shipped ViT, without training
     python benchmarks/context_broadcast_tables.py insertion      # CB inserted into the shipped ViT, with training
-    python benchmarks/context_broadcast_tables.py sparseformer   # CB inserted into the shipped SparseFormer
+    python benchmarks/context_broadcast_tables.py sparseformer   # CB in the shipped SparseFormer, with training
     python benchmarks/context_broadcast_tables.py longer         # CB and CB_S with DeiT's training, 40 epochs
     python benchmarks/context_broadcast_tables.py speed          # cost of each kind in a ViT-S, 224 x 224 pixels
 
@@ -16,7 +16,7 @@ By default, a ViT has 64 patches, [CLS], width 96, 4 blocks and 4 heads, and is 
 The tables of impulse_tables.py have the same sizes. "inserted" and "speed" train nothing. After the last epoch,
 accuracy is measured on test images, on test images with a quarter of each image hidden, and under an FGSM attack.
 Entropy of attention is averaged over layers, heads and images. Finished runs under --runs-dir are reused, so an
-interrupted command can be repeated, and seeds can run in parallel. The output is context_broadcast_TABLE.json.
+interrupted command can be repeated. Seeds can run in parallel. The output is context_broadcast_TABLE.json.
 `frugalvit train --config context-broadcast-small` and similar recipes have the paper's sizes and budgets.
 """
 
@@ -60,7 +60,7 @@ PVT_V2 = (
 
 
 def vit(kind: str | None, *positions: str, **options) -> dict:
-    """Return arguments of `frugalvit train` for a ViT with Context Broadcasting, or without if `kind` is None."""
+    """Return arguments of `frugalvit train` for a ViT with Context Broadcasting, or without it if `kind` is None."""
     overrides = ["context_broadcast=" + ("null" if kind is None else kind)]
     if positions:
         overrides.append("context_broadcast_position=[" + ",".join(f'"{position}"' for position in positions) + "]")
@@ -68,7 +68,7 @@ def vit(kind: str | None, *positions: str, **options) -> dict:
 
 
 def host(model_type: str, overrides: str, kind: str | None) -> dict:
-    """Return arguments of `frugalvit train` for a Transformers model. If `kind` is None, nothing is inserted."""
+    """Return arguments of `frugalvit train` for a Transformers model. If `kind` is given, insert CB of this kind."""
     inserted = {"context_broadcast": kind} if kind else {}
     return {"model_type": model_type, "config_overrides": overrides, **inserted}
 
@@ -80,8 +80,7 @@ def shipped(name: str, kind: str | None, **options) -> dict:
 
 
 def distilled(kind: str | None) -> dict:
-    """Return arguments of `frugalvit train` for a ViT with a distillation token. The targets of the token are the
-    classes that the shipped ViT predicts."""
+    """Return arguments of `frugalvit train` for a ViT that is distilled from the shipped ViT's predicted classes."""
     row = vit(kind, distill_from="checkpoints/cifar10-vit", distill_kind="hard")
     return row | {"config_overrides": f"{row['config_overrides']},use_distillation_token=true"}
 
@@ -91,9 +90,8 @@ def scaled(start: float) -> dict:
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
-# The recipe `context-broadcast-small` with two changes. The learning rate is 1e-3, eight times the value that DeiT's
-# rule gives for batches of 128. Images are padded and cropped, as in DeiT's code for images of 32 x 32 pixels. (DeiT's
-# code pads with black.)
+# The recipe `context-broadcast-small` with two changes. The learning rate is 1e-3, eight times the value of DeiT's
+# rule for batches of 128. Images are padded and cropped, as in DeiT's code for 32 x 32 pixels. DeiT pads with black.
 DEIT = {
     "randaugment_layers": 2,
     # Magnitude 27 of 30 in torchvision corresponds to magnitude 9 of 10 in timm.

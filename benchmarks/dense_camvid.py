@@ -16,7 +16,7 @@ scores of the linear layer for a test image are interpolated to the mask's size.
   CPU in float32. Backbones are timed in turns.
 
 `grid-upsampler` is trained with each seed of --seeds, and other students with the first seed. Finished runs under
---runs-dir are reused. The output is dense_camvid.json and .webp. CamVid (Brostow et al.) is for research.
+--runs-dir are reused. The output is dense_camvid.json and .webp. CamVid (Brostow et al.) is a data set for research.
 """
 
 import dataclasses
@@ -227,14 +227,14 @@ def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[
 
 
 def students(name: str, found: Sequence[SparseFormerBackbone], counts: Sequence[int]) -> Iterator[Backbone]:
-    """Yield a backbone for each number of tokens. `found` has the student that was trained with each seed."""
+    """Yield a backbone for each number of tokens. `found` has one student for each seed."""
     for count in counts:
         maps, *others = (functools.partial(map_of_student, each, count) for each in found)
         yield Backbone(name, count, SIZE, found[0], maps, others)
 
 
 def read_masks(images) -> torch.Tensor:
-    """Return the class numbers of all images, `(images, height, width)` uint8."""
+    """Return the class number of each pixel, `(images, height, width)` uint8."""
     reader, found = MaskReader(len(CLASSES), [VOID]), []
     for index in range(len(images)):
         record = images[index]
@@ -327,8 +327,8 @@ def mean_iou(counts: torch.Tensor, classes: Sequence[str] = CLASSES) -> torch.Te
 
 
 def behind(scores: list[torch.Tensor], teacher: torch.Tensor) -> dict[str, float]:
-    """Return the teacher's mean IoU minus the students' mean IoU, averaged over seeds. The standard error of this
-    difference is computed by resampling test images."""
+    """Return the teacher's mean IoU minus the students' mean IoU, averaged over seeds. Also return the standard
+    error of this difference, from resampled test images."""
     chosen = torch.randint(len(teacher), (2_000, len(teacher)), generator=torch.Generator().manual_seed(0))
     weights = F.one_hot(chosen, len(teacher)).sum(1).double()
 

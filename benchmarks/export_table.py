@@ -99,7 +99,7 @@ def exported(model, name: str, runtime: str, precision: str, arguments) -> Path:
     elif name.startswith("caltech101"):
         train, test = arguments.caltech
         data = ["--calibration-data", train, "--dataset", test, "--limit", "300"]
-    # With --force, a program is also written if its agreement is below the limits. The table has all programs.
+    # With --force, programs with an agreement below the limits are also written. The table has all programs.
     program = ["--format", runtime, "--precision", precision, "--output", str(folder)]
     export.main(["--model", str(source), *program, "--force", *data])
     return folder

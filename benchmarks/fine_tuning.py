@@ -6,8 +6,7 @@
 The student is bootstrapped on Caltech-101 without the last `NEW_CLASSES` classes. Student and teacher are then
 fine-tuned with a new classifier, on ten classes of clothing or on the last `NEW_CLASSES` classes of Caltech-101.
 `METHODS` train all weights, all weights with a larger learning rate for the classifier, LoRA matrices of rank 8
-(`peft`) for queries and values, or the classifier alone. The file of results is written after each row. Rows in the
-file are not measured again.
+(`peft`) for queries and values, or the classifier alone. Rows in the file of results are not measured again.
 """
 
 import argparse
@@ -69,7 +68,7 @@ def main(argv: list[str] | None = None):
 
 
 def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str, tokens: int | None) -> dict:
-    """Fine-tune the student with `tokens` tokens, or the teacher if `tokens` is None. Return the test accuracy."""
+    """Fine-tune the teacher, or the student if `tokens` is given. Return the accuracy and its standard error."""
     train, test = (read(arguments, data, part) for part in range(2))
     classes = sorted(train.unique("label"))
     train, test = sample(train, count, seed=0), sample(test, arguments.test_images, seed=0)
@@ -102,7 +101,7 @@ def fine_tune(arguments: argparse.Namespace, data: str, count: int, method: str,
 
 
 def choose_weights(model: PreTrainedModel, method: str) -> torch.nn.Module:
-    """Add LoRA matrices, or freeze all weights except the classifier, if the method requires it."""
+    """For "LoRA", add LoRA matrices. For "head", freeze all weights except those of the classifier."""
     if method == "LoRA":
         return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
     if method == "head":

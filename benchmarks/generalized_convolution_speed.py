@@ -1,10 +1,10 @@
-"""Measure time and memory of generalized convolution (Zhang et al.) as a convolution and in matrix form (eq. 5).
+"""Compare two forms of generalized convolution (Zhang et al.): a convolution, and the matrix form (eq. 5).
 
     python benchmarks/generalized_convolution_speed.py
 
-Layers have 9 positions and 64 channels. In matrix form, the time to compute the constant matrices does not count, but
-their memory does, because a model would store them. Memory is the peak memory of a forward pass in a new process
-(Linux). The output is generalized_convolution_speed.json.
+Layers have 9 positions and 64 channels. The time to compute the constant matrices of the matrix form does not count.
+The memory of these matrices counts, because a model would store them. Memory is the peak memory of a forward pass in a
+new process (Linux). The output is generalized_convolution_speed.json.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def generalized_convolution_in_matrix_form(
     matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `generalized_conv2d` in matrix form, Y = Σ Φ_i X W_i (eq. 5). Time and memory grow with the square of
-    the map's size. `matrices` is the result of `shift_matrices`, which is called by default."""
+    the number of positions in the map. `matrices` is the result of `shift_matrices`, computed by default."""
     height, width = feature_map.shape[-2:]
     if matrices is None:
         matrices = shift_matrices(height, width, weight.shape[-1]).to(feature_map)
@@ -99,7 +99,7 @@ def main():
 def make_pass(name: str, side: int, batch_size: int) -> Callable[[], torch.Tensor]:
     """Return a function that builds a layer and runs it. In matrix form, a layer includes the constant matrices."""
     feature_map = torch.randn(batch_size, CHANNELS, side, side)
-    # In the first call of an operation, libraries allocate memory for themselves. This memory must not be counted.
+    # The first call of an operation allocates memory inside libraries. After these calls, this memory does not count.
     with torch.inference_mode():
         nn.Conv2d(CHANNELS, CHANNELS, 3)(torch.randn(1, CHANNELS, 8, 8))
         torch.randn(64, 64) @ torch.randn(64, 64)

@@ -5,7 +5,7 @@
     python benchmarks/impulse_tables.py longer            # rows of "initializations" after 40 epochs
     python benchmarks/impulse_tables.py settings          # table 1: position embeddings and pooling
     python benchmarks/impulse_tables.py sizes             # table 3: widths of ViT-T and ViT-S with few and many heads
-    python benchmarks/impulse_tables.py directions        # reasons why results differ from the paper
+    python benchmarks/impulse_tables.py directions        # possible reasons for differences from the paper
     python benchmarks/impulse_tables.py convmixer         # table 4: ConvMixers with trained and frozen filters
     python benchmarks/impulse_tables.py heads             # tables 5 and 7: widths and numbers of heads, 8 blocks
     python benchmarks/impulse_tables.py pseudo_inputs     # table 6: all nine pairs of pseudo inputs
@@ -13,8 +13,8 @@
 
 Unless the name of a table or row gives another size, ViTs have 64 patches, width 96, 4 blocks and 4 heads. The budget
 is 6,000 images in batches of 64, with one epoch of warm-up. Recipes of `frugalvit train --config` have the paper's
-sizes and budgets. Finished runs under --runs-dir are reused, so an interrupted command can be repeated, and seeds can
-run in parallel. The output is impulse_TABLE.json.
+sizes and budgets. Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds can run
+in parallel. The output is impulse_TABLE.json.
 """
 
 import json
@@ -73,8 +73,7 @@ IMPULSES = {
     for method, options in METHODS.items()
     for values in VALUE_INITS
 }
-# Algorithm 1 as printed in the paper, and Algorithm 1 with bounded weights, as in the authors' code. Values keep the
-# default initialization.
+# Algorithm 1 as printed, and with bounded weights as in the authors' code. Values have the default initialization.
 IMPULSES_OF_PAPER = {
     name: row for name, row in IMPULSES.items() if "Algorithm 1 " in name and name.endswith("default values")
 }
@@ -120,7 +119,7 @@ VIT_TABLES = {
         for side in (3, 5)
     },
     # Here, unlike in the paper, Algorithm 1 does not help and Kaiming uniform is best. One possible reason is a small
-    # standard deviation of weights (0.02, but 0.059 in Kaiming uniform). The other possible reason is too many steps.
+    # standard deviation of weights: 0.02, but 0.059 in Kaiming uniform. Another possible reason is too many steps.
     "directions": {
         name: row
         for base in ("truncated normal", "impulse 3x3, Algorithm 1 bounded, default values")

@@ -5,8 +5,7 @@
 `--data` gives a title, the photographs of the index and the photographs of the queries, and can be repeated. If there
 are no photographs of queries, each photograph of the index is a query, and is excluded from its own results.
 
-In the reference search, the teacher embeds queries and index, and the cosine is the similarity. Each row of the table
-has a model and one of these roles of the model:
+In the reference search, the teacher embeds queries and index. Each row measures a model in one of these roles:
 
 - "queries": the model embeds the queries, and the teacher embeds the index.
 - "index": the teacher embeds the queries, and the model embeds the index.
@@ -131,7 +130,7 @@ def embed(
     """Load images, and embed the images by each model. Embeddings are saved and reused by later runs."""
     images = sample(load_images([file], "train"), limit, seed=0)
     embeddings = []
-    # Models with the same image processor form a group, so that each image is decoded once for the group.
+    # Each image is decoded once for all models with the same image processor.
     groups = itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor))
     for number, (_, group) in enumerate(groups):
         kept = arguments.runs_dir / f"{Path(file).stem}-{limit or 'all'}-{number}.pt"

@@ -1,4 +1,4 @@
-"""Measure the speed of models on a GPU, and the agreement of their outputs with a CPU, in seven minutes of an H100.
+"""Measure speed on a GPU, and the agreement of outputs with a CPU. This takes at most seven minutes on an H100.
 
     python benchmarks/on_gpu.py --reference CHECKOUT --tome CHECKOUT --results-dir results
 
@@ -51,7 +51,7 @@ DEVICE = choose_device()
 
 
 class Rows:
-    """Rows of a JSON file. The file is written after each row, and rows of the file are not measured again."""
+    """Rows of a JSON file. The file is written after each row, and rows in the file are not measured again."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -74,7 +74,7 @@ class Rows:
         print(self.rows[-1], flush=True)
 
     def measure_speeds(self, section: str, name: str, make: Callable[..., nn.Module], *arguments):
-        """Measure the speed of a model in each mode and batch size. The model is built for the first of these rows."""
+        """Measure the speed of a model in each mode and batch size. The model is built when a row needs it."""
         model = functools.cache(lambda: make(*arguments).to(DEVICE, torch.bfloat16).eval())
         for mode, batch_size in itertools.product(MODES, BATCH_SIZES):
             self.measure(section, name, speed, model, mode, batch_size, mode=mode, batch_size=batch_size)

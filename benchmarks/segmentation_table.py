@@ -10,7 +10,7 @@ Three models are trained with the same images, crops, number of steps and schedu
   because no SegFormer is pretrained on the same images as the two other models.
 
 Scores are measured at the resolution of the masks, after the last epoch. Speed and memory of inference are also
-measured. Finished runs under --runs-dir are reused, so an interrupted command can be repeated, and seeds can run in
+measured. Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds can run in
 parallel. The output is segmentation.json.
 """
 

@@ -42,7 +42,7 @@ VITS = {
     "vit-base": {},
     "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# Small batches are timed in more passes than the largest batch. This is the largest factor.
+# Small batches are timed in up to `MOST_ROUNDS` times as many passes as the largest batch.
 MOST_ROUNDS = 10
 
 
@@ -95,8 +95,7 @@ def add_precision_argument(parser: argparse.ArgumentParser, default: str):
 
 
 def precision_arguments(arguments, precision: str | None = None) -> list[str]:
-    """Return the training options for `precision` (default: `arguments.mixed_precision`). For bf16 on a CPU,
-    Transformers needs `--use_cpu`."""
+    """Return a training's precision options. For bf16 on a CPU, Transformers needs `--use_cpu`."""
     on_cpu = choose_device().type == "cpu"
     return ["--bf16", "--use_cpu", str(on_cpu)] if (precision or arguments.mixed_precision) == "bf16" else []
 
@@ -168,8 +167,7 @@ def row_arguments(row: dict, epochs: int) -> list[str]:
 
 
 def folder_name(row: str, seed: int, argv: Sequence[str] = ()) -> str:
-    """Return the name of the folder for a row's run with one seed. If `argv` is given, the name ends with a hash of
-    `argv`, so that runs with different options have different folders."""
+    """Return the name of a run's folder. If `argv` is given, the name ends with a hash of `argv`."""
     name = f"{''.join(c if c.isalnum() else '-' for c in row)}-seed{seed}"
     return f"{name}-{hashlib.sha256(shlex.join(argv).encode()).hexdigest()[:8]}" if argv else name
 

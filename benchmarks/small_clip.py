@@ -121,7 +121,7 @@ def train_and_save(trainer: Callable[..., Trainer], model, processor, data, fold
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose vocabulary is the words of the texts. It adds start and end tokens, like CLIP's."""
+    """Return a tokenizer for the words of the texts. Like CLIP's tokenizer, it adds start and end tokens."""
     words = sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]", text.lower())})
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", "<start>", "<end>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -121,7 +121,7 @@ def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) 
 
 @torch.no_grad()
 def measure_processing(arguments):
-    """Compare the shipped student with its exports as plain ViTs, whose images are resized as after export."""
+    """Compare the shipped student with its exports as plain ViTs, which get smaller images."""
     model, processor = load_model(checkpoint_path("caltech101-sparseformer"), "image-classification", "cpu")
     image_format, rows = ImageFormat.from_processor(processor), []
     for size in arguments.sizes:

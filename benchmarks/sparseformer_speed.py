@@ -2,9 +2,8 @@
 
     python benchmarks/sparseformer_speed.py --sparseformer CHECKOUT
 
-CHECKOUT is a clone of github.com/showlab/sparseformer without changes. Models are timed in turns on random images. Our
-model gets the weights of the reference implementation, and both must return the same logits. The output is
-sparseformer_speed.json.
+CHECKOUT is a clone of github.com/showlab/sparseformer. Models are timed in turns on random images. Our model gets the
+reference implementation's weights and must return the same logits. The output is sparseformer_speed.json.
 """
 
 import importlib

@@ -60,8 +60,8 @@ PARTS = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-# In a search, DiffRate's loss has a term for the target: 5 times the squared difference in G multiply-accumulates. The
-# difference is scaled as if the teacher had the size of DeiT-S, 4.6 G.
+# A search of DiffRate's rates adds to the loss 5 times the squared difference between multiply-accumulates (in G) and
+# their target. The difference is scaled as if the teacher had 4.6 G multiply-accumulates, like DeiT-S.
 DIFFRATE_WEIGHT = 5
 DIFFRATE_SCALE = 4.6
 # Learning rate of DiffRate's search. The search trains only few parameters.
@@ -100,7 +100,7 @@ def main():
     )
 
     def add(name: str, model: nn.Module, training: str | None, results: list[dict] | None = None):
-        """Add a row. The speed of only one model of each name is measured: its other models differ only in weights."""
+        """Add a row. Models with the same name differ only in weights, so the speed of one of them is measured."""
         models.setdefault(name, model)
         macs = count_macs(model, image_format.size).macs_with_attention
         accuracies = shared.last_accuracies(results or [evaluate(model, test, image_format)])
@@ -233,7 +233,7 @@ def diffrate(teacher: Anatomy, checkout: str | Path, rates: Path | None = None) 
     in which `tune` has saved the result of a search. Without `rates`, the model is prepared for a search."""
     vit = as_timm(teacher)
     with peer(checkout, "DiffRate"):
-        # DiffRate was written for timm 0.4.5. It imports a module that has another name in newer versions.
+        # DiffRate was written for timm 0.4.5, and imports a module that newer versions have renamed.
         sys.modules.setdefault("timm.models.layers.helpers", timm.layers.helpers)
         importlib.import_module("DiffRate").patch.deit(vit)
     for block in vit.blocks:
@@ -261,8 +261,8 @@ def tune(
     """Fine-tune a model or search DiffRate's rates, or load the weights of a finished run from `folder`.
 
     `loss` is `"teacher"` (divergence from the teacher's class probabilities), `"cosine"` (cosine distance from the
-    teacher's embedding) or `"labels"` (cross-entropy). A search adds the squared difference between multiply-accumulates
-    and `search_macs` to this loss. `options` are arguments of `fit`.
+    teacher's embedding) or `"labels"` (cross-entropy). In a search, the squared difference between the
+    multiply-accumulates and `search_macs` is added to the loss. `options` are arguments of `fit`.
     """
     file, device = folder / "model.safetensors", choose_device()
     model.to(device).train()
@@ -301,8 +301,7 @@ def fit(
     seed: int,
     bf16: bool = False,
 ):
-    """Minimize `loss(pixel_values, labels)` by AdamW with a cosine schedule. Images are random crops, and `scale` is
-    the range of their areas, relative to the area of the image."""
+    """Minimize `loss(pixel_values, labels)` by AdamW on random crops. `scale` is the range of relative crop areas."""
     torch.manual_seed(seed)
     loader = DataLoader(
         shared.Views(images, shared.cropped(image_format, scale)), BATCH_SIZE, shuffle=True, drop_last=True
@@ -333,7 +332,7 @@ def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageFormat) -> dict:
-    """Measure the accuracy of a model. Like the results of a run, the returned dict has the key `eval_accuracy`."""
+    """Return the accuracy of a model as `eval_accuracy`. Results of training runs have the same key."""
     view, right, device = EvalView(image_format), [], choose_device()
     model.to(device).eval()
     for batch in DataLoader(shared.Views(images, lambda image: view(image)["pixel_values"]), 256):
@@ -367,8 +366,7 @@ def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_p
 
 
 def with_random_patches(anatomy: Anatomy, image_processor, patches: int, seed: int = 0, draws: int = 3) -> Baseline:
-    """Return a `Baseline` that is the teacher with `patches` random patches of each image. `load_teacher` returns the
-    first two arguments, and `draws` is an argument of `Baseline`."""
+    """Return a `Baseline` in which the teacher embeds `patches` random patches of each image."""
     embed = RandomPatches(anatomy, patches, seed)
     return as_teacher(
         anatomy,
@@ -476,7 +474,7 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
 
 
 def fold_layer_scale(block: dict[str, torch.Tensor]):
-    """Multiply the layer scale of an `EncoderLayer` into the linear layers before it. `block` is the state dict."""
+    """Multiply layer scale into the linear layers before it, in `block`, the state dict of an `EncoderLayer`."""
     for scale, linear in (("attention_scale", "attention.o_proj"), ("mlp_scale", "mlp.fc2")):
         if scale in block:
             block[f"{linear}.weight"] = block[scale][:, None] * block[f"{linear}.weight"]
@@ -498,8 +496,7 @@ def update_rates(vit: PooledViT):
 
 @contextmanager
 def peer(checkout: str | Path, package: str):
-    """Import modules from a checkout within this context. Outside, its modules would hide installed packages, for
-    example `datasets`."""
+    """Import from a checkout within this context only, because its modules may hide installed packages."""
     if not (Path(checkout) / package).is_dir():
         raise ValueError(f"{str(checkout)!r} is no checkout with a package {package!r}.")
     sys.path.insert(0, str(checkout))
