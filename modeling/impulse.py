@@ -16,16 +16,19 @@ import torch.nn.functional as F
 # the weights would be up to 50 times larger, and attention to real tokens would have no peaks. Shares from 3e-3 to
 # 3e-2 give similar results.
 RELATIVE_TOLERANCE = 1e-2
-# Tolerance if `mass` is None. Larger tolerances give a larger error (eq. 8) than Algorithm 1.
+# `solve_closed_form` uses this tolerance if `mass` is None. Larger tolerances give a larger error (eq. 8) than
+# Algorithm 1.
 SHARP_TOLERANCE = 1e-3
-# Attention at the target if `mass` is None. Algorithm 1 reaches 0.97 to 0.997 on grids of 8 x 8 to 16 x 16 positions.
+# `solve_closed_form` uses this attention at the target if `mass` is None. Algorithm 1 reaches 0.97 to 0.997 on grids
+# of 8 x 8 to 16 x 16 positions.
 SHARP_MASS = 0.985
 
 
 def sincos_position_encoding(height: int, width: int, hidden_size: int) -> torch.Tensor:
     """Return the sinusoidal position encoding of Simple ViT (Beyer et al. 2022), `(height * width, hidden_size)`.
 
-    The channels are sin x, cos x, sin y and cos y. The frequencies are 10000^(-i / (hidden_size / 4 - 1)).
+    The channels are sin x, cos x, sin y and cos y. Each of them has the frequencies 10000^(-i / (n - 1)), i = 0, …, n
+    - 1, where n is hidden_size / 4.
     """
     if hidden_size % 4:
         raise ValueError(f"`hidden_size` is {hidden_size}, expected a multiple of 4 (sine and cosine of x and y).")

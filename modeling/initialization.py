@@ -204,16 +204,17 @@ def impulse_init_(
         model (`nn.Module`): A plain vision transformer that adds positions to its tokens, see docs/models.md.
         kernel_size (`int`, *optional*, defaults to 3):
             Height and width of the filters. Each head gets an impulse at one position of the kernel.
-        solver (`str`, *optional*, defaults to `"closed_form"`): `"closed_form"`, a solution that is not part of a
-            paper; `"adam"`, Algorithm 1 as printed, which saturates the softmax; `"adam_bounded"`, Algorithm 1 with
-            weights rescaled every 100 steps, as in the authors' code; or `"pinv"`, the code of the NeurIPS 2025
-            version, which fixes the offsets. Algorithm 1 takes seconds to minutes for each layer.
+        solver (`str`, *optional*, defaults to `"closed_form"`):
+            `"closed_form"`, our solution, which is not from a paper; `"adam"`, Algorithm 1 as printed, which saturates
+            the softmax; `"adam_bounded"`, Algorithm 1 with weights rescaled every 100 steps, as in the authors' code;
+            or `"pinv"`, the code of the NeurIPS 2025 version, which fixes the offsets. Algorithm 1 takes seconds to
+            minutes for each layer.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
-            Pseudo input of all layers, or one for the first layer and one for the other layers (table 6): `"pe"`, the
-            positions; `"uniform"`, noise in -1..1; `"gaussian"`, normal noise; or `"pe+uniform"`, a sum.
+            Pseudo input of all layers, or a pair for the first layer and for all other layers (table 6): `"pe"`, the
+            positions; `"uniform"`, noise from -1 to 1; `"gaussian"`, normal noise; or `"pe+uniform"`, a sum.
         per_layer (`bool`, *optional*, defaults to `True`): Whether layers differ in offsets and weights.
         value_init (`str`, *optional*, defaults to `"mimetic"`):
-            `"mimetic"` initializes values and output projections as `mimetic_init_` does. `"default"` changes neither.
+            `"mimetic"` initializes values and output projections as `mimetic_init_` does. `"default"` keeps both.
         mass (`float`, *optional*, defaults to 0.2):
             Attention at the target, above 0 and below 1, for `solver="closed_form"`. `None` gives maps as sharp as
             those of Algorithm 1. Models with smaller values trained better (`results/impulse_solvers.json`).

@@ -108,9 +108,9 @@ class SelfAttention(nn.Module):
 
     Args:
         head_norm (`Callable[[int], nn.Module]`, *optional*):
-            Function from the width of a head to a new norm, for the queries and keys of each head.
+            Function that returns a norm for a given width, for the queries and keys of each head.
         output_norm (`Callable[[int], nn.Module]`, *optional*):
-            Function from a width to a new norm, for the input of the output projection.
+            Function that returns a norm for a given width, for the input of the output projection.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class MLP(nn.Module):
             Multiply the output of the first layer by the activation of a parallel linear layer (Shazeer 2020, arXiv
             2002.05202). With "silu", the MLP is a SwiGLU.
         norm (`Callable[[int], nn.Module]`, *optional*):
-            Function from a width to a new norm, for the input of the second layer.
+            Function that returns a norm for a given width, for the input of the second layer.
     """
 
     def __init__(
@@ -314,7 +314,8 @@ class AttentionPooling(nn.Module):
 class Pooler(nn.Module):
     """Pool the tokens of each image to one embedding, see `pooling` of `SparseFormerBaseConfig`.
 
-    `forward` gets the norm and attention pooling as arguments: checkpoints have their weights outside of the pooler.
+    The final norm and attention pooling are arguments of `forward`, because checkpoints store the weights of both
+    outside of the pooler.
     """
 
     def __init__(self, config):
@@ -591,8 +592,8 @@ class AdaptiveClassifierMixin:
 
 
 def resize(images: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Resize images, `(batch, channels, height, width)`, in float32. Images of the right size are returned unchanged,
-    except in exported programs with dynamic sizes."""
+    """Resize images, `(batch, channels, height, width)`, in float32. Images of the requested size are returned
+    unchanged, except in exported programs with dynamic sizes."""
     is_static = all(isinstance(side, int) for side in (*size, *images.shape[-2:]))
     if is_static and size == tuple(images.shape[-2:]):
         return images

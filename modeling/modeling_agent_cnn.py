@@ -114,8 +114,8 @@ class AgentCNNPreTrainedModel(HubModel):
             self._init_as_reference(module)
 
     def _init_as_reference(self, module: nn.Module):
-        """Initialize weights as the paper's reference implementation does. Classifiers keep PyTorch's initialization.
-        A module is initialized after its submodules, so that it can overwrite their weights here."""
+        """Initialize weights as the authors' code does. Classifiers keep PyTorch's initialization. A module is
+        initialized after its submodules, so that it can overwrite their weights here."""
         if isinstance(module, GeneralizedConv2d):
             init_xavier_(module)
         elif isinstance(module, AgentCNNMLP):
@@ -159,7 +159,7 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
         for index, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states)
             # Pooling is not part of the layer, because hints (`modeling_bootstrapped_vit.py`) compare feature maps
-            # before pooling, as in the reference implementation.
+            # before pooling, as in the authors' code.
             if index in self.config.downsample_after:
                 hidden_states = F.avg_pool2d(hidden_states, kernel_size=2)
         hidden_states = self.activation(self.norm(hidden_states))

@@ -55,7 +55,7 @@ class BootstrappedViTOutput(ModelOutput):
 
 def head_products(attention: nn.Module, num_heads: int) -> torch.Tensor:
     """Return the product W_O W_V of each head's output and value weights as the weight of a generalized convolution,
-    `(hidden_size, hidden_size, heads)`. The bias of values is left out, as in the reference implementation."""
+    `(hidden_size, hidden_size, heads)`. The bias of values is left out, as in the authors' code."""
     value = attention.v_proj.weight.unflatten(0, (num_heads, -1))
     output = attention.o_proj.weight.unflatten(1, (num_heads, -1))
     return torch.einsum("ohd,hdi->oih", output, value)
@@ -66,7 +66,7 @@ class SharedConvolution(nn.Module):
 
     def __init__(self, attention: nn.Module, num_heads: int):
         super().__init__()
-        # A list does not register the attention as a submodule, so that its weights are saved only once.
+        # A list does not register modules, so that the weights of the attention are saved only once.
         self.attention = [attention]
         self.num_heads = num_heads
 
@@ -110,8 +110,8 @@ def _drop_output(module: nn.Module, args, output: torch.Tensor, rate: float) -> 
 class BootstrappedViTForImageClassification(HubModel):
     """Vision transformer with its agent CNN. The agent is computed only if labels are given.
 
-    After training, `model.vit` and `model.agent` can be used and saved separately. They are a
-    `ViTForImageClassification` of Transformers and an `AgentCNNForImageClassification`.
+    `model.vit` is a `ViTForImageClassification` of Transformers, and `model.agent` is an
+    `AgentCNNForImageClassification`. After training, both can be used and saved separately.
     """
 
     config: BootstrappedViTConfig
@@ -145,7 +145,7 @@ class BootstrappedViTForImageClassification(HubModel):
             for block, layer in self.blocks():
                 layer.convolution = SharedConvolution(block.attention, config.vit_config.num_attention_heads)
                 layer.mlp = SharedMLP(block.mlp, layer.mlp)
-        # The reference implementation applies dropout in other places than Transformers' ViT does.
+        # The authors' code applies dropout in other places than Transformers' ViT does.
         if config.embedding_dropout is not None:
             self.vit.base_model.embeddings.dropout = nn.Dropout(config.embedding_dropout)
         if config.mlp_dropout:

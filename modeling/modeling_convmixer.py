@@ -71,7 +71,7 @@ class ConvMixerLayer(nn.Module):
         self.channel_norm = nn.BatchNorm2d(config.hidden_size, eps=config.batch_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # As in the code of Zheng et al., no activation follows. Trockman & Kolter have an activation here.
+        # Zheng et al. have no activation after depthwise convolutions. Trockman & Kolter have an activation here.
         hidden_states = hidden_states + self.spatial_norm(self.spatial_mixing(hidden_states))
         return self.channel_norm(self.channel_activation(self.channel_mixing(hidden_states)))
 

@@ -166,8 +166,8 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the student's head has inherited weights (an ablation of table 3).
             break_ties (`bool`, *optional*, defaults to `True`):
-                Add Gaussian noise (std 0.05 of the image's side) to equal initial RoIs: 12 of the paper's 48 are
-                equal. The paper adds no noise. `results/bootstrap_choices.json` has the gain from noise.
+                Add Gaussian noise (std 0.05 of the image's side) to equal initial RoIs (12 of 48 in the paper). The
+                paper adds no noise. `results/bootstrap_choices.json` has the gain from noise.
             image_processor (*optional*):
                 The teacher's image processor, from which the student gets size, crop and normalization. Without an
                 image processor, `save_pretrained` writes none.
@@ -216,7 +216,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         attends = config.pooling in ("attention", "latent_attention")
         self.pooling_head = AttentionPooling(config) if attends else None
         self.pooler = Pooler(config)
-        # FSDP raises an error if `_no_split_modules` has the name of a class of which the model has no module.
+        # FSDP raises an error if `_no_split_modules` names a class that no module of the model has.
         whole = (focusing_layer, FinalSamplingLayer, SparseFormerLatents, EncoderLayer)
         self._no_split_modules = {type(module).__name__ for module in self.modules() if isinstance(module, whole)}
         self.post_init()

@@ -155,7 +155,7 @@ class PatchSparseFormerBackbone(FeatureMapsMixin, PatchSparseFormerPreTrainedMod
 class SegmenterMixin(DenseInitializationMixin):
     """Mixin for semantic segmentation models."""
 
-    # The loss is a mean over labeled pixels. `Trainer` would also count pixels with the label 255.
+    # The loss is a mean over labeled pixels. `Trainer` would also count pixels with the label 255, which is ignored.
     accepts_loss_kwargs = False
 
     def image_processor_config(self) -> dict | None:
@@ -176,9 +176,9 @@ class SegmenterMixin(DenseInitializationMixin):
 class SparseFormerForSemanticSegmentation(SegmenterMixin, SparseFormerPreTrainedModel):
     """SparseFormer with the segmentation head of Gao et al. (CVPR 2024, section 4.1), see `SegmentationHead`.
 
-    With 256 latent tokens, 512 x 512 pixels and 150 classes, base has 65.4 M parameters and 25.4 G
-    multiply-accumulates, and large has 213.5 M and 66.3 G. Table 5 of the paper has 68 M and 36 G for base, and 216 M
-    and 77 G for large. The paper does not explain the difference.
+    With 256 latent tokens, 512 x 512 pixels and 150 classes, the base model has 65.4 M parameters and 25.4 G
+    multiply-accumulates, and the large model has 213.5 M and 66.3 G. Table 5 of the paper has 68 M and 36 G for base,
+    and 216 M and 77 G for large. The paper does not explain the difference.
 
     To train with larger images, load a bootstrapped classifier by
     `SparseFormerForSemanticSegmentation.from_pretrained(folder, image_size=512, num_labels=150)`, and then call

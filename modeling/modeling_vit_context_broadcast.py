@@ -1,7 +1,8 @@
 """ViTContextBroadcast: a plain vision transformer with Context Broadcasting (`context_broadcast.py`) and an optional
 distillation token.
 
-Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457), based on DeiT.
+Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457). The paper has DeiT
+models.
 """
 
 from dataclasses import dataclass
