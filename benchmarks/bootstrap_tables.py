@@ -187,7 +187,7 @@ def run_elastic(arguments, name: str, seed: int) -> dict:
 
 
 def compare_elastic(arguments):
-    """Compare the first seed's students with the teacher on full images, smaller images and random patches."""
+    """Compare the first seed's students with the teacher, smaller images, fewer patches and ToMe."""
     seed = arguments.seeds[0]
     baselines = load_teachers(arguments.teacher, "ViT", [16, 24])
     baselines += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]

@@ -303,7 +303,7 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
 
 
 def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> PatchSparseFormerEmbeddingsOutput:
-    """Embed the patches in `chosen`, the tokenizer's output. Used instead of `PatchSparseFormerModel.embed_each`."""
+    """Replace `PatchSparseFormerModel.embed_each`: embed the patches in `chosen`, the tokenizer's output."""
     tokens, areas = [], []
     for level in range(SCALES):
         side = embeddings.patch_size[0] * 2**level

@@ -43,7 +43,7 @@ def generalized_convolution_in_matrix_form(
     matrices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `generalized_conv2d` in matrix form, Y = Σ Φ_i X W_i (eq. 5). Time and memory grow with the square of
-    the number of positions in the map. `matrices` is the result of `shift_matrices`, computed by default."""
+    the number of positions in the map. `matrices` defaults to the result of `shift_matrices`."""
     height, width = feature_map.shape[-2:]
     if matrices is None:
         matrices = shift_matrices(height, width, weight.shape[-1]).to(feature_map)
