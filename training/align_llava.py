@@ -61,7 +61,7 @@ class LlavaArguments:
 
 @dataclass
 class AlignLlavaArguments(ImageTrainingArguments):
-    """Arguments of the alignment. With `bf16` or `fp16`, frozen weights are also held in that precision."""
+    """Arguments of the alignment. With `bf16` or `fp16`, frozen weights are also stored in bfloat16 or float16."""
 
     metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
     num_train_epochs: float = argument(1.0, "Epochs.")
@@ -183,7 +183,7 @@ class Learner(nn.Module):
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
     def train(self, mode: bool = True):
-        """Stay in evaluation mode, also if `mode` is True."""
+        """Keep the model in evaluation mode, even if `mode` is True."""
         return super().train(False)
 
     def forward(self, **inputs):
@@ -204,7 +204,7 @@ class AlignLlavaTrainer(ImageTrainer):
         original (`PreTrainedModel`): The LLaVA or PaliGemma, which is the teacher.
         tower (`SparseFormerPreTrainedModel`): The new vision tower.
         args (`AlignLlavaArguments`): The training arguments.
-        train_dataset: Images, in the forms that `BootstrapTrainer` accepts.
+        train_dataset: Images in a form that `BootstrapTrainer` accepts.
         eval_dataset (*optional*): Images to choose the best projector on.
         processing_class: The processor of `original`.
         base_model (`str`, *optional*): Name of `original` in the card. Default: the folder or hub id of `original`.
@@ -233,7 +233,7 @@ class AlignLlavaTrainer(ImageTrainer):
         processor = matching_processor(processing_class, self.llava)
         widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
         if len(widths) > 1:
-            # A tower with another width is from another model family, so its normalization is used.
+            # A tower of another width is from another model family, so the tower's own normalization is used.
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std
@@ -280,7 +280,7 @@ class AlignLlavaTrainer(ImageTrainer):
         asked = [encode(self.processing_class, length, question, self.prompt) for question in questions]
         inputs, labels = pad(asked, answers, self.processing_class)
         inputs = {name: value.to(self.args.device) for name, value in inputs.items()}
-        # The first logits are from the last token before the longest answer, which predicts the answer's first token.
+        # The logits start one token before the longest answer, because this token predicts the answer's first token.
         length = labels.shape[1] - int((labels != NO_ANSWER).any(0).nonzero()[0])
         outputs = model(pixel_values=batch["pixel_values"].to(self.llava.dtype), logits_to_keep=length + 1, **inputs)
         labels = labels[:, -length:]

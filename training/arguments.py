@@ -119,7 +119,7 @@ class DataArguments(DatasetArguments):
     )
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, … if the data set has none.")
     streaming: bool = argument(False, "Read training images while training; needs max_steps.")
-    # Splits that `load_splits` chose, for the model card. `evaluated` is for choosing the best epoch.
+    # Splits on which the best epoch was chosen (`evaluated`) and tested (`tested`), for the model card.
     evaluated: str | None = field(default=None, init=False, repr=False)
     tested: str | None = field(default=None, init=False, repr=False)
 
@@ -166,7 +166,7 @@ class ArgumentParser(HfArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def parse(self, argv: list[str] | None) -> tuple:
-        """Parse a command line into an instance of each dataclass. On an error, print one line and exit with 2."""
+        """Parse a command line into an instance of each dataclass. Errors print one line and exit with status 2."""
         given = list(sys.argv[1:] if argv is None else argv)
         try:
             words = self.read_config(given) if self.takes_config else given
@@ -245,7 +245,7 @@ def user_message(error: BaseException) -> str | None:
     elif not isinstance(error, (ValueError, OSError, StrictDataclassError, SafetensorError)):
         return None
     if message.startswith("Caught "):
-        # An error in a worker has its traceback as the message. The last line starts with the error's type.
+        # The message of an error in a worker is a traceback. The traceback's last line starts with the error's type.
         message = message.splitlines()[-1].partition(": ")[2]
     return printable(" ".join(message.split())) or type(error).__name__
 
@@ -262,5 +262,5 @@ def run_as_program(main: Callable, prog: str):
     except Exception as error:
         if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := user_message(error)):
             raise
-    # The message is printed after the `except` block, because progress bars are closed then. So it has its own line.
+    # The message is printed after the `except` block. Progress bars are closed there, so the message has its own line.
     sys.exit(f"{prog}: error: {message}")

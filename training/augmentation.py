@@ -12,7 +12,7 @@ from ..modeling.image_format import ImageFormat
 from .preprocessing import middle_of
 
 
-# Last key of `seeded`. With equal seed, epoch and index, each purpose gets other random numbers.
+# Last key of `seeded`, so that views, mixing and captions have different random numbers.
 VIEW = 0
 MIX = 1
 CAPTION = 4
@@ -39,8 +39,8 @@ def seeded(*keys: int):
 
 
 class EvalView:
-    """Resize and center-crop an image in the same way as its image processor. A view has `pixel_values` and, if the
-    teacher has another image format, `teacher_pixel_values`."""
+    """Resize and center-crop an image in the same way as the model's image processor. A view has `pixel_values` and,
+    if the teacher has another image format, `teacher_pixel_values`."""
 
     def __init__(self, image_format: ImageFormat, teacher: ImageFormat | None = None):
         self.formats = {"pixel_values": image_format}
@@ -73,7 +73,7 @@ class BootstrapView:
         ratio (`tuple[float, float]`): Lowest and highest aspect ratio of a crop.
         flip (`float`): Probability of a horizontal flip.
         zoom_out (`float`): Highest ratio of a canvas's sides to the image's sides. Before the crop, half of the images
-            are placed at random on such a canvas. The value 1 turns this off.
+            are placed at random on such a canvas. With the value 1, there is no canvas.
     """
 
     def __init__(

@@ -2,11 +2,10 @@
 
     accelerate launch -m frugalvit.training.bootstrap --teacher TEACHER --dataset IMAGES --output_dir OUT
 
-The method is from Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2. In
-the paper, a new focusing stage replaces the first third of the teacher's blocks. The student tunes the second third of
-the blocks and keeps the last third frozen. The loss compares the final embeddings of student and teacher. The paper
-names no optimizer; the default here is AdamW. With `--student`, the training of an existing student continues, for
-example with more tokens or larger images.
+In Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 3.2, a new focusing
+stage replaces the first third of the teacher's blocks. The second third is tuned, and the last third is frozen. The
+loss compares the final embeddings of student and teacher. The paper names no optimizer; the default here is AdamW.
+With `--student`, an existing student is trained further, for example with more tokens or larger images.
 """
 
 import copy
@@ -56,10 +55,9 @@ from .views import Views, as_images, split_off
 PROG = "frugalvit bootstrap"
 # For a new focusing stage, the default preset is "small" up to this image size in pixels, and "paper" above.
 LARGEST_SMALL = 96
-# Defaults of training arguments by preset. "paper" and "small" train a new focusing stage. "paper" is for images of
-# 224 pixels. "small" is for images of 32 pixels and has a higher learning rate and a loss for each token. "inherited"
-# is for students with the teacher's patch embedding. Their inherited weights have a low learning rate, because large
-# steps would destroy them.
+# Defaults of training arguments by preset. "paper" and "small" train a new focusing stage, for images of 224 or 32
+# pixels. "small" has a higher learning rate and a loss for each token. "inherited" is for students with the teacher's
+# patch embedding. The learning rate of inherited weights is low, because large steps would destroy the weights.
 PRESETS = {
     "paper": {
         "crop_scale": [0.5, 1.0],
@@ -167,8 +165,7 @@ class BootstrapArguments(ImageTrainingArguments):
     }
 
     def __post_init__(self):
-        # None stands for the preset's warm-up. `TrainingArguments` rejects None, so None is set again after its
-        # checks.
+        # None selects the preset's warm-up. `TrainingArguments` rejects None, so None is set after its checks.
         follows_preset = self.warmup_steps is None
         if follows_preset:
             self.warmup_steps = 0
@@ -184,7 +181,7 @@ def resolve_arguments(args: BootstrapArguments, inherits_patches: bool, pixels: 
         args (`BootstrapArguments`): The given arguments.
         inherits_patches (`bool`): Whether the student has its teacher's patch embedding instead of a focusing stage.
         pixels (`int`): Longer side of the teacher's images in pixels.
-        continued (`bool`): Whether the student was bootstrapped before. If so, the defaults are five epochs without
+        continued (`bool`): Whether the student was bootstrapped before. If true, the defaults are five epochs without
             warm-up, at a quarter of the preset's learning rate.
     """
     args = copy.copy(args)
@@ -339,8 +336,8 @@ class BootstrapTrainer(ImageTrainer):
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
         """Return a row of values for each image. The row starts with the cosine similarity of the student's and the
-        teacher's embedding at each token count. With labels, values of 0 or 1 follow: whether the student, at each
-        token count, and the teacher classify the image correctly."""
+        teacher's embedding at each token count. With labels, the row continues with 1 or 0 for a correct or wrong
+        prediction: of the student at each token count, and of the teacher."""
         embeddings = []
         labels = inputs.get("labels")
         with self.accelerator.autocast():

@@ -50,7 +50,7 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     hub_id = base if base and hub_ids([base]) else None
     task = TASKS[auto_class(model)]
     usage = trainer.usage
-    # A backbone needs no additional code, because its first code example also computes feature maps.
+    # A backbone needs no additional code, because its code example already computes feature maps.
     if usage is None and not type(model).__name__.endswith("Backbone"):
         answer = LABEL if model.config.problem_type in (None, "single_label_classification") else LOGITS
         usage = {"image-classification": USE + answer, "image-feature-extraction": USE}.get(task)
@@ -109,23 +109,22 @@ def hub_ids(names: list[str] | None) -> list[str]:
 
 
 def name_images(data: DataArguments | None) -> str:
-    """Return the hub ids of the training data sets, or a description if they have none, for a sentence in the card."""
+    """Return the hub ids of the training data sets for the card, or a description if there are no hub ids."""
     return " ".join(hub_ids(data and data.dataset)) or "images that are on no hub"
 
 
 def license_of(model: str | None) -> str | None:
-    """Return the license in a model's card, which is read from the model's folder or the hub's cache, or None."""
+    """Return the license in a model's card, or None. The card is in the model's folder or the hub's cache."""
     try:
         card = Path(model, "README.md") if Path(model).is_dir() else try_to_load_from_cache(model, "README.md")
         return ModelCard.load(card).data.get("license") if Path(card).is_file() else None
-    # This happens if `model` is None, no hub id or not in the cache, or if the card's YAML cannot be read.
+    # An error means that `model` is None, no hub id or not in the cache, or that the card's YAML cannot be read.
     except Exception:
         return None
 
 
 def strip_directory(name: str) -> str:
-    """Shorten a path to its last part, also after a colon (`open_clip:local-dir:FOLDER`). Other names are not
-    changed."""
+    """Shorten a path to its last part. A prefix with a colon, such as `open_clip:local-dir:`, is kept."""
     head, colon, path = name.rpartition(":")
     is_place = path.startswith(("/", "~", "./", "../")) or os.path.exists(path)
     return f"{head}{colon}{Path(path).name}" if is_place else name

@@ -39,7 +39,7 @@ METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # Folders that operating systems and network disks create for thumbnails, copies and deleted files.
 SYSTEM_FOLDERS = re.compile(r"[.@].*|__macosx|\$recycle\.bin|system volume information|lost\+found", re.IGNORECASE)
 NOT_READ = "these are not read (convert them to JPEG or PNG; pip install 'frugalvit[pictures]' reads .heic and .jxl)"
-# Largest number of classes in data sets without class names. Their classes are named by number.
+# Largest number of classes in a data set without class names. The names of such classes are numbers.
 MOST_CLASSES = 100_000
 # Limits of `readable_images`: the largest data set that is decoded, and the most images that a message lists.
 MOST_DECODED = 20_000
@@ -65,10 +65,10 @@ def load_images(
             a folder that `datasets.load_dataset` reads, parquet files, `"cifar10-subset"`, or a loaded data set.
         split (`str`, *optional*, defaults to `"train"`):
             Split of the data set, or a slice such as `"train[:1000]"`. Parquet files have only the split "train".
-        name (`str`, *optional*): Configuration of a hub data set that has several.
+        name (`str`, *optional*): Name of a configuration, for hub data sets with several configurations.
         image_column (`str`, *optional*): Name of the column of images. Default: the only column of images.
         label_column (`str`, *optional*): Name of the column of labels. Default: the only column of labels.
-        class_names (`list[str]`, *optional*): Names of the labels 0, 1, … If labels are texts, these are all texts.
+        class_names (`list[str]`, *optional*): Names of the labels 0, 1, … For text labels, a list of all labels.
         default_names (`list[str]`, *optional*): Class names to use if neither `class_names` nor the data set has any.
         streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
 
@@ -136,8 +136,7 @@ def load_images(
 
 
 def reset_format(images: datasets.Dataset | datasets.IterableDataset) -> datasets.Dataset | datasets.IterableDataset:
-    """Remove the format of a data set. Raise a ValueError if the format has a transform or hides columns, because both
-    would get lost."""
+    """Remove a data set's format. Raise a ValueError if the format has a transform or hides columns."""
     if isinstance(images, datasets.Dataset):
         if images.format["type"] == "custom":
             raise ValueError(
@@ -213,13 +212,12 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
     a truncated image is not found here. Streams are not checked. Distributed processes share the work.
 
     Args:
-        images (`datasets.Dataset` or `datasets.IterableDataset`): Column `image` and optionally `mask`, not decoded.
+        images (`datasets.Dataset` or `datasets.IterableDataset`): Columns `image` and optionally `mask`, undecoded.
         skip_corrupt (`bool`): Leave out images that cannot be read.
         name (`str`): Name of the split or data set, for messages.
 
     Raises:
-        ValueError: If no image can be read, or if an image cannot be read and `skip_corrupt` is false. The message
-            lists the images that cannot be read.
+        ValueError: If no image can be read or, without `skip_corrupt`, if any image cannot be read.
     """
     if isinstance(images, datasets.IterableDataset) or not len(images):
         return images
@@ -235,7 +233,7 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
             try:
                 with open_record(record[column]) as image:
                     if not headers_only:
-                        # `draft` decodes a JPEG at an eighth of its size, which is fast and reads the whole file.
+                        # `draft` decodes a JPEG at an eighth of its size, which is fast but reads the whole file.
                         image.draft(image.mode, (1, 1))
                         to_rgb(image)
             # All exceptions are caught, because decoders raise errors of many types for broken files.
@@ -320,8 +318,8 @@ def find_source(dataset: str | list[str], name: str | None = None) -> dict:
 
 
 def find_in_folder(folder: Path, name: str | None) -> dict:
-    """Return the source (see `find_source`) of the images in a folder. If the folder has no image files, it may
-    contain tables or archives that `datasets` reads, or one zip file."""
+    """Return the source (see `find_source`) of the images in a folder. If the folder has no image files, the source is
+    tables or archives that `datasets` reads, or the folder's only zip file."""
     files = list(files_within(folder, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}))
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
@@ -356,9 +354,9 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
     """Return, for each split of a folder, a list with the class and the file of each image.
 
     Subfolders whose names are in `SPLITS` are splits, if there are several of them or if there are no other
-    subfolders. Otherwise, all images are in the split "train". The class of an image is the name of the subfolder of
-    the split that contains the image at any depth. Images directly in the split's folder have the class "". If a
-    folder only contains one folder, which only contains folders, the inner folder is scanned instead.
+    subfolders. Otherwise, all images are in the split "train". Each subfolder of a split is a class and contains
+    images of the class at any depth. Images directly in the split have the class "". If a folder only contains one
+    folder, which only contains folders, the inner folder is scanned instead.
     """
     holding = {path.parent for path in images}
     while True:

@@ -1,4 +1,4 @@
-"""Read image files as RGB. The whole package reads images with these functions."""
+"""Read image files as RGB. The whole package reads images by this module."""
 
 import contextlib
 import io
@@ -41,8 +41,8 @@ def is_image_file(path: Path) -> bool:
 
 
 def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
-    """Open a file or an undecoded `datasets.Image` record (bytes, path or URL) without decoding its pixels. Return a
-    copy of a PIL image."""
+    """Open a file or an undecoded `datasets.Image` record (bytes, path or URL) without decoding its pixels. If
+    `record` is a PIL image, return a copy."""
     if isinstance(record, Image.Image):
         return record.copy()
     path, encoded = (record, None) if isinstance(record, Path) else (record.get("path"), record.get("bytes"))

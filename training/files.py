@@ -18,11 +18,10 @@ from pathlib import Path
 
 # Models that are only in a clone of the repository, because they are too large for the wheel (see setup.py).
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
-# YAML files of arguments, one for each row of the papers' tables.
+# Recipes by name: YAML files of arguments, one for each row of the papers' tables.
 RECIPES = {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
-# Names of files that belong in a model folder, besides source files and the card's pictures. `MODEL_FILES` are files
-# of the model. `COMPANIONS` are the card and files of processors and tokenizers. `frugalvit export` writes
-# `EXPORT_FILES`.
+# Names of files that belong in a model folder, besides source files and the card's pictures: files of the model, the
+# card, files of processors and tokenizers, and files of `frugalvit export`.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json", "notebook.ipynb")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
@@ -35,7 +34,7 @@ def shipped_checkpoints() -> list[str]:
 
 
 def checkpoint_path(name: str) -> Path:
-    """Return the folder of a model that ships with frugalvit. An example of a name is `"cifar10-vit"`."""
+    """Return the folder of a model that ships with frugalvit, for example of `"cifar10-vit"`."""
     names = shipped_checkpoints()
     if name not in names:
         here = f"These models are here: {', '.join(names) or 'none'}."
@@ -83,8 +82,7 @@ def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def shipped_images(name: str) -> Path:
-    """Return the folder with `train.parquet` and `test.parquet` of a data set: `"cifar10"` or, only in a clone of the
-    repository, `"caltech101"`."""
+    """Return the folder with the images of `"cifar10"` or, only in a clone of the repository, of `"caltech101"`."""
     return Path(str(files("frugalvit.training"))) / name
 
 
@@ -224,8 +222,7 @@ def _check_free(output: Path, overwrite: bool):
 
 
 def unexpected_files(folder: Path) -> list[str]:
-    """Return the names of files and folders in `folder`, such as notes or checkpoints, that are not part of a
-    model."""
+    """Return the names of files and folders in `folder` that do not belong to a model, such as checkpoints."""
     card = folder / "README.md"
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))

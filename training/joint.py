@@ -40,7 +40,7 @@ PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 @dataclass
 class TwinArguments:
-    """The two models and the hints between them."""
+    """Arguments of the ViT, the agent CNN, and the hints between the two models."""
 
     variant: str = argument("joint-small", "The paper's models.", choices=JOINT_VARIANTS)
     vit: str = argument("", "Fields of the ViT's configuration, for example image_size=32,patch_size=4.")
@@ -77,8 +77,8 @@ class JointArguments(SmallDataArguments):
 
 
 class HintDecayCallback(TrainerCallback):
-    """Decay the weight of the hints of a `BootstrappedViTForImageClassification` linearly to 0 during the training
-    (Zhang et al., arXiv 2112.03552), in any `Trainer`. After the training, the model's `hint_share` is 1."""
+    """Decay the weight of the hints of a `BootstrappedViTForImageClassification` linearly to 0 (Zhang et al., arXiv
+    2112.03552). The callback works in any `Trainer`. After the training, the model's `hint_share` is 1."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         # The module with `hint_share` is searched for, because the model may be wrapped, for example by PEFT.
@@ -100,7 +100,7 @@ class JointTrainer(SharpnessAwareTrainer):
     Args:
         model (`BootstrappedViTForImageClassification`): The ViT with its agent CNN.
         args (`JointArguments`): The training arguments.
-        train_dataset: Images with labels, in the forms that `BootstrapTrainer` accepts.
+        train_dataset: Images with labels, in a form that `BootstrapTrainer` accepts.
         eval_dataset (*optional*): Images with labels to choose the best model on.
         callbacks (`list`, *optional*), kwargs: See `ImageTrainer`.
     """
@@ -131,7 +131,7 @@ class JointTrainer(SharpnessAwareTrainer):
         self.accuracies = {name: TopKAccuracy() for name in PARTS.values()}
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Create the optimizer of `ImageTrainer`. With `vit_max_grad_norm`, its steps clip the ViT's gradient."""
+        """Create the optimizer. If `vit_max_grad_norm` is set, each step first clips the ViT's gradient."""
         optimizer = super().create_optimizer(model)
         norm = self.args.vit_max_grad_norm
         if norm and self.is_deepspeed_enabled:
@@ -153,7 +153,7 @@ class JointTrainer(SharpnessAwareTrainer):
         return (outputs.loss, logits) if return_outputs else outputs.loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to the ViT's `accuracy` and to `agent_accuracy`. Return both metrics at the last batch."""
+        """Add a batch to `accuracy` (ViT) and `agent_accuracy`. Return both metrics at the last batch."""
         labels = torch.as_tensor(prediction.label_ids).cpu().numpy()
         for metric, logits in zip(self.accuracies.values(), prediction.predictions, strict=True):
             metric.add_batch(predictions=torch.as_tensor(logits).float().cpu().numpy(), references=labels)

@@ -1,4 +1,4 @@
-"""Load models for inference by their task. A model with missing or unused weights is an error."""
+"""Load models for inference by task. Raise an error if a model has missing or unused weights."""
 
 import inspect
 import os
@@ -37,13 +37,13 @@ from .files import find_model
 from .text import shortened
 
 
-# Model type that Transformers gives to timm's models.
+# `model_type` of timm's models in Transformers.
 TIMM = "timm_wrapper"
 # Model types of VLMs whose projector accepts any number of tokens.
 SEQUENCE_VLMS = ("llava", "paligemma")
 # Model types of VLMs whose projector requires a grid of patches. Their processors may cut images into tiles.
 GRID_VLMS = ("gemma3", "llava_onevision")
-# Modules that are not needed for image embeddings: parts for pretraining, and the pooler, a layer after [CLS].
+# Modules that are not needed for image embeddings: parts for pretraining, and the pooler on top of [CLS].
 UNUSED_BY_EMBEDDINGS = frozenset({"pooler", "decoder", "mask_token"})
 # Errors that Transformers, timm, open_clip and PyTorch raise for wrong folders, names, configurations and weights.
 # Errors of other types, such as TypeError, are bugs and keep their traceback.
@@ -60,7 +60,7 @@ LOADING_ERRORS = (
 
 @dataclass(frozen=True)
 class Task:
-    """Settings by which the models of a task are loaded.
+    """Settings for loading the models of a task.
 
     Args:
         kind (`str`): Expected kind of model, with an article, for messages.
@@ -79,13 +79,12 @@ class Task:
 
 
 def vision_class(config: PreTrainedConfig) -> type:
-    """Return the model class for the configuration of a vision transformer. For backbones and models for pretraining,
-    the class is the base model's class. Otherwise, it is the class in `config.architectures`, if Transformers or this
-    package defines it. If there is no such class, the result is a classifier's class or else the base model's
-    class."""
+    """Return the model class for a vision transformer's configuration. Backbones and models for pretraining are loaded
+    by the base model's class, and other models by the class in `config.architectures`. If Transformers and this
+    package lack the class, return a classifier's class or else the base model's class."""
     architecture = (config.architectures or [""])[0]
     if config.model_type == TIMM:
-        # Folders that timm wrote name no Transformers class.
+        # Configurations that timm wrote contain no class of Transformers.
         headless = architecture == "TimmWrapperModel" or not config.num_labels
         return transformers.TimmWrapperModel if headless else transformers.TimmWrapperForImageClassification
     base_model = transformers.MODEL_MAPPING.get(type(config), AutoModel)
@@ -175,7 +174,7 @@ def load_model(
             raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(model_types)}")
         model_class = task.choose_class(config)
     if model_class.__name__.startswith("Auto"):
-        # Only Auto classes can run code that comes with a model.
+        # `trust_remote_code` is only an argument of Auto classes.
         options["trust_remote_code"] = trust_remote_code
     if "pooler" in task.optional_weights and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         options["add_pooling_layer"] = False
@@ -207,7 +206,7 @@ def processor_of_tower(model: nn.Module, processor):
     fields = ("image_mean", "image_std", "rescale_factor", "resample")
     settings = {name: getattr(processor, name) for name in fields}
     if settings["resample"] == Image.Resampling.LANCZOS:
-        # Training resizes images by torchvision, which has no Lanczos filter. Bicubic results differ little.
+        # Bicubic replaces Lanczos, because torchvision, which training uses for resizing, has no Lanczos filter.
         settings["resample"] = Image.Resampling.BICUBIC
     return transformers.ViTImageProcessor(size={"height": height, "width": width}, **settings)
 
@@ -253,8 +252,7 @@ def load_processor(
     trust_remote_code: bool = False,
     processor_class: type = AutoImageProcessor,
 ):
-    """Load a model's image processor, tokenizer or processor by `processor_class`, an Auto class. See `load_model` for
-    arguments and errors."""
+    """Load a model's processor by the Auto class `processor_class`. See `load_model` for arguments and errors."""
     found, revision = find_model(name)
     with loading_errors(name, kind):
         return processor_class.from_pretrained(found, trust_remote_code=trust_remote_code, **revision)
@@ -322,6 +320,6 @@ def choose_device(name: str | None = None) -> torch.device:
 
 
 def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the vision part of the configuration of a CLIP or a LLaVA; return other configurations unchanged."""
+    """Return the vision part of the configuration of a CLIP or a LLaVA. Return other configurations unchanged."""
     vision = getattr(config, "vision_config", None)
     return vision if isinstance(vision, PreTrainedConfig) else config

@@ -166,9 +166,9 @@ class MapAlignment:
 
 
 class TokenAlignment:
-    """Hints (Romero et al. 2015) for the tokens of a SparseFormer. Gao et al. have no such loss. The loss is the mean
-    squared distance of a token from the mean of the teacher's tokens in the token's RoI, averaged over layers. [CLS]
-    and registers are left out. RoIs get no gradient.
+    """Hints (Romero et al. 2015) for the tokens of a SparseFormer. Gao et al. do not use this loss. The loss is the
+    mean squared distance of a token from the mean of the teacher's tokens in the token's RoI, averaged over layers.
+    [CLS] and registers are left out. RoIs get no gradient.
 
     Args:
         student (`PreTrainedModel`): The student.
@@ -238,8 +238,7 @@ def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tenso
 
 def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
     """Return a teacher's attention to its patches, `(batch, rows, columns)`, which sums to 1. The queries are class
-    tokens, or all patches if the teacher has no class tokens. Attention is averaged over heads and the last third of
-    blocks.
+    tokens, or all patches without class tokens. Attention is averaged over heads and the last third of blocks.
 
     Args:
         teacher (`Anatomy`): The teacher.

@@ -22,7 +22,7 @@ from .splits import load_parts
 from .text import first_line, shortened
 
 
-# Names of mask folders, in order of preference. Files in lossy formats are not read: they change class numbers.
+# Names of mask folders, in order of preference. Lossy formats are not read, because they change class numbers.
 MASK_FOLDERS = ("annotations", "masks", "labels")
 LOSSY = (".jpg", ".jpeg", ".webp")
 # labelme's labels of pixels outside of all shapes, and of pixels to ignore.
@@ -58,7 +58,7 @@ def load_masked_images(
             and `annotations/SPLIT/NAME.png` (or `masks`, `labels`), as in ADE20K; or a folder with `SPLIT/NAME.jpg`
             and labelme's `SPLIT/NAME.json`. A folder without splits has these paths without SPLIT.
         split (`str`): Split to load.
-        name (`str`, *optional*): Configuration of a hub data set that has several.
+        name (`str`, *optional*): Name of a configuration, for hub data sets with several configurations.
         image_column, mask_column (`str`, *optional*): Names of the columns. Required if the columns are ambiguous.
         class_names (`list[str]`, *optional*): Labels in labelme's files for the classes 0, 1, …
         streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
@@ -124,7 +124,6 @@ def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datas
 
 
 def _labelme_names(pairs: dict) -> list[str]:
-    """Return the labels in labelme's files, with the background first. Without labelme files, the list is empty."""
     files = {mask for part in pairs.values() for _, mask in part if mask.suffix == ".json" and mask.is_file()}
     labels = {shape["label"] for file in files for shape in _read_labelme(file)["shapes"]}
     return [BACKGROUND, *sorted(labels - {BACKGROUND, IGNORE})] if files else []
@@ -142,7 +141,6 @@ def _read_labelme(file: Path) -> dict:
 
 
 def _draw(file: Path, names: list[str]) -> dict:
-    """Draw the shapes in a labelme file as a mask of class numbers. Return the mask as a `datasets.Image` record."""
     numbers = {IGNORE: IGNORED} | {name: number for number, name in enumerate(names)}
     content = _read_labelme(file)
     mask = Image.new("L", (content["imageWidth"], content["imageHeight"]), numbers.get(BACKGROUND, IGNORED))
@@ -163,9 +161,8 @@ class MaskReader:
 
     Args:
         num_labels (`int`): Number of classes.
-        ignored_labels (iterable of `int`, *optional*): Numbers in the mask files whose pixels are ignored.
-        reduce_labels (`bool`, *optional*, defaults to `False`): Ignore the number 0, and read the number 1 as class 0,
-            as in ADE20K.
+        ignored_labels (iterable of `int`, *optional*): Class numbers in mask files whose pixels are ignored.
+        reduce_labels (`bool`, *optional*, defaults to `False`): Ignore 0, and read 1 as class 0, as in ADE20K.
     """
 
     def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):

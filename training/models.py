@@ -25,7 +25,7 @@ CLASSIFIER = "an image classifier to go on from"
 
 
 def build_model(options, args, names: list[str]):
-    """Return a classifier for the given class names, in float32, and its image processor.
+    """Return a classifier in float32 for the classes `names`, and the classifier's image processor.
 
     Args:
         options (`ModelArguments`): Describes the model, new or pretrained, and its Context Broadcasting.
@@ -88,7 +88,7 @@ def pretrained_classifier(options, args, labels: dict):
     trust = args.trust_remote_code
     config = load_config(options.model, CLASSIFIER, trust, problem_type="single_label_classification", **labels)
     if config.model_type == TIMM:
-        # Configurations of timm models have further fields with class names. They would contradict the new labels.
+        # timm's configurations have further fields with class names. These fields would contradict `labels`.
         for name in ("label_names", "label_descriptions"):
             vars(config).pop(name, None)
         config.model_args = {name: value for name, value in (config.model_args or {}).items() if name != "num_classes"}
@@ -101,7 +101,7 @@ def pretrained_classifier(options, args, labels: dict):
 
 
 def resize(model, processor, pixels: int):
-    """Set the image size of a model and interpolate its position embeddings. Return an image processor for the new
+    """Set the image size of a model and interpolate its position embeddings. Return an image processor for this
     size."""
     config = model.config
     if config.model_type == TIMM:
@@ -131,7 +131,7 @@ def initialization_arguments(name: str, text: str) -> dict:
 
 
 def configure_initialization(config: PreTrainedConfig, name: str, text: str) -> bool:
-    """Set the initialization in the configuration of a new model. Return whether the model's class applies it."""
+    """Set the initialization in the configuration of a new model. Return whether the model's class uses this field."""
     values = initialization_arguments(name, text)
     if name == "default":
         return True
@@ -212,8 +212,7 @@ def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Return the name prefixes of the classifiers' parameters inside of a base model. Only base models of timm contain
-    classifiers."""
+    """Return the prefixes of the parameters of classifiers inside of a base model. Only timm has such base models."""
     if not is_timm(base):
         return ()
     heads = base.get_classifier()

@@ -28,14 +28,13 @@ def choose_mixed_precision(device: torch.device) -> str:
 
 @functools.cache
 def bfloat16_is_fast() -> bool:
-    """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 ones. The
-    speed does not follow from the CPU's instruction set."""
+    """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 matrices.
+    The speed does not follow from the CPU's instruction set."""
     # A large product takes seconds if bfloat16 is emulated, so a small product is measured first.
     return _speed_of_bfloat16(128) > 0.5 and _speed_of_bfloat16(512) > WORTHWHILE
 
 
 def _speed_of_bfloat16(size: int) -> float:
-    """Measure the speed of a bfloat16 matrix product relative to float32, in CPU time of one thread."""
     seconds = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

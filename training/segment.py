@@ -227,7 +227,7 @@ class SegmentationTrainer(ImageTrainer):
         if self.num_labels < 2:
             raise ValueError(f"The model has {self.num_labels} class, expected two or more to learn (num_labels).")
         read_mask = MaskReader(self.num_labels, args.ignored_labels, args.reduce_labels)
-        # The labels are saved in the configuration, because `frugalvit evaluate` reads them there.
+        # `ignored_labels` is saved in the configuration, because `frugalvit evaluate` reads it there.
         model.config.ignored_labels = list(args.ignored_labels)
         super().__init__(
             model,

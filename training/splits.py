@@ -27,9 +27,8 @@ _NO_NAME = re.compile(r"(LABEL_)?\d+", re.IGNORECASE)
 def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -> tuple:
     """Load the images for training, evaluation and test that `data` (`DataArguments`) describes, see `load_parts`.
 
-    With `learns_labels`, all images need a label, and at least two classes are required. Without `learns_labels`, the
-    labels of a split are removed if a label is missing. Labels of a stream are not checked. `skip_corrupt`: see
-    `readable_images`.
+    With `learns_labels`, at least two classes and a label for each image are required. Otherwise, a split with missing
+    labels loses all labels. Labels of a stream are not checked. See `readable_images` for `skip_corrupt`.
     """
     # Class names of the training images. Other splits use them if they have no class names of their own.
     names = None
@@ -71,8 +70,8 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 
     Without `data.eval_split`, the best epoch is chosen on the validation split, and the model is tested on the split
     "test". If only one of these two splits exists, or only one has labels, the epoch is chosen on this split, and
-    there is no test. If neither split exists, the epoch is chosen on the first split of `data.eval_dataset`. Without
-    `data.eval_dataset`, it is chosen on a part of the training images (see `hold_back`).
+    there is no test. Without both, the epoch is chosen on the first split of `data.eval_dataset` or on a part of the
+    training images (see `hold_back`).
 
     Args:
         data (`DataArguments`): The arguments. `evaluated` and `tested` are set to the names of the chosen splits.
@@ -107,8 +106,7 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 
 
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Split images into a part to train on and a part to evaluate on. The second part is a tenth, at most 5,000
-    images.
+    """Split images into a part to train on and a smaller part to evaluate on: a tenth, but at most 5,000 images.
 
     The images to evaluate on are drawn with a fixed seed, so that a data set is always split in the same way. The
     split is stratified if all classes are large enough. Each class keeps at least one image to train on.
@@ -160,8 +158,8 @@ def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_la
     """Return the parts and a list of the classifier's index of each class (see `match_labels`).
 
     The list is `None` if labels need no conversion, if there are no labels, or if there is no classifier. If the
-    classes do not match those of the classifier, labels are removed from the parts. With `learns_labels`, a ValueError
-    is raised instead.
+    classes do not match the classifier's classes, labels are removed from the parts. With `learns_labels`, a
+    ValueError is raised instead.
     """
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)
     if id2label is None or names in (None, list(id2label.values())):

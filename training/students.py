@@ -46,7 +46,7 @@ STUDENTS = {
 
 @dataclass
 class StudentArguments:
-    """The teacher and the student."""
+    """Arguments of the teacher and the student."""
 
     teacher: str = argument(help="Folder, hub id or open_clip:MODEL:PRETRAINED of a ViT, CLIP, SigLIP or LLaVA.")
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
@@ -115,14 +115,14 @@ def build_student(
 
 
 def kind_of(teacher: Anatomy) -> str:
-    """Return the inner key of `STUDENTS` for students of a teacher."""
+    """Return the kind of output of a teacher's students, an inner key of `STUDENTS`."""
     if teacher.classifier is not None:
         return "classifier"
     return "tokens" if teacher.projection is None else "projection"
 
 
 def check_embedding(student: PreTrainedModel, teacher: Anatomy):
-    """Raise a ValueError if the embeddings of student and teacher differ in width, or if only one of them is
+    """Raise a ValueError if the embeddings of student and teacher differ in width, or if only one embedding is
     projected."""
     projects = hasattr(student, "visual_projection")
     width = student.config.projection_dim if projects else student.config.pooled_size
@@ -172,7 +172,7 @@ def parse_overrides(model_type: str, text: str) -> dict:
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """Return the token counts to train in a step: the largest, two random counts and the smallest. This is the
+    """Return the token counts to train in a step: the largest, up to two random counts and the smallest. This is the
     sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*."""
     if len(config.trained_token_counts) == 1:
         return list(config.trained_token_counts)

@@ -41,7 +41,7 @@ FINE_TUNING_LEARNING_RATE = 1e-4
 # batch size does not depend on the number of epochs, so that a longer run can continue a shorter run.
 BATCH_SIZES = (8, 16, 32, 64, 128)
 STEPS_PER_EPOCH = 20
-# A training with fewer steps prints a note.
+# A training with fewer than `FEW_STEPS` steps prints a note.
 FEW_STEPS = 100
 
 
@@ -179,7 +179,7 @@ def resolve_arguments(args: ImageClassificationArguments, config, images) -> Ima
 
     Args:
         args (`ImageClassificationArguments`): The given arguments.
-        config: The model's configuration. Its `name_or_path` is empty for a new model.
+        config: The model's configuration. The field `name_or_path` is empty for a new model.
         images: Training images. For a stream, the largest batch size is chosen.
     """
     args = copy.copy(args)
@@ -200,7 +200,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
     Args:
         model (`PreTrainedModel`): An image classifier.
         args (`ImageClassificationArguments`): The training arguments.
-        train_dataset: Images with labels, in the forms that `BootstrapTrainer` accepts.
+        train_dataset: Images with labels, in a form that `BootstrapTrainer` accepts.
         eval_dataset (*optional*): Images with labels to choose the best model on.
         processing_class: The model's image processor.
         kwargs: See `ImageTrainer`.

@@ -90,8 +90,7 @@ class ImageTrainer(Trainer):
             replaces parameters but keeps their names.
         test_dataset (*optional*): Images to measure the best model on.
         base_model (`str`, *optional*): Name of the model from which training starts, for the card.
-        model_args, data_args (*optional*): Further arguments of the command. The card and the run's settings contain
-            them.
+        model_args, data_args (*optional*): The command's other arguments, for the card and the run's settings.
         usage (`str`, *optional*): Example code in the card that uses `model` and `processor`. Default: code for the
             task.
         callbacks (`list`, *optional*), kwargs: Passed on to `Trainer`.
@@ -153,7 +152,7 @@ class ImageTrainer(Trainer):
             callbacks=[SetEpoch(views), self.interruption, *(callbacks or ())],
             **kwargs,
         )
-        # Losses are means over a batch. With False, `Trainer` divides a loss by the number of accumulation steps.
+        # Losses are means over a batch, so `Trainer` must divide them by the number of gradient accumulation steps.
         self.model_accepts_loss_kwargs = False
         # Number and start time of the first step in this process, to compute the images per second for the logs.
         self.first_step = None
@@ -227,7 +226,7 @@ class ImageTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """Run `Trainer.train`. The first Ctrl-C saves the current step and stops. An error closes the progress bar."""
+        """Run `Trainer.train`. The first Ctrl-C saves a checkpoint and stops. An error closes the progress bar."""
         self.first_step = None
         handler = None
         # Ctrl-C is only handled in a run with one process. With several processes, Ctrl-C ends all of them at once.
@@ -245,7 +244,7 @@ class ImageTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         """Save a complete repository: model, processor and card. For a checkpoint, save only the model."""
         if _internal_call and output_dir is not None:
-            # The folder is created here, because `Trainer` checks that it exists before FSDP writes weights to it.
+            # The folder is created here, because `Trainer` looks for the folder before FSDP writes weights to it.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(self.model, PreTrainedModel):
                 super().save_model(output_dir, _internal_call)
@@ -306,7 +305,7 @@ class ImageTrainer(Trainer):
         """Record the settings of this run in `output_dir` and return the checkpoint to resume from, if there is one.
 
         Raise a ValueError if the folder contains a run with other settings. With `overwrite_output_dir`, remove the
-        run's checkpoints instead.
+        checkpoints of that run instead.
         """
         args = self.args
         folder = Path(args.output_dir)
@@ -332,7 +331,7 @@ class ImageTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         for path in filter(Path.is_dir, folder.glob("checkpoint-*")):
             if not any(any(path.glob(pattern)) for pattern in CHECKPOINT_FILES) and args.save_total_limit:
-                # With a limit, `Trainer` would remove folders that only have the name of a checkpoint.
+                # With `save_total_limit`, `Trainer` would remove folders that only have the name of a checkpoint.
                 args.save_total_limit = None
                 self.accelerator.print(f"{path} is no checkpoint, so all checkpoints are kept (save_total_limit).")
         if args.should_save:
@@ -503,5 +502,5 @@ def start(args: ImageTrainingArguments, *sources: str | None):
     if started > args.world_size and "RANK" in os.environ:
         raise ValueError(f"{started} processes were started, but each would train alone; on CPUs, pass use_cpu.")
     set_seed(args.seed)
-    # Transformers' progress bar for saving a model would be drawn into the progress bar of the training.
+    # Progress bars are disabled, because the bar for saving a model would be drawn into the training's progress bar.
     transformers.utils.logging.disable_progress_bar()

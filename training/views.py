@@ -33,8 +33,7 @@ class PlainImages:
     Args:
         source: The dataset or list. Items are images, pairs of image and label, or dictionaries with `image` and
             optionally `label`. The attribute `classes` of torchvision's datasets contains the names of the labels.
-        features (`datasets.Features`, *optional*): Types of the columns. Default: `image` and, if there is
-            `source.classes`, `label`.
+        features (`datasets.Features`, *optional*): Types of the columns. Default: by `source.classes`.
     """
 
     def __init__(self, source, features: datasets.Features | None = None):
@@ -114,8 +113,7 @@ class Views(Dataset):
         view (`Callable`): Makes a view of an image, or of an image and its mask. See `EvalView`.
         seed (`int`, *optional*): Seed of random views. With a seed, a view also has `epoch`. Evaluation has no seed.
         skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
-        classes (sequence of `int`, *optional*): The model's index of each class of the data set. Default: labels are
-            not converted.
+        classes (sequence of `int`, *optional*): The model's index of each class. Default: labels stay unchanged.
     """
 
     def __init__(self, images, view, seed: int | None = None, skip_corrupt: bool = False, classes=None):
