@@ -53,7 +53,7 @@ print(processor.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 @dataclass
 class LlavaArguments:
-    """The LLaVA and its new vision tower."""
+    """Arguments of the LLaVA and its new vision tower."""
 
     model: str = argument(help="Folder or hub id (owner/name@revision) of a LLaVA 1.5 or a PaliGemma.")
     vision_model: str = argument(help="Folder or hub id of a SparseFormer, preferably bootstrapped from the tower.")
@@ -191,7 +191,7 @@ class Learner(nn.Module):
 
 
 def drop_frozen(learner: Learner, state: dict, prefix: str, metadata):
-    # Duplicates are kept: a parameter that two modules share has two names, and `state` contains both names.
+    # `remove_duplicate=False` is needed, because `state` contains both names of a parameter that two modules share.
     named = learner.named_parameters(remove_duplicate=False)
     for name in state.keys() - {f"{prefix}{name}" for name, each in named if each.requires_grad}:
         del state[name]

@@ -98,7 +98,7 @@ class ImageTrainingArguments(TrainingArguments):
 
 @dataclass
 class DatasetArguments:
-    """Images to train on or to evaluate on."""
+    """Arguments of a data set of images."""
 
     dataset: list[str] = argument([SUBSET], f"Hub id, folder or zip file of images, parquet files, or {SUBSET}.")
     dataset_config: str | None = argument(None, "Configuration of a hub data set that has several.")
@@ -108,7 +108,7 @@ class DatasetArguments:
 
 @dataclass
 class DataArguments(DatasetArguments):
-    """Images to train and evaluate on, with their splits."""
+    """Arguments of the images to train and evaluate on, and of their splits."""
 
     train_split: str = argument("train", "Split to train on, or a slice such as train[:1000].")
     eval_dataset: list[str] | None = argument(None, "Data set to evaluate on. Default: another split of dataset.")
@@ -166,7 +166,7 @@ class ArgumentParser(HfArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def parse(self, argv: list[str] | None) -> tuple:
-        """Parse a command line into an instance of each dataclass. Errors print one line and exit with status 2."""
+        """Parse a command line into the dataclasses. On an error, print one line and exit with status 2."""
         given = list(sys.argv[1:] if argv is None else argv)
         try:
             words = self.read_config(given) if self.takes_config else given

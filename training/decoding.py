@@ -1,4 +1,4 @@
-"""Read image files as RGB. The whole package reads images by this module."""
+"""Read image files as RGB. All images of the package are read by this module."""
 
 import contextlib
 import io

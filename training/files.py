@@ -132,7 +132,7 @@ def apply_umask(path: Path):
     os.umask(mask)
     for file in path.rglob("*") if path.is_dir() else [path]:
         if file.is_file() and not file.is_symlink():
-            # Setting permissions fails on file systems without permissions, such as FAT.
+            # Errors are ignored, because setting permissions fails on file systems without permissions, such as FAT.
             with suppress(OSError):
                 file.chmod(0o666 & ~mask)
 

@@ -16,7 +16,7 @@ from ..modeling.modeling_bootstrapped_vit import divergence
 
 # In each token's RoI, the teacher's tokens are sampled at a grid of `POINTS` x `POINTS` points.
 POINTS = 4
-# Attention is averaged over this share of blocks, counted from the last. Late blocks attend to parts of an object.
+# Share of blocks, from the end, whose attention is averaged. Late blocks attend to parts of an object.
 ATTENDING_SHARE = 1 / 3
 
 
@@ -237,8 +237,9 @@ def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tenso
 
 
 def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
-    """Return a teacher's attention to its patches, `(batch, rows, columns)`, which sums to 1. The queries are class
-    tokens, or all patches without class tokens. Attention is averaged over heads and the last third of blocks.
+    """Return a teacher's attention to image patches, `(batch, rows, columns)`. The attention of an image sums to 1.
+    The queries are the class tokens, or all patches without class tokens. Attention is averaged over heads and the
+    last third of blocks.
 
     Args:
         teacher (`Anatomy`): The teacher.

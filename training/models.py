@@ -101,8 +101,7 @@ def pretrained_classifier(options, args, labels: dict):
 
 
 def resize(model, processor, pixels: int):
-    """Set the image size of a model and interpolate its position embeddings. Return an image processor for this
-    size."""
+    """Set a model's image size and interpolate its position embeddings. Return an image processor for the new size."""
     config = model.config
     if config.model_type == TIMM:
         model.timm_model.set_input_size(img_size=(pixels, pixels))
@@ -131,7 +130,7 @@ def initialization_arguments(name: str, text: str) -> dict:
 
 
 def configure_initialization(config: PreTrainedConfig, name: str, text: str) -> bool:
-    """Set the initialization in the configuration of a new model. Return whether the model's class uses this field."""
+    """Configure the initialization of a new model. Return whether the model's class applies the initialization."""
     values = initialization_arguments(name, text)
     if name == "default":
         return True
@@ -212,7 +211,8 @@ def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the parameters of classifiers inside of a base model. Only timm has such base models."""
+    """Return the prefixes of classifier parameters' names in a base model. Only base models of timm have
+    classifiers."""
     if not is_timm(base):
         return ()
     heads = base.get_classifier()

@@ -59,7 +59,7 @@ DISTORTION = 0.5
 
 @dataclass
 class SegmenterArguments:
-    """The segmentation model to train."""
+    """Arguments of the segmentation model to train."""
 
     model: str | None = argument(
         None, "Folder or hub id (owner/name@revision) of a SparseFormer or segmentation model."
@@ -84,7 +84,7 @@ class SegmenterArguments:
 
 @dataclass
 class MaskedDataArguments(DataArguments):
-    """Images with masks to train and evaluate on."""
+    """Arguments of the images with masks to train and evaluate on."""
 
     dataset: list[str] = argument(help="Hub id, parquet files, or folder with images/ and annotations/ or labelme's.")
     mask_column: str | None = argument(None, "Name of the column of masks. Default: the only one.")

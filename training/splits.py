@@ -70,8 +70,8 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 
     Without `data.eval_split`, the best epoch is chosen on the validation split, and the model is tested on the split
     "test". If only one of these two splits exists, or only one has labels, the epoch is chosen on this split, and
-    there is no test. Without both, the epoch is chosen on the first split of `data.eval_dataset` or on a part of the
-    training images (see `hold_back`).
+    there is no test. If neither exists, the epoch is chosen on the first split of `data.eval_dataset` or on a part of
+    the training images (see `hold_back`).
 
     Args:
         data (`DataArguments`): The arguments. `evaluated` and `tested` are set to the names of the chosen splits.

@@ -47,7 +47,7 @@ FEW_STEPS = 100
 
 @dataclass
 class ModelArguments:
-    """The classifier to train."""
+    """Arguments of the classifier to train."""
 
     model: str | None = argument(None, "Folder or hub id (owner/name@revision) of an image classifier to fine-tune.")
     model_type: str | None = argument(None, "Architecture to train from scratch, a model_type. Default: vit.")

@@ -95,8 +95,8 @@ def split_off(images):
 
 
 def labeled_images(train, evaluation=None) -> tuple:
-    """Convert images to train and to evaluate on to data sets. Raise a ValueError if labels are missing, if both data
-    sets have different classes, or if there are fewer than two classes."""
+    """Convert training and evaluation images to data sets. Raise a ValueError if labels are missing, if the classes of
+    both data sets differ, or if there are fewer than two classes."""
     parts = [None if images is None else as_images(images) for images in (train, evaluation)]
     if any(images is not None and class_names(images) is None for images in parts):
         raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
