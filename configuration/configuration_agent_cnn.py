@@ -57,8 +57,8 @@ class AgentCNNConfig(VisionConfig):
             paper's text and our variant have 1 and 3; the paper's code has 2 and 8.
         dropout (`float`, *optional*, defaults to 0.1): Dropout rate after the activation function in the MLPs.
         branch_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout rate at the end of both residual branches. In the reference implementation, an agent that shares
-            weights with a transformer has the transformer's dropout rate here.
+            Dropout rate at the end of the two residual branches of each block. In the reference implementation, an
+            agent that shares weights with a transformer has the transformer's dropout rate here.
         initialization (`str`, *optional*, defaults to `"default"`):
             Initialization of new weights: `"default"` (PyTorch) or `"reference"` (reference implementation, see
             `reference_initialization.py`). All variants have `"reference"`.

@@ -21,7 +21,7 @@ positive = interval(min=0.0, exclude_min=True)
 
 
 def at_least(low: int):
-    """Return a factory of dataclass fields. Allowed values are `None`, numbers from `low` on and pairs of them."""
+    """Return a factory of dataclass fields that accept `None`, a number from `low` on, or a pair of such numbers."""
 
     @as_validated_field
     def check(value):
@@ -45,7 +45,7 @@ def is_sparseformer(config) -> bool:
 
 
 def set_image_size(config, image_size: int | list[int]):
-    """Set `image_size` of a configuration, in pixels, and scale `resize_size` by the same factor."""
+    """Set a configuration's `image_size` in pixels. Scale its `resize_size` by the same factor."""
     if getattr(config, "resize_size", None) is not None:
         config.resize_size = round(config.resize_size * min(pair(image_size)) / min(pair(config.image_size)))
     config.image_size = image_size
@@ -147,7 +147,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         image_size (`int` or pair of `int`, *optional*, defaults to 224):
             Size of preprocessed images in pixels. The model also accepts images of other sizes.
         num_latent_tokens (`int`, *optional*, defaults to 48):
-            Number of latent tokens, without [CLS]. The papers count [CLS], too: the default is 49 in the papers.
+            Number of latent tokens, without [CLS]. The papers' numbers include [CLS], for example 49 instead of 48.
         elastic_token_counts (sequence of `int`, *optional*):
             Numbers of latent tokens that the model is trained with, in increasing order up to `num_latent_tokens`.
         num_tokens (`int`, *optional*):
@@ -195,7 +195,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
             Stochastic depth rate of the last block. The rate increases linearly from block to block.
     """
 
-    # In the configuration of a CLIP or a VLM, this field has the SparseFormer's configuration.
+    # The configurations of CLIPs and VLMs have a SparseFormer's configuration in the field `vision_config`.
     base_config_key = "vision_config"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
     keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states", "stem_features", "token_maps"]

@@ -84,8 +84,8 @@ class BootstrappedViTConfig(AttentionStartConfig):
             dropout; Transformers' `ViTModel` does not have it.
         initialization (`str`, *optional*, defaults to `"default"`):
             Initialization of new weights: `"default"` (Transformers and PyTorch) or `"reference"` (reference
-            implementation). All variants have `"reference"`. Other values initialize the transformer's attention;
-            `AttentionStartConfig` documents these values and `initialization_options`.
+            implementation). All variants have `"reference"`. Other values change the initialization of the
+            transformer's blocks; `AttentionStartConfig` documents these values and `initialization_options`.
     """
 
     model_type = "bootstrapped_vit"

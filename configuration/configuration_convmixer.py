@@ -27,7 +27,8 @@ class ConvMixerConfig(VisionConfig):
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
             `"trained"`, or the kind of fixed filters. `"random"` filters are uniform random values, `"impulse"`
             filters have a one at a random position, and `"box"` filters are all ones. `"signed_impulse"` filters have
-            a one of random sign and are not part of the paper. All kinds have the same mean norm, and fixed biases.
+            a one of random sign and are not part of the paper. All kinds of fixed filters have the same mean norm.
+            Fixed filters have fixed biases.
     """
 
     model_type = "convmixer"

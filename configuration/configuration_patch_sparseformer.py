@@ -9,15 +9,16 @@ from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
 def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    """Find the grid of `num_cells` cells that are closest to squares in an image of `image_size`. Return the absolute
-    logarithm of the cells' aspect ratio, and the grid, `(rows, columns)`."""
+    """Divide an image of `image_size` into a grid of `num_cells` cells that are as close to squares as possible.
+    Return the absolute logarithm of the cells' aspect ratio, and the grid as `(rows, columns)`."""
     height, width = image_size
     grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
     return min((abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids)
 
 
 def choose_grid(num_cells: int, image_size: tuple[int, int], argument: str = "num_latent_tokens") -> tuple[int, int]:
-    """Return the grid, `(rows, columns)`, of `num_cells` cells that are closest to squares in images of `image_size`.
+    """Divide images of `image_size` into a grid of `num_cells` cells that are as close to squares as possible.
+    Return the grid as `(rows, columns)`.
 
     Raises:
         ValueError: if `num_cells` is below 1, or one side of the cells would be more than twice as long as the other

@@ -163,7 +163,8 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         return self.num_attention_heads if self.is_v1 else max(self.focusing_hidden_size // 64, 1)
 
     def validate_focusing(self):
-        """Check the divisors of widths, and check that v1 has no prefix tokens and no rotary positions."""
+        """Check that the widths fit the attention heads and the encoding of RoIs, and that v1 has neither prefix
+        tokens nor rotary positions."""
         if self.focusing_hidden_size % self.focusing_num_attention_heads:
             raise ValueError(
                 f"`focusing_hidden_size`={self.focusing_hidden_size} is not divisible by its "

@@ -44,7 +44,7 @@ class SparseFormerSiglipConfig(FrugalViTConfig):
     for Language Image Pre-Training*, section 3.2.
     """
 
-    # The name must contain "siglip": Transformers' pipeline then computes sigmoids and pads texts as SigLIP needs.
+    # `model_type` must contain "siglip", so that Transformers' pipeline computes sigmoids and pads texts for SigLIP.
     model_type = "sparseformer_siglip"
     sub_configs_defaults = {
         "text_config": SiglipTextConfig,

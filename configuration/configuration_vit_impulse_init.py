@@ -8,7 +8,8 @@ from .configuration_base import Size, at_least
 from .configuration_vit import Initialization, PlainViTConfig
 
 
-# Variant names have size, heads and image size. For tables 5 and 7, they have depth, width and heads.
+# Variant names have the model size, the number of heads and the image size. Names of variants from
+# tables 5 and 7 have the depth, the width and the number of heads.
 VARIANTS = {
     f"vit-{size}-h{heads}-{image_size}": {
         "image_size": image_size,
@@ -47,7 +48,7 @@ class ViTImpulseInitConfig(PlainViTConfig):
         position_embedding (`str`, *optional*, defaults to `"sincos"`):
             `"sincos"` for a fixed sinusoidal encoding, `"learned"` (table 1) for learned positions, or `"random"` for
             learned positions with a normal initialization. `"learned"` positions are initialized with the sinusoidal
-            encoding if `initialization` is `"impulse"` or `"mimetic"`, and truncated normal otherwise.
+            encoding if `initialization` is `"impulse"` or `"mimetic"`, and with truncated normal values otherwise.
         position_std (`float`, *optional*, defaults to 0.36):
             Standard deviation of `"random"` positions. The NeurIPS 2025 code has 0.02, and 18 * 0.02 in one setup.
         pooling (`str`, *optional*, defaults to `"mean"`):

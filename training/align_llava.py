@@ -1,4 +1,4 @@
-"""Align the projector of a LLaVA with a new vision tower, a SparseFormer, without labels.
+"""Align the projector of a LLaVA with a SparseFormer as new vision tower, without labels.
 
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
@@ -61,7 +61,7 @@ class LlavaArguments:
 
 @dataclass
 class AlignLlavaArguments(ImageTrainingArguments):
-    """Arguments of the alignment. With `bf16` or `fp16`, frozen weights are also stored in bfloat16 or float16."""
+    """Arguments of the alignment. Frozen weights are stored in bfloat16 with `bf16`, and in float16 with `fp16`."""
 
     metric_for_best_model: str = argument("agreement", "Metric that chooses the best model.")
     num_train_epochs: float = argument(1.0, "Epochs.")
@@ -145,8 +145,9 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
         length (`int`): Largest number of tokens in an answer.
 
     Returns:
-        The token ids of each answer, the logits of all answers, `(answer tokens, vocabulary)`, and the mean projected
-        token of each image, `(images, channels)`.
+        `list[list[int]]`: The token ids of each answer.
+        `torch.Tensor`: The logits of the tokens of all answers, `(answer tokens, vocabulary)`.
+        `torch.Tensor`: The mean projected token of each image, `(images, channels)`.
     """
     features = llava.get_image_features(pixel_values).pooler_output
     asked = [encode(processor, len(features[0]), question, prompt) for question in questions]
@@ -172,8 +173,8 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
 
 
 class Learner(nn.Module):
-    """A LLaVA with a trainable projector, a copy in float32. The state dict only contains the projector, because all
-    other weights are frozen and may be shared with the teacher."""
+    """Wrapper of a LLaVA that replaces the projector by a trainable copy in float32. All other weights are frozen. The
+    state dict only contains the projector, because the frozen weights may be shared with the teacher."""
 
     def __init__(self, llava: PreTrainedModel):
         super().__init__()
@@ -233,7 +234,8 @@ class AlignLlavaTrainer(ImageTrainer):
         processor = matching_processor(processing_class, self.llava)
         widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
         if len(widths) > 1:
-            # A tower of another width is from another model family, so the tower's own normalization is used.
+            # If the towers' widths differ, the new tower is from another model family. Then the new tower's own
+            # normalization is used.
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std
@@ -274,8 +276,8 @@ class AlignLlavaTrainer(ImageTrainer):
         return questions, *given
 
     def predict_answers(self, model, batch: dict, questions: list, answers: list) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new LLaVA's logits for each token of the answers, `(answer tokens, vocabulary)`, and the mean
-        projected token of each image, `(images, channels)`."""
+        """Return two tensors: the new LLaVA's logits for each token of the answers, `(answer tokens, vocabulary)`; and
+        the mean projected token of each image, `(images, channels)`."""
         length = self.llava.config.image_seq_length
         asked = [encode(self.processing_class, length, question, self.prompt) for question in questions]
         inputs, labels = pad(asked, answers, self.processing_class)

@@ -34,7 +34,7 @@ RANGE = ("two positive numbers, the lower first", lambda value: len(value) == 2 
 
 
 def argument(default=dataclasses.MISSING, help: str = "", **metadata):
-    """Return a dataclass field with a help text. Each instance of the dataclass copies a default list."""
+    """Return a dataclass field with a help text. A default list is copied for each instance of the dataclass."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
     return field(default=default, metadata={"help": help, **metadata})
@@ -125,8 +125,8 @@ class DataArguments(DatasetArguments):
 
 
 class ArgumentParser(HfArgumentParser):
-    """`HfArgumentParser` with error messages of one line. The help lists options with underscores. Options with
-    hyphens are accepted, too.
+    """`HfArgumentParser` with error messages of one line. The help lists options with underscores. The parser also
+    accepts hyphens instead of underscores.
 
     Args:
         dataclass_types (`list[type]`): Dataclasses to read.
@@ -155,7 +155,7 @@ class ArgumentParser(HfArgumentParser):
         is_empty = default is False or default in (None, "", [], argparse.SUPPRESS)
         if not is_empty and "default" not in text.lower() and text != argparse.SUPPRESS:
             settings["help"] = f"{text} (default: %(default)s)"
-        # `HfArgumentParser` passes a second name with hyphens. This name is dropped.
+        # `HfArgumentParser` also passes the name with hyphens, as a second name. The second name is dropped.
         return super().add_argument(*(names[:1] if names[0].startswith("--") else names), **settings)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -262,5 +262,5 @@ def run_as_program(main: Callable, prog: str):
     except Exception as error:
         if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := user_message(error)):
             raise
-    # The message is printed after the `except` block. Progress bars are closed there, so the message has its own line.
+    # Progress bars are closed after the `except` block. So a message that is printed here has its own line.
     sys.exit(f"{prog}: error: {message}")

@@ -55,9 +55,10 @@ from .views import Views, as_images, split_off
 PROG = "frugalvit bootstrap"
 # For a new focusing stage, the default preset is "small" up to this image size in pixels, and "paper" above.
 LARGEST_SMALL = 96
-# Defaults of training arguments by preset. "paper" and "small" train a new focusing stage, for images of 224 or 32
-# pixels. "small" has a higher learning rate and a loss for each token. "inherited" is for students with the teacher's
-# patch embedding. The learning rate of inherited weights is low, because large steps would destroy the weights.
+# Defaults of training arguments by preset. "paper" and "small" train a new focusing stage: "paper" for images of 224
+# pixels, "small" for images of 32 pixels. "small" has a higher learning rate than "paper", and a loss for each token.
+# "inherited" is for students with the teacher's patch embedding. The learning rate of inherited weights is low,
+# because large steps would destroy the weights.
 PRESETS = {
     "paper": {
         "crop_scale": [0.5, 1.0],
@@ -88,7 +89,8 @@ PRESETS = {
     },
 }
 # Configuration of new students by preset. The focusing stage of "small" has as many sampling points as in the paper.
-# It has half as many iterations and mixed points, and three quarters of the channels in stem and bottleneck.
+# Compared with the paper, "small" has half as many iterations and mixed points, and three quarters of the channels in
+# stem and bottleneck.
 STUDENT_FIELDS = {
     "paper": {"truncate": 1 / 3},
     "small": {
@@ -336,8 +338,8 @@ class BootstrapTrainer(ImageTrainer):
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
         """Return a row of values for each image. The row starts with the cosine similarity of the student's and the
-        teacher's embedding at each token count. With labels, the row continues with 1 or 0 for a correct or wrong
-        prediction: of the student at each token count, and of the teacher."""
+        teacher's embedding at each token count. With labels, further values are 1 for correct and 0 for wrong
+        predictions: first of the student at each token count, then of the teacher."""
         embeddings = []
         labels = inputs.get("labels")
         with self.accelerator.autocast():

@@ -73,8 +73,8 @@ def load_images(
         streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
 
     Returns:
-        `datasets.Dataset` or `datasets.IterableDataset`: The images, with the columns `image`, which is not decoded,
-        and `label`, a `ClassLabel`. If all labels are missing or -1, there is no column `label`.
+        `datasets.Dataset` or `datasets.IterableDataset`: The images, with the columns `image` and `label`.
+        Images are not decoded. Labels are a `ClassLabel`. If all labels are missing or -1, there is no column `label`.
 
     Raises:
         ValueError: If the data set or a column does not exist, or if a label is not among the classes.
@@ -351,7 +351,7 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
 
 
 def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
-    """Return, for each split of a folder, a list with the class and the file of each image.
+    """Return a dict that maps each split of a folder to a list with the class and the file of each image.
 
     Subfolders whose names are in `SPLITS` are splits, if there are several of them or if there are no other
     subfolders. Otherwise, all images are in the split "train". Each subfolder of a split is a class and contains

@@ -72,8 +72,8 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to upright 8-bit RGB, with transparent parts on white.
 
-    In Pillow's 32-bit modes, `I` and `F`, a range of values is scaled to 8 bits. It is the smallest range that
-    contains all values of the image, out of 0 to 1 (only for `F`), 0 to 255, 0 to 65,535 and 0 to 2^31 - 1.
+    The values of an image in Pillow's 32-bit modes `I` and `F` are multiplied by 255 / `full`. `full` is the lowest of
+    the numbers 1 (only for `F`), 255, 65,535 and 2^31 - 1 that no value exceeds by more than 0.1%.
     """
     ImageOps.exif_transpose(image, in_place=True)
     if ";16" in image.mode:

@@ -126,7 +126,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def apply_umask(path: Path):
-    """Set the default permissions of new files on a file, or on all files in a folder. This is needed because
+    """Give a file, or all files in a folder, the permissions that new files have by default. This is needed because
     safetensors 0.8 writes files that only their owner can read."""
     mask = os.umask(0o077)
     os.umask(mask)
@@ -156,7 +156,7 @@ def write_json(path: str | os.PathLike, content):
 
 def strip_auto_map(folder: Path):
     """Remove `auto_map` from the configurations of a model and its processor in a folder, because the folder lacks the
-    source files in `auto_map`."""
+    source files that `auto_map` names."""
     for name in ("config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue

@@ -78,7 +78,7 @@ class JointArguments(SmallDataArguments):
 
 class HintDecayCallback(TrainerCallback):
     """Decay the weight of the hints of a `BootstrappedViTForImageClassification` linearly to 0 (Zhang et al., arXiv
-    2112.03552). The callback works in any `Trainer`. After the training, the model's `hint_share` is 1."""
+    2112.03552). The callback works in any `Trainer`. After the training, the model's `hint_share` is 1 again."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         # The module with `hint_share` is searched for, because the model may be wrapped, for example by PEFT.

@@ -80,8 +80,8 @@ class Task:
 
 def vision_class(config: PreTrainedConfig) -> type:
     """Return the model class for a vision transformer's configuration. Backbones and models for pretraining are loaded
-    by the base model's class, and other models by the class in `config.architectures`. If Transformers and this
-    package lack the class, return a classifier's class or else the base model's class."""
+    by the base model's class, and other models by the class in `config.architectures`. If neither Transformers nor
+    this package has that class, return a classifier's class or else the base model's class."""
     architecture = (config.architectures or [""])[0]
     if config.model_type == TIMM:
         # Configurations that timm wrote contain no class of Transformers.
@@ -132,8 +132,8 @@ def load_model(
 
     Args:
         name (`str` or `os.PathLike`):
-            Folder that `save_pretrained` wrote, name of a model that ships, or hub id (also `owner/name@revision`);
-            for image features also `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` or
+            Folder that `save_pretrained` wrote, name of a model that ships, or hub id (also `owner/name@revision`).
+            The task "image-feature-extraction" also accepts `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` and
             `open_clip:local-dir:FOLDER`.
         task (`str` or `Task`): A key of `TASKS`.
         device (`str` or `torch.device`, *optional*): Default: an accelerator if there is one, otherwise the CPU.
@@ -141,7 +141,7 @@ def load_model(
         model_types (sequence of `str`, *optional*): Accepted values of `config.model_type`. Default: all values.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Data type of the weights.
         quantize (`str`, *optional*): Quantization of a VLM's language model by bitsandbytes, `"4bit"` or `"8bit"`.
-        device_map (`str`, *optional*): How Accelerate distributes the weights over devices, instead of `device`.
+        device_map (`str`, *optional*): How Accelerate distributes the weights over devices. It replaces `device`.
 
     Returns:
         The model in evaluation mode and its processor, which is `None` for tasks without a processor.
@@ -201,7 +201,7 @@ def load_model(
 
 
 def processor_of_tower(model: nn.Module, processor):
-    """Return an image processor for the vision tower of a VLM, whose own `processor` may cut images into tiles."""
+    """Return an image processor for a VLM's vision tower. The VLM's own `processor` may cut images into tiles."""
     height, width = pair(model.config.vision_config.image_size)
     fields = ("image_mean", "image_std", "rescale_factor", "resample")
     settings = {name: getattr(processor, name) for name in fields}
@@ -228,7 +228,8 @@ def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Mo
 
 
 def load_config(name: str | os.PathLike, kind: str, trust_remote_code: bool = False, **fields) -> PreTrainedConfig:
-    """Load the configuration of a model, with the values in `fields`. See `load_model` for arguments and errors."""
+    """Load a model's configuration and replace its values by those in `fields`. See `load_model` for arguments and
+    errors."""
     found, revision = find_model(name)
     with loading_errors(name, kind):
         return AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code, **revision, **fields)

@@ -95,9 +95,9 @@ class AlignmentLoss(nn.Module):
 class MapAlignmentLoss(nn.Module):
     """Distance of feature maps from a teacher's feature maps, averaged over grid cells and layers.
 
-    For the two vectors of a cell, the distance is 1 minus the cosine, plus `scale_weight` times the squared logarithm
-    of the ratio of lengths. First, the teacher's mean over all cells of an image is subtracted from both maps, because
-    a vector that all cells share does not distinguish cells.
+    First, the teacher's mean over all cells of an image is subtracted from both maps, because a vector that all cells
+    share does not distinguish cells. The distance at a cell is 1 minus the cosine of the two maps' vectors, plus
+    `scale_weight` times the squared logarithm of the ratio of their lengths.
     """
 
     def __init__(self, scale_weight: float = 0.1):
@@ -238,8 +238,8 @@ def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tenso
 
 def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Tensor:
     """Return a teacher's attention to image patches, `(batch, rows, columns)`. The attention of an image sums to 1.
-    The queries are the class tokens, or all patches without class tokens. Attention is averaged over heads and the
-    last third of blocks.
+    The queries are the class tokens. If there are no class tokens, the queries are all patches. Attention is averaged
+    over heads and over the last third of blocks.
 
     Args:
         teacher (`Anatomy`): The teacher.

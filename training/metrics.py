@@ -8,7 +8,7 @@ from .scores import check_scores
 
 
 class _Metric(evaluate.Metric):
-    """Base class of metrics that keep predictions and references in memory. Both have the feature type `kept`."""
+    """Base class of metrics that keep predictions and references in memory. `kept` is the feature type of both."""
 
     kept = datasets.Sequence(datasets.Value("int64"))
 
@@ -55,8 +55,8 @@ class SegmentationScores(_Metric):
     """Mean intersection over union, mean accuracy and pixel accuracy, computed over the pixels of all images together.
 
     `add_batch` takes two arrays of class indices with equal shapes. Pixels with the reference `ignore_index` are
-    ignored. `compute()` returns `mean_iou`, `mean_accuracy`, `pixel_accuracy`, and `iou`, a list with a value for each
-    class. The IoU of a class without any pixel is `None`, and the means leave this class out.
+    ignored. `compute()` returns `mean_iou`, `mean_accuracy`, `pixel_accuracy` and the list `iou` with a value
+    for each class. The IoU of a class without any pixel is `None`, and the means leave this class out.
     """
 
     kept = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))

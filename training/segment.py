@@ -5,9 +5,9 @@
         --output_dir OUT
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, use the settings of
-ViT-Adapter (Chen et al. 2023) with 80,000 iterations and larger batches. The defaults are ViT-Adapter's settings for
-AugReg models. ViT-Adapter has different settings for base and large models. The defaults of the head's learning rate
-factor (10), weight decay (0.01) and drop path (0.3) are for base models (large: 1, 0.05, 0.4). The default of the
+ViT-Adapter (Chen et al. 2023), but with 80,000 iterations and larger batches. The defaults are ViT-Adapter's settings
+for AugReg models. ViT-Adapter has different settings for base and large models. The defaults of the head's learning
+rate factor (10), weight decay (0.01) and drop path (0.3) are for base models (large: 1, 0.05, 0.4). The default of the
 layer decay (0.95) is for large models (base: 1).
 """
 

@@ -155,10 +155,11 @@ def check_same_classes(names: list[str] | None, images):
 
 
 def match_classes(parts: Sequence, id2label: Mapping[int, str] | None, learns_labels: bool) -> tuple:
-    """Return the parts and a list of the classifier's index of each class (see `match_labels`).
+    """Return each data set of `parts`, followed by a list with the classifier's index of each class (see
+    `match_labels`).
 
     The list is `None` if labels need no conversion, if there are no labels, or if there is no classifier. If the
-    classes do not match the classifier's classes, labels are removed from the parts. With `learns_labels`, a
+    classes do not match the classifier's classes, labels are removed from the data sets. With `learns_labels`, a
     ValueError is raised instead.
     """
     names = next(filter(None, (class_names(part) for part in parts if part is not None)), None)

@@ -27,7 +27,7 @@ from .files import find_model
 from .loading import load_config, load_model
 
 
-# Class of a student, by the argument `focusing` and the kind of the student's output.
+# Classes of students. The outer keys are values of the argument `focusing`, and the inner keys are kinds of output.
 STUDENTS = {
     "paper": {
         "map": SparseFormerBackbone,
@@ -115,7 +115,7 @@ def build_student(
 
 
 def kind_of(teacher: Anatomy) -> str:
-    """Return the kind of output of a teacher's students, an inner key of `STUDENTS`."""
+    """Return the kind of output of a teacher's students. The kinds are the inner keys of `STUDENTS`."""
     if teacher.classifier is not None:
         return "classifier"
     return "tokens" if teacher.projection is None else "projection"
@@ -190,7 +190,7 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
         num_blocks (`int`): Number of the teacher's blocks.
 
     Returns:
-        `set[nn.Parameter]`: The inherited parameters, with the learning rate factor `args.inherited_lr_factor`.
+        `set[nn.Parameter]`: The inherited parameters. `args.inherited_lr_factor` is their learning rate factor.
     """
     base = student.base_model
     for owner in (student, base):

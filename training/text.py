@@ -27,7 +27,7 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened(names: list[str]) -> str:
-    """Join the first three names. The number of all names follows in parentheses."""
+    """Join the first three names, and append the number of all names in parentheses."""
     return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({len(names)})"
 
 

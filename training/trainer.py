@@ -486,8 +486,8 @@ def start(args: ImageTrainingArguments, *sources: str | None):
     """Check the output folder and set the random seed. Call this before models and data are loaded.
 
     Raises:
-        ValueError: If `output_dir` contains one of the models `sources`. Without `overwrite_output_dir`, also if
-            `output_dir` contains files but no run.
+        ValueError: If `output_dir` contains one of the models `sources`, or if it contains files but no run and
+            `overwrite_output_dir` is not set.
     """
     check_output_outside_input(args.output_dir, *sources)
     folder = Path(args.output_dir)

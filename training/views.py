@@ -23,7 +23,7 @@ from .decoding import CorruptImageError, decode_image
 from .splits import check_classes, check_same_classes, hold_back
 
 
-# Number of images in the buffer that shuffles a stream. The order of the stream's files is shuffled, too.
+# Number of images in the buffer that shuffles a stream. The order of the stream's files is also shuffled.
 SHUFFLE_BUFFER = 1_000
 
 
@@ -63,7 +63,7 @@ class PlainImages:
 
 
 def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImages:
-    """Convert images to a data set with the columns `image`, which is not decoded, and optionally `label`.
+    """Convert images to a data set with the column `image` and optionally `label`. Images are not decoded.
 
     Args:
         images: A `datasets.Dataset` or `IterableDataset` with a column of images, a PyTorch dataset or a list of PIL
@@ -168,7 +168,7 @@ class StreamedViews(IterableDataset, Views):
         raise TypeError("a stream has no length")
 
     def __iter__(self) -> Iterator[dict]:
-        # In each epoch, the stream shuffles images in another way.
+        # The stream shuffles images in a new order in each epoch.
         self.images.set_epoch(int(self.epoch))
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -194,7 +194,7 @@ def collate(
 
     Args:
         samples (`list[dict]`): Views.
-        formats (`dict[str, ImageFormat]`): Image formats, which normalize pixels, by name of the pixel tensor.
+        formats (`dict[str, ImageFormat]`): Maps the name of a pixel tensor to the format that normalizes its pixels.
         mix (`Callable`, *optional*): Mixes the images and labels of a training batch. Its random numbers depend on
             (seed, epoch, index of the first image).
         seed (`int`): Seed for `mix`.
