@@ -5,18 +5,20 @@
     python benchmarks/agent_tables.py agents  # joint training with other agents, and a ViT that trains alone with SAM
     python benchmarks/agent_tables.py longer  # four rows of the table "joint", trained for 40 epochs
     python benchmarks/agent_tables.py directions  # smaller hint weights and smaller SAM radii
-    python benchmarks/agent_tables.py gradients   # norms and a cosine of the gradients of the loss terms
+    python benchmarks/agent_tables.py gradients   # gradients of the loss terms: norms and a cosine
 
 All rows have these settings, unless the name of a row gives another value:
 
 - Architecture: 64 patches, width 72, 4 blocks. The ViT has [CLS] and 9 heads, and the agent has 9 positions.
 - Budget: 4,000 images, 6 epochs, batches of 32.
 - Optimizer, initialization and loss weights of the reference implementation. Rows with impulse initialization
-  initialize all other weights as in Transformers: a standard normal patch projection would outweigh the positions.
+  initialize all other weights as in Transformers: the reference's standard normal patch projection would outweigh
+  the position embeddings.
 - Training images are padded by reflection. Accuracy is measured after the last epoch.
 
-The row "joint, no hint, no divergence" is the control. Its models train side by side with the dropout of other joint
-rows, but no loss term connects them. A ViT that trains alone has dropout at the same places as Transformers' ViT.
+The row "joint, no hint, no divergence" is the control. Its ViT and its agent are trained in one run, but no loss
+term connects them. Their dropout is the same as in other joint rows. A ViT that trains alone has dropout at the same
+places as Transformers' ViT.
 Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds can run in parallel. The
 output is agent_TABLE.json. `frugalvit joint --config joint-small` and similar recipes have the paper's sizes.
 """
@@ -97,7 +99,7 @@ TABLES = {
         "ViT alone": (train, VIT_ALONE),
         "ViT alone, SAM": (train, VIT_ALONE | SAM),
     },
-    # Hints and SAM lower the accuracy after few epochs. This table therefore tests weaker hints and weaker SAM.
+    # In short trainings, hints and SAM lower the accuracy. The table "directions" has weaker hints and weaker SAM.
     "directions": {
         "joint, no hint": (joint, JOINT | NO_HINT),
         **{f"joint, hints of weight {w}": (joint, JOINT | {"config_overrides": f"hint_weight={w}"}) for w in (0.1, 1)},
@@ -110,7 +112,8 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
-# Rows of the table "gradients": untrained models by their `--initialization`, and the trained model of "joint".
+# The table "gradients" has rows for untrained models (names and values of `--initialization`) and for the trained
+# model of the row "joint".
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
 

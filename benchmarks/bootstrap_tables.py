@@ -28,7 +28,8 @@ from frugalvit.training.data import load_images
 from token_merging import merging, with_random_patches
 
 
-# Additional arguments of each row, by table and row name. `run` replaces "{16 tokens}" by the folder of "16 tokens".
+# Additional arguments of each row, by table and row name. The argument "{16 tokens}" stands for the folder of the row
+# "16 tokens".
 TABLES = {
     "tokens": {
         "8 tokens": ["--num_tokens", "7"],
@@ -42,7 +43,7 @@ TABLES = {
         "bootstrapping": [],
         "with classification loss": ["--label_loss_weight", "1"],
         "with classification loss, weight 10": ["--label_loss_weight", "10"],
-        "with tokens aligned": ["--token_loss_weight", "2"],  # The paper has no such row.
+        "with tokens aligned": ["--token_loss_weight", "2"],  # This row is not in the paper.
         "without reusing weights": ["--no_inherit_blocks"],
         "KL distillation, temperature 3": ["--loss", "kl", "--temperature", "3"],
         "KL distillation, temperature 5": ["--loss", "kl", "--temperature", "5"],
@@ -187,7 +188,7 @@ def run_elastic(arguments, name: str, seed: int) -> dict:
 
 
 def compare_elastic(arguments):
-    """Compare the first seed's students with the teacher, smaller images, fewer patches and ToMe."""
+    """Compare the first seed's students with the teacher: alone, on smaller images, on fewer patches and with ToMe."""
     seed = arguments.seeds[0]
     baselines = load_teachers(arguments.teacher, "ViT", [16, 24])
     baselines += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]

@@ -63,7 +63,7 @@ from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, t
 VARIANTS = {
     "fixed": [],
     "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
-    # With --tokens 256, each patch has a token. Linear layers then cost as much as in 12 blocks with 64 tokens.
+    # With --tokens 256 (one for each patch), linear layers of 3 blocks cost as much as 12 blocks with 64 tokens.
     "3 blocks": ["--truncate", "9"],
     "paper": ["--focusing", "paper", "--preset", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
@@ -308,7 +308,8 @@ def file_name(arguments) -> str:
 
 def measure_peers(arguments):
     """Measure ToMe or DiffRate before and after tuning. DiffRate's rates are searched before both measurements. Tuning
-    takes one epoch, with the views, the loss and the learning rate of the students' inherited weights."""
+    takes one epoch. Views and loss are the same as for students. The learning rate is the same as for the students'
+    inherited weights."""
     teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
     rows, settings = [], {"seeds": arguments.seeds}
     if arguments.what == "diffrate":
@@ -412,7 +413,7 @@ def classified_rightly(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Classify test images by a linear probe and by nearest neighbors, both with the training embeddings `known`.
-    Return 1 for each right and 0 for each wrong classification, `(images,)`, averaged over draws of random patches."""
+    For each classifier, return the share of draws in which an image is classified correctly, `(images,)` float64."""
     classes, numbers = known_labels.unique(return_inverse=True)
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):

@@ -249,7 +249,7 @@ def measure_llavas(arguments, seed: int, students=STUDENTS) -> dict[str, dict[st
 
 
 def with_means(llava: LlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
-    """Return a copy of a LLaVA that averages 2 x 2 patches before the projector, to compare with readable tokens."""
+    """Return a copy of a LLaVA that averages 2 x 2 patches before the projector, for comparison with students."""
 
     def average(projector, arguments):
         (patches,) = arguments

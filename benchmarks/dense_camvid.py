@@ -10,8 +10,8 @@ scores of the linear layer for a test image are interpolated to the mask's size.
   patches, and with ToMe (github.com/facebookresearch/ToMe, not tuned). A grid cell without a patch gets the features
   of the nearest kept patch. Grid cells of merged patches get the features of the merged token.
 - Students run on images of 336 x 448 pixels with fewer tokens. They are measured before training. Students named by
-  --bootstrap are also trained to the teacher's embeddings and feature maps, without masks, and measured again. In the
-  student with "alone" in its name, only the upsampler is trained.
+  --bootstrap are then trained to match the teacher's embeddings and feature maps and measured again. The training
+  uses no masks. In the student with "alone" in its name, only the upsampler is trained.
 - Cosines compare feature maps with those of the teacher on test images. Milliseconds are the time for one image on the
   CPU in float32. Backbones are timed in turns.
 
@@ -65,10 +65,10 @@ THIN = ("pole", "sign", "pedestrian", "cyclist")
 STUDENTS = {"content": {"placement": "content"}, "grid": {}}
 UPSAMPLER = {"upsampler_hidden_size": 128}
 STUDENTS |= {f"{name}-upsampler": fields | UPSAMPLER for name, fields in STUDENTS.items()}
-# In this student, only the upsampler is trained.
+# Name of the student in which only the upsampler is trained.
 ALONE = "grid-upsampler-alone"
 STUDENTS[ALONE] = UPSAMPLER
-# This student is bootstrapped with each seed. Other students are bootstrapped with the first seed.
+# Name of the student that is bootstrapped with each seed. Other students are bootstrapped with the first seed.
 HEADLINE = "grid-upsampler"
 
 

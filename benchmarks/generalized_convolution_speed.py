@@ -99,7 +99,7 @@ def main():
 def make_pass(name: str, side: int, batch_size: int) -> Callable[[], torch.Tensor]:
     """Return a function that builds a layer and runs it. In matrix form, a layer includes the constant matrices."""
     feature_map = torch.randn(batch_size, CHANNELS, side, side)
-    # The first call of an operation allocates memory inside libraries. After these calls, this memory does not count.
+    # The first convolution and the first matrix product allocate memory inside libraries. This memory must not count.
     with torch.inference_mode():
         nn.Conv2d(CHANNELS, CHANNELS, 3)(torch.randn(1, CHANNELS, 8, 8))
         torch.randn(64, 64) @ torch.randn(64, 64)

@@ -46,7 +46,7 @@ BASELINES = {
     "truncated normal": {"initialization": "trunc_normal"},
     "mimetic": {"initialization": "mimetic"},
 }
-# At width 96, Kaiming uniform initialization has the standard deviation 0.059.
+# 0.059 is the standard deviation of Kaiming uniform initialization at width 96.
 LARGER = "truncated normal, weights of std 0.059"
 # In these controls, the initialization of values differs from the initialization of queries and keys.
 CONTROLS = {

@@ -2,8 +2,9 @@
 
     python benchmarks/index_recall.py --data Caltech-101 caltech101-train.parquet caltech101-test.parquet
 
-`--data` gives a title, the photographs of the index and the photographs of the queries, and can be repeated. If there
-are no photographs of queries, each photograph of the index is a query, and is excluded from its own results.
+The values of `--data` are a title, a file with photographs for the index and a file with photographs for the queries.
+Without the last file, each photograph of the index is a query, and is excluded from its own results. `--data` can be
+repeated.
 
 In the reference search, the teacher embeds queries and index. Each row measures a model in one of these roles:
 
@@ -14,14 +15,15 @@ In the reference search, the teacher embeds queries and index. Each row measures
 
 Scores are means over queries:
 
-- `neighbors@1`: share of queries with the same first result as in the reference search.
+- `neighbors@1`: 1 if the row's search and the reference search have the same first result, and 0 otherwise.
 - `neighbors@10`: share of the reference search's first ten results that are also in the row's first ten results.
 - `neighbors_in_50`: share of the reference search's first ten results that are in the row's first fifty results.
-- `labels@1`, `labels@10`: share of the row's first result, or first ten results, with the label of the query.
+- `labels@1`: 1 if the row's first result has the label of the query, and 0 otherwise.
+- `labels@10`: share of the row's first ten results that have the label of the query.
 
 `…_error` is the standard error over queries. `…_difference` is a student's score minus the score of the teacher on
-smaller images with the same number of patches. `labels…_to_teacher` is a model's score minus the score of the teacher
-on full-size images. Both differences are computed for each query and averaged.
+smaller images with as many patches as the student has tokens. `labels…_to_teacher` is a model's score minus the score
+of the teacher on full-size images. Both differences are computed for each query and averaged.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from frugalvit.training.choices import DTYPES
 from shared import add_results_argument, build_model, make_parser, measure_speeds, write_table
 
 
-# By size: our variant, its name in the reference implementation, and a ViT of the same size.
+# For each size: our variant, its name in the reference implementation, and a ViT of the same size.
 SIZES = {
     "base": ("augreg-base-49-224", "sparseformer_btsp_augreg_base", "vit-base"),
     "large": ("augreg-large-49-224", "sparseformer_btsp_augreg_large", "vit-large"),

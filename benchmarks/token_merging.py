@@ -100,7 +100,7 @@ def main():
     )
 
     def add(name: str, model: nn.Module, training: str | None, results: list[dict] | None = None):
-        """Add a row. Models with the same name differ only in weights, so the speed of one of them is measured."""
+        """Add a row. Models with the same name differ only in weights, so only the first of them is timed."""
         models.setdefault(name, model)
         macs = count_macs(model, image_format.size).macs_with_attention
         accuracies = shared.last_accuracies(results or [evaluate(model, test, image_format)])
@@ -351,7 +351,7 @@ def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_p
     return Baseline(
         name=name,
         method=method,
-        # Embeddings are cast to the dtype of the images, because a cast of this module also casts the classifier.
+        # A cast of this `Vision` also casts the classifier, so the embeddings are cast to the dtype of the images.
         model=Vision(
             nn.ModuleList([model, teacher.classifier]),
             lambda images: model(images).embedding.to(images.dtype),

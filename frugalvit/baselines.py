@@ -40,7 +40,7 @@ class Baseline:
         id2label (`dict[int, str]`, *optional*): Class names.
         tokens (`int`, *optional*): Number of tokens in the encoder blocks, including class and register tokens.
         parameters (`int`, *optional*): Number of parameters that process images. Default: all parameters of `model`.
-        draws (`int`, *optional*, defaults to 1): Embeddings of each image, to average a random `embed`.
+        draws (`int`, *optional*, defaults to 1): Number of calls of a random `embed` for each image.
     """
 
     name: str
@@ -90,7 +90,7 @@ class WithTokens(nn.Module):
 
 
 def as_teacher(anatomy: Anatomy, **others) -> Baseline:
-    """Describe an unchanged vision transformer as a `Baseline`. `others` are further fields."""
+    """Describe an unchanged vision transformer as a `Baseline`. `others` are other fields of the `Baseline`."""
     parameters = {*anatomy.model.parameters()}
     for layer in (anatomy.classifier, anatomy.projection):
         parameters |= set() if layer is None else {layer.weight, layer.bias} - {None}
@@ -125,8 +125,8 @@ def load_teachers(
         folder (`str`): Folder or hub id of a vision transformer.
         name (`str`, *optional*): Name of the teacher in tables. Default: the folder's name.
         resolutions (sequence of `int`, *optional*):
-            Shorter sides of the smaller images in pixels. Default: sizes with about `SHARES` of the teacher's patches,
-            or no smaller images if the teacher's position embeddings cannot be resampled.
+            Shorter sides of the smaller images in pixels. Default: sizes whose patch counts are about `SHARES`
+            times the teacher's patch count, or no sizes if position embeddings cannot be resampled.
         options: Further arguments of `load_model`.
     """
     anatomy, image_processor = load_teacher(folder, **options)
@@ -150,8 +150,8 @@ def load_teachers(
 
 
 def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Baseline:
-    """Describe a teacher on smaller images as a `Baseline`. The model is an untrained student that keeps all
-    patches and has resampled position embeddings."""
+    """Describe a teacher on smaller images as a `Baseline`. The field `model` is an untrained student with all
+    patches and with resampled position embeddings."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
     if anatomy.projection is not None and anatomy.classifier is None:
@@ -175,9 +175,9 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
 
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Baseline]:
-    """Load a student as baselines. A SparseFormer gives a baseline for each number of tokens that it was trained for.
-    Any other model gives one baseline. `method` defaults to "SparseFormer" for a SparseFormer with a single number of
-    tokens, and to the model's name otherwise."""
+    """Load a student as a list of baselines. For a SparseFormer, the list has a baseline for each number of tokens
+    that it was trained for. For any other model, the list has one baseline. `method` defaults to "SparseFormer" for a
+    SparseFormer with a single number of tokens, and to the model's name otherwise."""
     model, image_processor = load_model(folder, "image-feature-extraction", **options)
     model = without_agent(model).requires_grad_(False).eval()
     size = size_made_by(image_processor)

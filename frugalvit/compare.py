@@ -284,7 +284,7 @@ def neighbors_found(embeddings: torch.Tensor, teacher: torch.Tensor) -> torch.Te
         teacher (`torch.Tensor` of shape `(images, embedding_size)`): The teacher's embeddings.
 
     Returns:
-        For each image, the share of the teacher's neighbors that the model finds, too, `(images,)` float64.
+        For each image, the share of the teacher's neighbors that the model also finds, `(images,)` float64.
     """
     teacher = F.normalize(teacher, dim=-1)
     embeddings = F.normalize(embeddings, dim=-1)
@@ -309,7 +309,7 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
         teacher (`torch.Tensor` of shape `(images,)`, *optional*): The teacher's scores of the same images.
 
     Returns:
-        `{name}` is the mean. `{name}_error` is half of the mean's Wilson interval for one standard deviation.
+        `{name}` is the mean. `{name}_error` is half the width of its Wilson interval for one standard deviation.
         `{name}_difference` is the difference from the teacher's mean. `{name}_difference_error` is its standard error.
     """
     count = len(correct)

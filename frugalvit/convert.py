@@ -20,8 +20,9 @@ PROG = "python -m frugalvit.convert"
 
 @dataclass(kw_only=True)
 class ConvertOptions(OutputOptions):
-    """Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` loads. The checkpoint
-    has the widths and the numbers of tokens, sampling points and blocks. The variant has all other settings."""
+    """Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` loads. Widths
+    and the numbers of tokens, sampling points and blocks are read from the checkpoint. Other settings are those of the
+    variant."""
 
     checkpoint: str = argument(help=".pth or .safetensors file.", positional=True)
     variant: str | None = argument(

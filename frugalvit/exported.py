@@ -63,7 +63,7 @@ class Part(nn.Module):
     Args:
         model (`PreTrainedModel`): The model.
         kind (`str`): `"model"` for a whole model, `"image_embeds"` or `"text_embeds"` for a side of a CLIP.
-        output_rois (`bool`, *optional*, defaults to `False`): Return RoIs and sampling points, too.
+        output_rois (`bool`, *optional*, defaults to `False`): Also return RoIs and sampling points.
     """
 
     def __init__(self, model: PreTrainedModel, kind: str, output_rois: bool = False):

@@ -57,7 +57,7 @@ class _Application:
     """Base class of `Embedder` and `Classifier`. A call with images yields an array for each image, in order. Threads
     may share an instance, and an instance can be pickled."""
 
-    # Contents of the arrays, for error messages.
+    # "embeddings" or "scores", for error messages.
     what: str
 
     def __init__(

@@ -104,8 +104,8 @@ def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torc
     """Measure the speed of the models in the rows of `describe`, with random weights.
 
     Returns:
-        A row for each model and each number of tokens that the model is trained for. The row has `images/s`, the cost
-        at this number of tokens, and `num_tokens` (`None` if the number is fixed).
+        A row for each model and each number of tokens that the model is trained for. The row has `images/s`, the
+        fields of `Macs` at this number of tokens, and `num_tokens` (`None` if the number is fixed).
     """
     measured = []
     models = {}

@@ -21,17 +21,18 @@ class Macs(NamedTuple):
 def count_macs(model: nn.Module, image_size: int | tuple[int, int], num_channels: int = 3) -> Macs:
     """Count the multiply-accumulates of convolutions, linear layers and matrix products for one image.
 
-    As in the papers, all tokens pass through all blocks. A SparseFormer may compute fewer tokens in its last block,
-    see `output_tokens` of `SparseFormerModel`. Both counts include the mixing products of a SparseFormer.
+    As in the papers, each block is counted for all tokens. In use, a SparseFormer may compute fewer tokens in its last
+    block, see `output_tokens` of `SparseFormerModel`.
 
     Args:
         model (`nn.Module`): Model of Transformers, timm or open_clip, on any device, including the meta device.
-        image_size (`int` or `tuple[int, int]`): Height and width in pixels.
+        image_size (`int` or `tuple[int, int]`): Height and width of the image in pixels.
         num_channels (`int`, *optional*, defaults to 3): Channels of the image.
 
     Returns:
         `Macs`: `macs` excludes the two matrix products of attention (queries with keys, weights with values), as many
-        counters do. `macs_with_attention` includes both products.
+        counters do. `macs_with_attention` includes these products. Both numbers include the products of a
+        SparseFormer's adaptive mixing.
     """
     # Fused attention is turned off, because PyTorch's counter misses it on some devices.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

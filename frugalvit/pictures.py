@@ -113,5 +113,5 @@ def check_picture_path(path: str | os.PathLike) -> Path:
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    # Matplotlib cannot draw infinite RoIs (in half precision), or RoIs far outside of the image.
+    # Matplotlib cannot draw RoIs that are infinite (possible in half precision) or far outside of the image.
     return np.nan_to_num(torch.as_tensor(tensor).detach().float().cpu().numpy()).clip(-100, 100)

@@ -198,9 +198,9 @@ def predict_pixels(
     Args:
         pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`): Images.
         top (`int`, *optional*, defaults to 5): Number of labels for each image.
-        num_tokens (`int`, *optional*): Number of latent tokens. Default: the model's number.
-        confidence (`float`, *optional*): Use more tokens for images with a score below this number.
-        output_rois (`bool`, *optional*, defaults to `False`): Return input images, RoIs and sampling points, too.
+        num_tokens (`int`, *optional*): Number of latent tokens. Default: `config.default_num_tokens`.
+        confidence (`float`, *optional*): Use more tokens for images whose best score is below this number.
+        output_rois (`bool`, *optional*, defaults to `False`): Also return input images, RoIs and sampling points.
     """
     config = model.config
     if confidence is None:
@@ -269,9 +269,10 @@ def find_images(names: Sequence[str]) -> list[Path]:
                 leave_out(unread, NOT_READ)
             files = [file for file in files if file not in unread and file.name not in METADATA_FILES]
         else:
-            # For `**`, `Path.glob` does not follow links, because links may form cycles.
+            # Use `Path.glob`, because its `**` does not follow links to folders. Such links may form cycles.
             matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            # Leave out pipes, because reading may block, and hidden files or folders that `name` does not contain.
+            # Leave out pipes, because reading a pipe may block. Leave out hidden files and files in hidden folders,
+            # unless `name` contains the hidden file or folder.
             files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")

@@ -23,7 +23,8 @@ from .versions import origin
 PROG = "frugalvit quickstart"
 TEACHER = "caltech101-vit"
 TOKENS = [9, 16, 25, 36, 49, 64]
-# Numbers of tokens to compare. On images of `RESOLUTIONS`, the teacher costs about as much as 16 and 36 tokens.
+# Numbers of tokens to compare. The teacher on images of `RESOLUTIONS` costs about as much as the student with 16 and
+# with 36 tokens.
 COMPARED_TOKENS = [9, 16, 36]
 RESOLUTIONS = [56, 84]
 # Numbers of photographs for training and for testing.

@@ -63,7 +63,7 @@ def without_agent(model: nn.Module) -> nn.Module:
 
 
 def image_maker(image_processor):
-    """Return a processor that outputs images. Only a processor that outputs patches (SigLIP 2 NaFlex) is replaced."""
+    """Return `image_processor`. If it outputs patches (SigLIP 2 NaFlex), return a processor that outputs images."""
     if not hasattr(image_processor, "max_num_patches"):
         return image_processor
     image_format = ImageFormat.from_processor(image_processor)

@@ -70,7 +70,7 @@ def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor
 ) -> dict[str, float]:
     """Measure recall at 1, 5 and 10 in percent. If wrong candidates are as similar as the best correct candidate,
-    their order is random. The query counts with the probability that the correct candidate is among the first k.
+    the query's score is the probability that the correct candidate is among the first k in a random order.
 
     Args:
         image_embeddings (`torch.Tensor`): Normalized embeddings `(images, width)`.

@@ -80,7 +80,7 @@ def scienceqa_accuracy(model, processor, questions: datasets.Dataset, batch_size
 
     Returns:
         `dict`: `questions`, `accuracy`, `image_accuracy` (questions with an image), `text_accuracy` (questions without
-        an image) and `unanswered` (number of answers that name no option). An accuracy without questions is `None`.
+        an image) and `unanswered` (number of answers that name no option). The accuracy on zero questions is `None`.
     """
     right = {True: [], False: []}
     unanswered = 0

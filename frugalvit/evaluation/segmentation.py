@@ -72,12 +72,12 @@ def segmentation_scores(
     Args:
         model (`PreTrainedModel`): The segmentation model.
         image_format (`ImageFormat`): Size and normalization of the model's images.
-        images (`datasets.Dataset`): Images with the columns `image` and `mask`, not decoded.
+        images (`datasets.Dataset`): Columns `image` and `mask`, both not decoded.
         read_mask (`MaskReader`): Reader of the masks.
-        batch_size (`int`, *optional*, defaults to 16): Images, or windows of one image, in a forward pass.
+        batch_size (`int`, *optional*, defaults to 16): Number of images, or of one image's windows, in a forward pass.
         window (`int`, *optional*):
             Side of a square sliding window in pixels. The image's shorter side is resized to this length, and the
-            window moves in steps of two thirds of its side. By default, images get the model's image size.
+            window moves in steps of two thirds of its side. By default, images are resized to the model's image size.
         skip_corrupt (`bool`, *optional*, defaults to `False`): Leave out images that cannot be read.
 
     Returns:

@@ -49,7 +49,7 @@ def name_models(arguments: argparse.Namespace) -> dict[str, str]:
 def load_two_towers(
     name: str, vision_model: str | None = None, device: str | None = None, trust_remote_code: bool = False
 ) -> TwoTowers:
-    """Load a CLIP or SigLIP. If `vision_model` is given, this SparseFormer replaces the CLIP's vision model."""
+    """Load a CLIP or SigLIP. The SparseFormer `vision_model`, if given, replaces the model's own vision model."""
     model, image_processor = load_model(name, "zero-shot-image-classification", device, trust_remote_code)
     tokenizer = load_tokenizer(name, model.config.text_config.vocab_size, trust_remote_code)
     if vision_model:

@@ -78,7 +78,7 @@ def zero_shot_accuracy(
     Args:
         towers (`TwoTowers`): The CLIP or SigLIP.
         classifier (`torch.Tensor`): Weights `(width, classes)` of `zero_shot_classifier`.
-        images (`datasets.Dataset`): Images with the columns `image`, not decoded, and `label`.
+        images (`datasets.Dataset`): Columns `image` (not decoded) and `label`.
         reading: Further arguments of `image_batches`.
 
     Returns:
